@@ -1,0 +1,217 @@
+"""Bytes on the wire and in Redis: prompts as protobuf, groups as one checksummed zstd frame of protobuf.
+
+A stored group is `MAGIC + schema version (uint16 LE) + zstd frame`. The frame carries zstd's own content checksum, so a
+flipped bit anywhere is found on decoding. Arrays travel as raw little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from penstock.errors import PoisonGroup
+from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.v1 import groups_pb2, prompts_pb2
+
+MAGIC = b"PSK"
+SCHEMA_VERSION = 1
+_HEADER = struct.Struct("<3sH")
+_MAX_GROUP_BYTES = 1 << 30
+
+_FINISH_TO_PROTO = {
+    "stop": groups_pb2.Trajectory.STOP,
+    "length": groups_pb2.Trajectory.LENGTH,
+    "aborted": groups_pb2.Trajectory.ABORTED,
+}
+_FINISH_FROM_PROTO: dict[int, FinishReason] = {
+    groups_pb2.Trajectory.STOP: "stop",
+    groups_pb2.Trajectory.LENGTH: "length",
+    groups_pb2.Trajectory.ABORTED: "aborted",
+}
+_thread = threading.local()
+
+
+def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
+    return prompts_pb2.Prompt(
+        messages=[prompts_pb2.Message(role=role, content=content) for role, content in prompt.messages],
+        token_ids=np.asarray(prompt.token_ids, dtype="<i4").tobytes(),
+        sampling=_sampling_to_proto(prompt.sampling),
+        num_samples=prompt.num_samples,
+        agent_name=prompt.agent_name,
+        data_source=prompt.data_source,
+        ground_truth_json=json.dumps(prompt.ground_truth),
+        extra_info_json=json.dumps(prompt.extra_info),
+        priority=prompt.priority,
+        evaluation_id=prompt.evaluation_id,
+    )
+
+
+def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
+    return Prompt(
+        messages=tuple((m.role, m.content) for m in message.messages),
+        token_ids=tuple(np.frombuffer(message.token_ids, dtype="<i4").tolist()),
+        sampling=_sampling_from_proto(message.sampling),
+        num_samples=message.num_samples,
+        agent_name=message.agent_name or "single_turn_agent",
+        data_source=message.data_source,
+        ground_truth=json.loads(message.ground_truth_json or "null"),
+        extra_info=json.loads(message.extra_info_json or "{}"),
+        priority=message.priority,
+        evaluation_id=message.evaluation_id,
+    )
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    return prompt_to_proto(prompt).SerializeToString()
+
+
+def decode_prompt(data: bytes) -> Prompt:
+    return prompt_from_proto(prompts_pb2.Prompt.FromString(data))
+
+
+def encode_group(group: Group) -> bytes:
+    """The stored form. Never fails for a valid group."""
+    body = group_to_proto(group).SerializeToString()
+    return _HEADER.pack(MAGIC, SCHEMA_VERSION) + _compressor().compress(body)
+
+
+def decode_group(data: bytes) -> Group:
+    """Decode and check a stored group; raises PoisonGroup with the dead-letter reason."""
+    if len(data) < _HEADER.size:
+        raise PoisonGroup("corrupt", f"{len(data)} bytes are too few for a group")
+    magic, schema = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise PoisonGroup("corrupt", "not a group: wrong magic bytes")
+    if schema != SCHEMA_VERSION:
+        raise PoisonGroup("schema", f"schema version {schema} is not {SCHEMA_VERSION}; upgrade the older side")
+    try:
+        body = _decompressor().decompress(data[_HEADER.size :], max_output_size=_MAX_GROUP_BYTES)
+        message = groups_pb2.Group.FromString(body)
+    except (zstandard.ZstdError, DecodeError) as error:
+        raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
+    group = group_from_proto(message)
+    check_group(group)
+    return group
+
+
+def check_group(group: Group) -> None:
+    """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite."""
+    if not group.trajectories:
+        raise PoisonGroup("shape", "a group without trajectories")
+    for index, trajectory in enumerate(group.trajectories):
+        num_tokens = len(trajectory.token_ids)
+        if num_tokens == 0:
+            raise PoisonGroup("shape", f"trajectory {index} has no tokens")
+        if len(trajectory.loss_mask) != num_tokens or len(trajectory.log_probs) != num_tokens:
+            raise PoisonGroup("shape", f"trajectory {index}: arrays differ in length")
+        covered = 0
+        for segment in trajectory.segments:
+            if segment.start != covered or segment.end <= segment.start:
+                raise PoisonGroup("shape", f"trajectory {index}: version segments leave a gap at token {covered}")
+            covered = segment.end
+        if covered != num_tokens:
+            raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
+        if not np.isfinite(trajectory.log_probs).all() or not np.isfinite(trajectory.reward):
+            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob or the reward is not finite")
+
+
+def group_to_proto(group: Group) -> groups_pb2.Group:
+    return groups_pb2.Group(
+        run=group.run,
+        prompt_id=group.prompt_id,
+        attempt=group.attempt,
+        server_id=group.server_id,
+        data_source=group.data_source,
+        agent_name=group.agent_name,
+        sampling=_sampling_to_proto(group.sampling),
+        prompt_token_ids=group.prompt_token_ids.astype("<i4").tobytes(),
+        trajectories=[_trajectory_to_proto(t) for t in group.trajectories],
+        finished_at_ms=group.finished_at_ms,
+    )
+
+
+def group_from_proto(message: groups_pb2.Group) -> Group:
+    return Group(
+        run=message.run,
+        prompt_id=message.prompt_id,
+        attempt=message.attempt,
+        server_id=message.server_id,
+        data_source=message.data_source,
+        agent_name=message.agent_name,
+        sampling=_sampling_from_proto(message.sampling),
+        prompt_token_ids=_int32(message.prompt_token_ids),
+        trajectories=tuple(_trajectory_from_proto(t) for t in message.trajectories),
+        finished_at_ms=message.finished_at_ms,
+    )
+
+
+def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
+    return groups_pb2.Trajectory(
+        token_ids=trajectory.token_ids.astype("<i4").tobytes(),
+        loss_mask=trajectory.loss_mask.astype(np.uint8).tobytes(),
+        log_probs=trajectory.log_probs.astype("<f4").tobytes(),
+        segments=[
+            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version)
+            for s in trajectory.segments
+        ],
+        reward=trajectory.reward,
+        reward_parts=trajectory.reward_parts,
+        finish_reason=_FINISH_TO_PROTO[trajectory.finish_reason],
+    )
+
+
+def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
+    return Trajectory(
+        token_ids=_int32(message.token_ids),
+        loss_mask=np.frombuffer(message.loss_mask, dtype=np.uint8),
+        log_probs=_array(message.log_probs, "<f4", "log_probs").astype(np.float32, copy=False),
+        segments=tuple(VersionSegment(s.start, s.end, s.policy_version) for s in message.segments),
+        reward=message.reward,
+        reward_parts=dict(message.reward_parts),
+        finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
+    )
+
+
+def _sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
+    return prompts_pb2.Sampling(
+        temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed
+    )
+
+
+def _sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        max_tokens=message.max_tokens,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def _int32(data: bytes) -> NDArray[np.int32]:
+    return _array(data, "<i4", "token_ids").astype(np.int32, copy=False)
+
+
+def _array(data: bytes, dtype: str, name: str) -> NDArray[np.generic]:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise PoisonGroup("shape", f"{name} has {len(data)} bytes, not a whole number of elements")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_thread, "compressor"):
+        _thread.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+    compressor: zstandard.ZstdCompressor = _thread.compressor
+    return compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_thread, "decompressor"):
+        _thread.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _thread.decompressor
+    return decompressor

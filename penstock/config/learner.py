@@ -1,0 +1,57 @@
+"""Configuration of the learner: placement, optimizer, batches, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.config.algorithms import AlgorithmConfig
+from penstock.config.base import Config
+
+
+class RoleConfig(Config):
+    num_ranks: int = Field(default=1, ge=1)
+    cpus_per_rank: float = Field(default=1.0, ge=0)
+    gpus_per_rank: float = Field(default=0.0, ge=0)
+
+
+class OptimizerConfig(Config):
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class CheckpointConfig(Config):
+    every_steps: int = Field(default=25, ge=1)
+    """Groups are acknowledged only once a checkpoint covers them, so this also bounds what a crash repeats."""
+    keep: int = Field(default=2, ge=1)
+    resume: Literal["auto", "off"] = "auto"
+    """`auto` continues from the newest checkpoint of the run's folder."""
+
+
+class LearnerConfig(Config):
+    placement: Literal["standalone", "split-collocate"] = "standalone"
+    """`standalone`: every role in a resource group of its own. `split-collocate`: policy and reference share one."""
+    policy: RoleConfig = RoleConfig()
+    reference: RoleConfig = RoleConfig()
+    ray_address: str = ""
+    """Ray cluster to join; empty starts a private one on this machine."""
+    num_steps: int = Field(default=100, ge=0)
+    """Optimizer steps of the run; 0 trains until it is stopped."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    micro_batch_tokens: int = Field(default=16384, ge=16)
+    """Token budget of one forward and backward pass."""
+    logprob_chunk_tokens: int = Field(default=2048, ge=16)
+    """Tokens whose logits exist at one time."""
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
+    """The learner stops with an error when a full batch has not arrived by then."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one call to a role's ranks, collectives included."""
+    threads_per_rank: int = Field(default=1, ge=1)
+    """CPU threads of each rank."""

@@ -1,0 +1,54 @@
+"""Configuration of rollout servers: engine, concurrency, rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from penstock.config.base import Config
+
+
+class EngineConfig(Config):
+    name: Literal["auto", "vllm", "torch"] = "auto"
+    """`auto` takes vllm where it can be imported, else torch, and says which."""
+    max_model_len: int = Field(default=4096, ge=8)
+    """Longest prompt plus response, in tokens."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Requests that the engine decodes at once."""
+    kv_cache_bytes: int | None = None
+    """KV cache size on CPU; None leaves it to the engine (on CUDA, by gpu_memory_utilization)."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    enforce_eager: bool = False
+    keep_kv_cache: bool = True
+    """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
+    extra: dict[str, Any] = {}
+    """Further engine arguments, passed to vLLM unchanged."""
+
+
+class RewardConfig(Config):
+    function_file: Path | None = None
+    """Python file with a custom reward function; used for every data source."""
+    function_name: str = "compute_score"
+    """Its name; verl's signature (data_source, solution_str, ground_truth, extra_info)."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Deadline of one reward."""
+    error_value: float = 0.0
+    """Reward of a sample whose function failed or ran out of time; counted in reward_errors_total."""
+
+
+class RolloutConfig(Config):
+    num_servers: int = Field(default=1, ge=0)
+    """Servers that `penstock up` starts on this machine."""
+    host: str = "127.0.0.1"
+    """Address of the internal gRPC listener (weights) and of /metrics."""
+    engine: EngineConfig = EngineConfig()
+    max_concurrent_groups: int = Field(default=64, ge=1)
+    """Prompts that a server works on at once."""
+    prompt_timeout_s: float = Field(default=600.0, gt=0)
+    """A prompt that takes longer is given back, and counts as an attempt."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Budget for loading the model."""
+    reward: RewardConfig = RewardConfig()

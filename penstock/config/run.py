@@ -1,0 +1,41 @@
+"""The whole configuration of a run: one YAML file, the same for every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from penstock.config.base import Config
+from penstock.config.learner import LearnerConfig
+from penstock.config.rollout import RolloutConfig
+from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
+from penstock.config.weights import WeightsConfig
+
+
+class ModelConfig(Config):
+    path: Path
+    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    dtype: str = "float32"
+    """Compute type of the engines: float32, bfloat16 or float16."""
+
+
+class RunConfig(Config):
+    run: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    """Name of the run; part of every Redis key, so many runs share one Redis."""
+    run_dir: Path = Path("runs")
+    """Checkpoints, logs and the private Redis' data of run NAME live in run_dir/NAME."""
+    seed: int = 1
+    """Seeds sampling, data order and the learner."""
+    model: ModelConfig
+    redis: RedisConfig = RedisConfig()
+    replay: ReplayConfig = ReplayConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    weights: WeightsConfig = WeightsConfig()
+    learner: LearnerConfig = LearnerConfig()
+    demo: DemoConfig = DemoConfig()
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / self.run

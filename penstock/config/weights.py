@@ -1,0 +1,22 @@
+"""Configuration of the weight push."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.config.base import Config
+
+
+class WeightsConfig(Config):
+    transport: Literal["gloo", "snapshot"] = "gloo"
+    """How weights reach the rollout servers."""
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
+    """Tensors are packed into buckets of about this size."""
+    ready_timeout_s: float = Field(default=30.0, gt=0)
+    """A member that has not answered the announcement by then is evicted from this push."""
+    push_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline from the first bucket to the last commit."""
+    snapshot_every_steps: int = Field(default=50, ge=1)
+    """How often a version is also kept as safetensors, from which late joiners load."""

@@ -1,0 +1,122 @@
+"""Every error Penstock raises on purpose, with one gRPC code and one HTTP status each.
+
+PenstockError                INTERNAL             500
+├── ConfigError              INVALID_ARGUMENT     400   a config file or an override is wrong
+├── InvalidInput             INVALID_ARGUMENT     400   a request is wrong; carries the field's path
+├── NotFound                 NOT_FOUND            404
+├── Unauthenticated          UNAUTHENTICATED      401
+├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
+├── LeaseLost                FAILED_PRECONDITION  409   the prompt was given to another server
+├── QueueFull                RESOURCE_EXHAUSTED   429   the replay queue is at its byte limit
+├── PoisonGroup              DATA_LOSS            422   an entry cannot be decoded or fails its checks
+├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a bounded wait ran out
+├── Unavailable              UNAVAILABLE          503   something needed is not reachable
+├── WeightPushFailed         ABORTED              409   a member refused or failed a push
+└── ProcessDied              ABORTED              500   a child process ended when it should not have
+
+A message is one line: what happened, then what to do.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of the tree. `reason` is machine-readable and stable; the message is for people."""
+
+    reason = "INTERNAL"
+    grpc_code = "INTERNAL"
+    http_status = 500
+
+
+class ConfigError(PenstockError):
+    reason = "CONFIG_INVALID"
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class InvalidInput(PenstockError):
+    """A request field is wrong. `field` is its path, for example `prompts[3].num_samples`."""
+
+    reason = "INVALID_INPUT"
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class NotFound(PenstockError):
+    reason = "NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class Unauthenticated(PenstockError):
+    reason = "UNAUTHENTICATED"
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class Fenced(PenstockError):
+    reason = "FENCED"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class LeaseLost(PenstockError):
+    reason = "LEASE_LOST"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class QueueFull(PenstockError):
+    reason = "QUEUE_FULL"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class PoisonGroup(PenstockError):
+    """`kind` is the dead-letter reason: corrupt, schema, shape, non_finite."""
+
+    reason = "POISON_GROUP"
+    grpc_code = "DATA_LOSS"
+    http_status = 422
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class DeadlineExceeded(PenstockError):
+    reason = "DEADLINE_EXCEEDED"
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class Unavailable(PenstockError):
+    reason = "UNAVAILABLE"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+
+
+class WeightPushFailed(PenstockError):
+    reason = "WEIGHT_PUSH_FAILED"
+    grpc_code = "ABORTED"
+    http_status = 409
+
+
+class ProcessDied(PenstockError):
+    reason = "PROCESS_DIED"
+    grpc_code = "ABORTED"
+    http_status = 500
+
+
+ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
+    cls.reason: cls
+    for cls in (
+        ConfigError, NotFound, Unauthenticated, Fenced, LeaseLost, QueueFull, DeadlineExceeded, Unavailable,
+        WeightPushFailed, ProcessDied,
+    )
+}  # fmt: skip
+"""What a client turns a problem+json `reason` back into; the two with extra fields are rebuilt as PenstockError."""

@@ -1,0 +1,52 @@
+"""The policy registry: one record for every version a run has published. Written by the learner, read by everyone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio as redis
+
+from penstock.errors import NotFound
+from penstock.replay.redis_queue import key_prefix
+from penstock.v1 import policies_pb2
+
+
+class PolicyRegistry:
+    """Reads only: a record is written by the learner's publish call, in one step with the version becoming current."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.prefix = key_prefix(run)
+
+    async def get(self, policy_version: int | None = None) -> policies_pb2.Policy:
+        """The record of a version, or of the current one."""
+        if policy_version is None:
+            current = await self.client.hget(f"{self.prefix}counters", "policy_version")
+            if current is None:
+                raise NotFound("no policy version was published yet; the learner has not started")
+            policy_version = int(current)
+        record = await self.client.hget(f"{self.prefix}policies", policy_version)
+        if record is None:
+            raise NotFound(f"policy version {policy_version} was never published")
+        return policies_pb2.Policy.FromString(record)
+
+    async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
+        """Up to `limit` records with a version below `before` (None: from the newest)."""
+        top = "+inf" if before is None else f"({before}"
+        versions = await self.client.zrevrangebyscore(f"{self.prefix}policy_versions", top, "-inf", start=0, num=limit)
+        if not versions:
+            return []
+        records = await self.client.hmget(f"{self.prefix}policies", versions)
+        return [policies_pb2.Policy.FromString(record) for record in records if record is not None]
+
+    async def newest_snapshot(self) -> policies_pb2.Policy | None:
+        """The newest version that was kept as a snapshot: what a late joiner loads first."""
+        before: int | None = None
+        while True:
+            page = await self.newest_first(before, 100)
+            for policy in page:
+                if policy.snapshot_path:
+                    return policy
+            if not page:
+                return None
+            before = page[-1].policy_version

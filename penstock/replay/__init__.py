@@ -1,0 +1,1 @@
+"""The replay queue: from submitted prompt to committed group, exactly once."""

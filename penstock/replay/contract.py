@@ -1,0 +1,195 @@
+"""The replay queue's contract, split by who may call what.
+
+A prompt passes through these places, and is in exactly one of them at any time:
+
+    pending ──lease──► leased ──append──► ready ──take──► delivered ──commit──► trained
+       ▲                 │                  └──────┬──────────┤
+       └── give back, ───┘                         │          └─ dead_letter ─► dead letters
+           lease expiry                            └─ expire (the prompt is pending again)
+
+    lease, append, give_back, heartbeat   rollout servers
+    take, commit, expire, dead_letter     the learner that holds the current term
+    submit                                the gateway
+
+`admitted` counts first leases, and leases after an expiry; a prompt whose lease was lost is still in flight. So
+`admitted = trained + expired + dead_lettered + queued + in_flight` at every moment (queued = ready + delivered).
+
+Evaluation prompts take the lane beside this one: leased without admission, recorded in their evaluation, never queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+PromptState = Literal["pending", "leased", "queued", "trained"]
+AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    prompt_ids: tuple[int, ...]
+    replayed: bool
+    """An earlier request with the same idempotency key had been accepted; these are its ids."""
+
+
+@dataclass(frozen=True)
+class PromptStatus:
+    prompt_id: int
+    state: PromptState
+    attempt: int
+    payload: bytes
+    """The encoded prompt; empty once it is trained."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    prompt_id: int
+    attempt: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    evaluation_id: str
+    num_prompts: int
+    num_finished: int
+    score: float
+    policy_version_min: int
+    policy_version_max: int
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """What a producer still has to care for."""
+
+    settled: tuple[int, ...]
+    """Committed, buried or superseded: forget them."""
+    missing: tuple[int, ...]
+    """Lost with Redis' tail: append them again."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One group handed to the learner, still encoded."""
+
+    prompt_id: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class QueueStat:
+    """One consistent look at every place of the diagram above."""
+
+    pending: int
+    admitted: int
+    in_flight: int
+    queued: int
+    delivered: int
+    queued_bytes: int
+    trained: int
+    expired: int
+    dead_lettered: int
+    redelivered: int
+    reclaimed: int
+    step: int
+    policy_version: int
+    term: int
+
+    @property
+    def conservation_error(self) -> int:
+        return self.admitted - self.trained - self.expired - self.dead_lettered - self.queued - self.in_flight
+
+
+class PromptIntake(Protocol):
+    """What the gateway needs."""
+
+    async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
+        """Accept all prompts or none. Durable as soon as it returns, as far as Redis is."""
+        ...
+
+    async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
+        """Queue held-out prompts. Repeating an id changes nothing and returns the first one."""
+        ...
+
+    async def get_evaluation(self, evaluation_id: str) -> Evaluation: ...
+
+    async def get_prompt(self, prompt_id: int) -> PromptStatus: ...
+
+    async def get_group(self, prompt_id: int) -> bytes: ...
+
+    async def stat(self) -> QueueStat: ...
+
+
+class GroupProducer(Protocol):
+    """What a rollout server needs."""
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        """Lease up to `max_prompts` as far as admission and the byte limit allow, in one atomic call.
+
+        Training prompts are leased while `accepted + running < (max_staleness + step + 1) · groups_per_step`.
+        Leases that ran out are taken back first."""
+        ...
+
+    async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
+        """Renew; returns the prompt ids whose lease this server no longer holds."""
+        ...
+
+    async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
+        """Hand in a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate."""
+        ...
+
+    async def record_evaluation(
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
+    ) -> None: ...
+
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
+        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered."""
+        ...
+
+    async def reconcile(self, held: Sequence[Lease]) -> Outbox:
+        """Compare the producer's unsettled groups with the queue."""
+        ...
+
+
+class GroupConsumer(Protocol):
+    """What the learner needs. Every call but `take_term` raises Fenced once a newer term was taken."""
+
+    async def take_term(self, at_least: int) -> int:
+        """Become the only learner: returns a term above every earlier one and above `at_least`."""
+        ...
+
+    async def restore(self, step: int) -> dict[int, list[int]]:
+        """Start from a checkpoint of `step`: the batch manifests that Redis holds for later steps, by step.
+
+        Their groups are delivered again, in the same batches."""
+        ...
+
+    async def take(self, step: int, max_groups: int) -> list[int]:
+        """Move ready groups into the manifest of `step` and return their prompt ids."""
+        ...
+
+    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]: ...
+
+    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
+        """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there."""
+        ...
+
+    async def expire(self, prompt_id: int) -> None:
+        """Drop a group that is too old and admit its prompt again."""
+        ...
+
+    async def dead_letter(self, prompt_id: int, reason: str) -> None: ...
+
+    async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
+        """Make `policy_version` the run's current one, which opens admission for the next step.
+
+        `policy` is its encoded registry record."""
+        ...
+
+    async def allocate_version(self, at_least: int) -> int:
+        """A policy version that this run has never used."""
+        ...
+
+    async def stat(self) -> QueueStat: ...

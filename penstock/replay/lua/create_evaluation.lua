@@ -1,0 +1,10 @@
+-- ARGV: evaluation id, then payloads. Returns nothing of interest; an existing evaluation is left as it is.
+local evaluation = P .. 'evaluation:' .. ARGV[1]
+if redis.call('EXISTS', evaluation) == 1 then return 0 end
+redis.call('HSET', evaluation, 'num_prompts', #ARGV - 1, 'num_finished', 0, 'num_samples', 0, 'reward_sum', 0)
+for i = 2, #ARGV do
+  local id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)
+  redis.call('HSET', PROMPTS, id, ARGV[i])
+  redis.call('ZADD', EVAL_PENDING, id, id)
+end
+return 1

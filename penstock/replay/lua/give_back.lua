@@ -1,0 +1,10 @@
+-- ARGV: server, id, attempt, failure (empty: none), max attempts. A lease that is no longer held is left alone.
+local id = ARGV[2]
+if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
+if redis.call('ZREM', EVAL_LEASES, id) == 1 then
+  redis.call('HDEL', OWNERS, id)
+  redis.call('ZADD', EVAL_PENDING, id, id)
+else
+  return_prompt(id, ARGV[4], tonumber(ARGV[5]))
+end
+return 1

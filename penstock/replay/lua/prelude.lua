@@ -1,0 +1,106 @@
+-- Shared by every script. KEYS[1] is the run's key prefix, whose hash tag keeps a run on one shard.
+-- Time is Redis' own, so that no two clocks are ever compared.
+local P = KEYS[1]
+local COUNTERS, PROMPTS, ATTEMPTS, FAILURES = P .. 'counters', P .. 'prompts', P .. 'attempts', P .. 'failures'
+local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'owners', P .. 'returned'
+local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
+local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
+local EVAL_PENDING, EVAL_LEASES = P .. 'eval_pending', P .. 'eval_leases'
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function counter(name)
+  return tonumber(redis.call('HGET', COUNTERS, name) or '0')
+end
+
+local function count(name, by)
+  redis.call('HINCRBY', COUNTERS, name, by)
+end
+
+-- Each attempt has a payload of its own, so that a late duplicate never overwrites a group that was delivered.
+local function group_key(id, attempt)
+  return P .. 'group:' .. id .. ':' .. attempt
+end
+
+local function in_flight()
+  return redis.call('ZCARD', LEASES) + redis.call('SCARD', RETURNED)
+end
+
+local function queued()
+  return redis.call('ZCARD', READY) + redis.call('SCARD', DELIVERED)
+end
+
+local function check_term(term)
+  local current = counter('term')
+  if tonumber(term) ~= current then
+    return redis.error_reply('FENCED term ' .. term .. ' has passed; the current one is ' .. current)
+  end
+end
+
+-- Priority first, then age: a prompt that came back stands where it stood.
+local function make_pending(id)
+  local priority = tonumber(redis.call('HGET', P .. 'priorities', id) or '0')
+  redis.call('ZADD', PENDING, -priority * 1e12 + id, id)
+end
+
+local function drop_lease(id)
+  redis.call('HDEL', OWNERS, id)
+  return redis.call('ZREM', LEASES, id)
+end
+
+-- META holds 'attempt bytes' of each queued group. Returns nil where there is none.
+local function group_meta(id)
+  local meta = redis.call('HGET', META, id)
+  if not meta then return nil end
+  local attempt, bytes = string.match(meta, '(%d+) (%d+)')
+  return attempt, tonumber(bytes)
+end
+
+-- Takes a queued group out of wherever it waits and returns its payload's key; nil when there is none.
+local function remove_group(id)
+  local attempt, bytes = group_meta(id)
+  if not attempt then return nil end
+  redis.call('HDEL', META, id)
+  redis.call('ZREM', FRESH, id)
+  if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -bytes) end
+  redis.call('SREM', DELIVERED, id)
+  return group_key(id, attempt)
+end
+
+-- Removes a prompt from every place before its group counts as queued, trained or dead. A prompt that was pending
+-- without having been admitted (it had expired, or Redis lost its tail) is admitted by this.
+local function settle_admission(id)
+  local was_leased = drop_lease(id) == 1
+  local was_returned = redis.call('SREM', RETURNED, id) == 1
+  redis.call('ZREM', PENDING, id)
+  if not was_leased and not was_returned then count('admitted', 1) end
+end
+
+local function forget_prompt(id)
+  redis.call('HDEL', PROMPTS, id)
+  redis.call('HDEL', ATTEMPTS, id)
+  redis.call('HDEL', FAILURES, id)
+  redis.call('HDEL', P .. 'priorities', id)
+end
+
+local function bury(id, reason, payload)
+  redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
+    'group', payload or '')
+  redis.call('HINCRBY', P .. 'dead_reasons', string.match(reason, '^[%w_]+') or 'other', 1)
+  count('dead_lettered', 1)
+  forget_prompt(id)
+end
+
+-- A lease ended without a group. Counts a failure unless the reason is empty; past the limit the prompt is dead.
+local function return_prompt(id, failure, max_attempts)
+  drop_lease(id)
+  if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
+    bury(id, failure)
+    return
+  end
+  redis.call('SADD', RETURNED, id)
+  make_pending(id)
+end

@@ -1,0 +1,11 @@
+-- ARGV: term, step of the checkpoint. Returns {step, 'id id ...', ...} of the manifests Redis holds.
+local fenced = check_term(ARGV[1])
+if fenced then return fenced end
+redis.call('HSET', COUNTERS, 'step', ARGV[2])
+local manifests = redis.call('HGETALL', MANIFESTS)
+for i = 1, #manifests, 2 do
+  if tonumber(manifests[i]) > tonumber(ARGV[2]) then
+    for id in string.gmatch(manifests[i + 1], '%d+') do count('redelivered', redis.call('HEXISTS', META, id)) end
+  end
+end
+return manifests

@@ -1,0 +1,22 @@
+-- ARGV: term, step, max groups, selection. Returns prompt ids, which join the manifest of the step.
+local fenced = check_term(ARGV[1])
+if fenced then return fenced end
+local last = tonumber(ARGV[3]) - 1
+local ids
+if ARGV[4] == 'freshest' then
+  ids = redis.call('ZREVRANGE', FRESH, 0, last)
+else
+  ids = redis.call('ZRANGE', READY, 0, last)
+end
+if #ids == 0 then return {} end
+for _, id in ipairs(ids) do
+  redis.call('ZREM', READY, id)
+  redis.call('ZREM', FRESH, id)
+  redis.call('SADD', DELIVERED, id)
+  local _, bytes = group_meta(id)
+  count('queued_bytes', -bytes)
+end
+local manifest = redis.call('HGET', MANIFESTS, ARGV[2])
+redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
+for i, id in ipairs(ids) do ids[i] = tonumber(id) end
+return ids

@@ -1,0 +1,4 @@
+-- ARGV: the least term. Returns the new term.
+local term = math.max(counter('term'), tonumber(ARGV[1])) + 1
+redis.call('HSET', COUNTERS, 'term', term)
+return term

@@ -1,0 +1,246 @@
+"""The replay queue on Redis (6.2 or newer): every transition is one Lua script, so it happens whole or not at all.
+
+Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with GET: the
+large bytes never pass through Lua. All keys of a run share the hash tag `{run}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis.asyncio as redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.errors import Fenced, NotFound, PenstockError, QueueFull, Unavailable
+from penstock.replay.contract import (
+    AppendOutcome,
+    Delivery,
+    Evaluation,
+    Lease,
+    Outbox,
+    PromptStatus,
+    QueueStat,
+    Submission,
+)
+
+IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+
+
+def connect(config: RedisConfig) -> redis.Redis:
+    """A client with a deadline on every command. Does not connect yet."""
+    return redis.Redis.from_url(
+        config.url, socket_timeout=config.timeout_s, socket_connect_timeout=config.timeout_s, health_check_interval=30
+    )
+
+
+def key_prefix(run: str) -> str:
+    return f"penstock:{{{run}}}:"
+
+
+class RedisReplayQueue:
+    """PromptIntake, GroupProducer and GroupConsumer of one run. `term` is 0 until this object takes one."""
+
+    def __init__(self, client: redis.Redis, run: str, config: ReplayConfig) -> None:
+        self.client = client
+        self.prefix = key_prefix(run)
+        self.config = config
+        self.term = 0
+
+    # ── gateway ──
+
+    async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
+        flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        first, count, replayed = await self._call("submit", idempotency_key, IDEMPOTENCY_TTL_S, *flat)
+        return Submission(tuple(range(first, first + count)), bool(replayed))
+
+    async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
+        await self._call("create_evaluation", evaluation_id, *payloads)
+        return await self.get_evaluation(evaluation_id)
+
+    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+        fields = await self._guard(self.client.hgetall(f"{self.prefix}evaluation:{evaluation_id}"))
+        if not fields:
+            raise NotFound(f"evaluation {evaluation_id!r} does not exist")
+        num_samples = int(fields[b"num_samples"])
+        return Evaluation(
+            evaluation_id=evaluation_id,
+            num_prompts=int(fields[b"num_prompts"]),
+            num_finished=int(fields[b"num_finished"]),
+            score=float(fields[b"reward_sum"]) / num_samples if num_samples else 0.0,
+            policy_version_min=int(fields.get(b"version_min", -1)),
+            policy_version_max=int(fields.get(b"version_max", -1)),
+        )
+
+    async def get_prompt(self, prompt_id: int) -> PromptStatus:
+        answer = await self._call("get_prompt", prompt_id)
+        if not answer:
+            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered")
+        return PromptStatus(prompt_id, answer[0].decode(), answer[1], answer[2])
+
+    async def get_group(self, prompt_id: int) -> bytes:
+        deliveries = await self.fetch([prompt_id])
+        if not deliveries:
+            raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
+        return deliveries[0].payload
+
+    async def stat(self) -> QueueStat:
+        return QueueStat(*await self._call("stat"))
+
+    async def dead_letter_reasons(self) -> dict[str, int]:
+        reasons = await self._guard(self.client.hgetall(f"{self.prefix}dead_reasons"))
+        return {reason.decode(): int(count) for reason, count in reasons.items()}
+
+    # ── rollout server ──
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        config = self.config
+        flat = await self._call(
+            "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
+            config.capacity_bytes, config.max_attempts,
+        )  # fmt: skip
+        return [Lease(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+    async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
+        if not leases:
+            return []
+        lost: list[int] = await self._call("heartbeat", server_id, self._lease_ttl_ms, *_pairs(leases))
+        return lost
+
+    async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
+        script = _script("append")
+        arguments = (lease.prompt_id, lease.attempt, len(payload), min_version, self.config.capacity_bytes)
+
+        async def transaction() -> Any:
+            pipeline = self.client.pipeline(transaction=True)
+            pipeline.set(f"{self.prefix}group:{lease.prompt_id}:{lease.attempt}", payload)
+            pipeline.evalsha(script.sha, 1, self.prefix, *arguments)
+            return (await pipeline.execute())[1]
+
+        try:
+            outcome = await self._guard(transaction())
+        except NoScriptError:
+            await self._guard(self.client.script_load(script.text))
+            outcome = await self._guard(transaction())
+        result: AppendOutcome = outcome.decode()
+        return result
+
+    async def record_evaluation(
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
+    ) -> None:
+        await self._call(
+            "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version
+        )
+
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
+        await self._call(
+            "give_back", server_id, lease.prompt_id, lease.attempt, failure, self.config.max_attempts
+        )
+
+    async def reconcile(self, held: Sequence[Lease]) -> Outbox:
+        if not held:
+            return Outbox((), ())
+        settled, missing = await self._call("reconcile", *_pairs(held))
+        return Outbox(tuple(settled), tuple(missing))
+
+    # ── learner ──
+
+    async def take_term(self, at_least: int) -> int:
+        self.term = await self._call("take_term", at_least)
+        return self.term
+
+    async def restore(self, step: int) -> dict[int, list[int]]:
+        flat = await self._call("restore", self.term, step)
+        return {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+
+    async def take(self, step: int, max_groups: int) -> list[int]:
+        taken: list[int] = await self._call("take", self.term, step, max_groups, self.config.selection)
+        return taken
+
+    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
+        if not prompt_ids:
+            return []
+        located = await self._call("locate", *prompt_ids)
+        found = [(prompt_id, key) for prompt_id, key in zip(prompt_ids, located, strict=True) if key]
+        if not found:
+            return []
+        payloads = await self._guard(self.client.mget([key for _, key in found]))
+        return [
+            Delivery(prompt_id, payload)
+            for (prompt_id, _), payload in zip(found, payloads, strict=True)
+            if payload is not None
+        ]
+
+    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
+        committed: int = await self._call("commit", self.term, step, *prompt_ids)
+        return committed
+
+    async def expire(self, prompt_id: int) -> None:
+        await self._call("expire", self.term, prompt_id)
+
+    async def dead_letter(self, prompt_id: int, reason: str) -> None:
+        await self._call("dead_letter", self.term, prompt_id, reason)
+
+    async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
+        await self._call("publish", self.term, policy_version, step, policy)
+
+    async def allocate_version(self, at_least: int) -> int:
+        version: int = await self._call("allocate_version", self.term, at_least)
+        return version
+
+    # ── how ──
+
+    @property
+    def _lease_ttl_ms(self) -> int:
+        return int(self.config.lease_ttl_s * 1000)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        script = _script(name)
+        try:
+            return await self._guard(self.client.evalsha(script.sha, 1, self.prefix, *arguments))
+        except NoScriptError:
+            return await self._guard(self.client.eval(script.text, 1, self.prefix, *arguments))
+
+    async def _guard(self, awaitable: Any) -> Any:
+        """Translate what Redis answers into the error tree."""
+        try:
+            return await awaitable
+        except NoScriptError:
+            raise
+        except (RedisConnectionError, RedisTimeoutError) as error:
+            raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
+        except ResponseError as error:
+            raise _translate(error) from error
+        except RedisError as error:
+            raise PenstockError(f"Redis: {error}") from error
+
+
+class _Script:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@cache
+def _script(name: str) -> _Script:
+    folder = resources.files("penstock.replay") / "lua"
+    return _Script((folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text())
+
+
+def _pairs(leases: Sequence[Lease]) -> list[int]:
+    return [number for lease in leases for number in (lease.prompt_id, lease.attempt)]
+
+
+def _translate(error: ResponseError) -> PenstockError:
+    message = str(error)
+    if "FENCED" in message:
+        return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
+    if message.startswith("OOM") or "OOM command not allowed" in message:
+        return QueueFull("Redis is out of memory; producers wait until the learner has committed")
+    return PenstockError(f"Redis refused a command: {message}")

@@ -1,0 +1,113 @@
+"""Plain data of the training path. Frozen, numpy arrays, no protobuf: messages become these at the boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How samples of a prompt are drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    seed: int | None = None
+    """Sample i of a prompt is drawn with `seed + i`; None leaves the engine unseeded."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a client asks for. Exactly one of `messages` and `token_ids` is given."""
+
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content) pairs, rendered with the model's chat template."""
+    token_ids: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    num_samples: int = 1
+    agent_name: str = "single_turn_agent"
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    evaluation_id: str = ""
+    """Non-empty: the prompt is held out; its samples are scored and never trained."""
+
+
+@dataclass(frozen=True)
+class VersionSegment:
+    """Tokens [start, end) of a trajectory were produced by `policy_version`."""
+
+    start: int
+    end: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample. All arrays have one entry a response token, and `segments` covers them without gap or overlap."""
+
+    token_ids: NDArray[np.int32]
+    """Exactly the ids that were sampled (or inserted by the environment): never re-tokenized text."""
+    loss_mask: NDArray[np.uint8]
+    """1 where the model produced the token and it is trained, 0 for tool output."""
+    log_probs: NDArray[np.float32]
+    """Behaviour log-probs, of the distribution really sampled (after temperature and top-p)."""
+    segments: tuple[VersionSegment, ...]
+    reward: float
+    finish_reason: FinishReason = "stop"
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def min_version(self) -> int:
+        return min(segment.policy_version for segment in self.segments)
+
+    @property
+    def max_version(self) -> int:
+        return max(segment.policy_version for segment in self.segments)
+
+    def token_versions(self) -> NDArray[np.int64]:
+        """The policy version of every token."""
+        versions = np.empty(len(self.token_ids), dtype=np.int64)
+        for segment in self.segments:
+            versions[segment.start : segment.end] = segment.policy_version
+        return versions
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt: the unit of delivery, of acknowledgement and of the ledger."""
+
+    run: str
+    prompt_id: int
+    attempt: int
+    """Which lease of the prompt made it, from 1. (run, prompt_id, attempt) is the group's stable identity."""
+    server_id: str
+    data_source: str
+    sampling: Sampling
+    prompt_token_ids: NDArray[np.int32]
+    trajectories: tuple[Trajectory, ...]
+    agent_name: str = "single_turn_agent"
+    finished_at_ms: int = 0
+
+    @property
+    def min_version(self) -> int:
+        return min(trajectory.min_version for trajectory in self.trajectories)
+
+    @property
+    def max_version(self) -> int:
+        return max(trajectory.max_version for trajectory in self.trajectories)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(trajectory.token_ids) for trajectory in self.trajectories)
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(trajectory.reward for trajectory in self.trajectories) / len(self.trajectories)

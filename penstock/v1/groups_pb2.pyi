@@ -1,0 +1,86 @@
+from penstock.v1 import prompts_pb2 as _prompts_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetGroupRequest(_message.Message):
+    __slots__ = ("run", "prompt_id")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    prompt_id: int
+    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ...) -> None: ...
+
+class Group(_message.Message):
+    __slots__ = ("run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "sampling", "prompt_token_ids", "trajectories", "finished_at_ms")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    prompt_id: int
+    attempt: int
+    server_id: str
+    data_source: str
+    agent_name: str
+    sampling: _prompts_pb2.Sampling
+    prompt_token_ids: bytes
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    finished_at_ms: int
+    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason")
+    class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        FINISH_REASON_UNSPECIFIED: _ClassVar[Trajectory.FinishReason]
+        STOP: _ClassVar[Trajectory.FinishReason]
+        LENGTH: _ClassVar[Trajectory.FinishReason]
+        ABORTED: _ClassVar[Trajectory.FinishReason]
+    FINISH_REASON_UNSPECIFIED: Trajectory.FinishReason
+    STOP: Trajectory.FinishReason
+    LENGTH: Trajectory.FinishReason
+    ABORTED: Trajectory.FinishReason
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    loss_mask: bytes
+    log_probs: bytes
+    segments: _containers.RepeatedCompositeFieldContainer[VersionSegment]
+    reward: float
+    reward_parts: _containers.ScalarMap[str, float]
+    finish_reason: Trajectory.FinishReason
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ...) -> None: ...
+
+class VersionSegment(_message.Message):
+    __slots__ = ("start", "end", "policy_version")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    policy_version: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,104 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SubmitPromptsRequest(_message.Message):
+    __slots__ = ("run", "idempotency_key", "prompts")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    idempotency_key: str
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    def __init__(self, run: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+
+class SubmitPromptsResponse(_message.Message):
+    __slots__ = ("prompt_ids", "replayed")
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    replayed: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ...) -> None: ...
+
+class GetPromptRequest(_message.Message):
+    __slots__ = ("run", "prompt_id")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    prompt_id: int
+    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ...) -> None: ...
+
+class PromptRecord(_message.Message):
+    __slots__ = ("prompt_id", "state", "prompt", "attempt")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[PromptRecord.State]
+        PENDING: _ClassVar[PromptRecord.State]
+        LEASED: _ClassVar[PromptRecord.State]
+        QUEUED: _ClassVar[PromptRecord.State]
+        TRAINED: _ClassVar[PromptRecord.State]
+        DEAD_LETTERED: _ClassVar[PromptRecord.State]
+    STATE_UNSPECIFIED: PromptRecord.State
+    PENDING: PromptRecord.State
+    LEASED: PromptRecord.State
+    QUEUED: PromptRecord.State
+    TRAINED: PromptRecord.State
+    DEAD_LETTERED: PromptRecord.State
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: int
+    state: PromptRecord.State
+    prompt: Prompt
+    attempt: int
+    def __init__(self, prompt_id: _Optional[int] = ..., state: _Optional[_Union[PromptRecord.State, str]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("messages", "token_ids", "sampling", "num_samples", "agent_name", "data_source", "ground_truth_json", "extra_info_json", "priority", "evaluation_id")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GROUND_TRUTH_JSON_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_INFO_JSON_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Message]
+    token_ids: bytes
+    sampling: Sampling
+    num_samples: int
+    agent_name: str
+    data_source: str
+    ground_truth_json: str
+    extra_info_json: str
+    priority: int
+    evaluation_id: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_samples: _Optional[int] = ..., agent_name: _Optional[str] = ..., data_source: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., extra_info_json: _Optional[str] = ..., priority: _Optional[int] = ..., evaluation_id: _Optional[str] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "max_tokens", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,105 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WeightManifest(_message.Message):
+    __slots__ = ("run", "policy_version", "term", "tensors", "buckets")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    policy_version: int
+    term: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketSpec]
+    def __init__(self, run: _Optional[str] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[BucketSpec, _Mapping]]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "bucket", "offset_bytes", "num_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    bucket: int
+    offset_bytes: int
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., bucket: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class BucketSpec(_message.Message):
+    __slots__ = ("num_bytes", "checksum")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    checksum: str
+    def __init__(self, num_bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("manifest", "transport", "rendezvous", "rank", "world_size", "deadline_s")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    manifest: WeightManifest
+    transport: str
+    rendezvous: str
+    rank: int
+    world_size: int
+    deadline_s: float
+    def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., transport: _Optional[str] = ..., rendezvous: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ("serving_version",)
+    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    serving_version: int
+    def __init__(self, serving_version: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("policy_version", "term", "bucket_checksums", "deadline_s")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    term: int
+    bucket_checksums: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    def __init__(self, policy_version: _Optional[int] = ..., term: _Optional[int] = ..., bucket_checksums: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("policy_version", "paused_s", "running_requests", "receive_s", "load_s")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    paused_s: float
+    running_requests: int
+    receive_s: float
+    load_s: float
+    def __init__(self, policy_version: _Optional[int] = ..., paused_s: _Optional[float] = ..., running_requests: _Optional[int] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("policy_version", "reason")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    reason: str
+    def __init__(self, policy_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

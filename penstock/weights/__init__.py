@@ -1,0 +1,1 @@
+"""What publisher and members of a weight push agree on: manifests, bucket layout, checksums, snapshots. No torch."""

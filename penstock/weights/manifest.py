@@ -1,0 +1,80 @@
+"""Bucket layout and checksums of a weight push.
+
+Tensors are packed in the order given into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own),
+each tensor aligned to 16 bytes and whole inside one bucket. Publisher and members derive everything from the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+
+ALIGNMENT = 16
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    name: str
+    dtype: str
+    """As safetensors spells it."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+
+def build_manifest(
+    run: str, policy_version: int, term: int, tensors: Iterable[TensorShape], bucket_bytes: int
+) -> weights_pb2.WeightManifest:
+    """Lay the tensors out. Checksums are empty: they are known only after each bucket was gathered."""
+    manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term)
+    used = 0
+    for tensor in tensors:
+        padded = -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+        if not manifest.buckets or used + padded > bucket_bytes:
+            manifest.buckets.add()
+            used = 0
+        manifest.tensors.add(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            bucket=len(manifest.buckets) - 1,
+            offset_bytes=used,
+            num_bytes=tensor.num_bytes,
+        )
+        used += padded
+        manifest.buckets[-1].num_bytes = used
+    return manifest
+
+
+def allocate_buckets(manifest: weights_pb2.WeightManifest) -> list[NDArray[np.uint8]]:
+    """Zeroed host buffers, so that alignment padding hashes the same everywhere."""
+    return [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
+
+
+def checksum(bucket: NDArray[np.uint8]) -> str:
+    return xxhash.xxh3_128_hexdigest(bucket.data)
+
+
+def weights_digest(bucket_checksums: Sequence[str]) -> str:
+    """One digest for a whole version: equal on publisher and members exactly when every byte is."""
+    return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
+
+
+def verify_buckets(buckets: Sequence[NDArray[np.uint8]], expected: Sequence[str]) -> None:
+    """Raise WeightPushFailed at the first bucket whose checksum differs."""
+    if len(buckets) != len(expected):
+        raise WeightPushFailed(f"{len(buckets)} buckets were received but {len(expected)} checksums announced")
+    for index, (bucket, wanted) in enumerate(zip(buckets, expected, strict=True)):
+        found = checksum(bucket)
+        if found != wanted:
+            raise WeightPushFailed(f"bucket {index} is corrupt: checksum {found}, expected {wanted}")

@@ -1,0 +1,1 @@
+"""Services around the data path: the gateway and the local launcher."""

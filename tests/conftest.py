@@ -1,0 +1,60 @@
+"""Fixtures that start real components; each ends what it started, by process id."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio as redis
+
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.ports import free_port, wait_for_port
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock_services.local.private_redis import find_redis_server, write_config
+
+
+class RedisProcess:
+    """A real Redis that a test may kill and start again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.config, self.url = write_config(folder, self.port)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [find_redis_server(), str(self.config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        assert wait_for_port("127.0.0.1", self.port, timeout_s=20), "Redis did not start"
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(timeout=20)
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    server = RedisProcess(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
+    client = connect(RedisConfig(url=redis_process.url))
+    await client.flushdb()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
+    """A small queue: 2 groups a step, staleness 1, three attempts."""
+    return RedisReplayQueue(
+        redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=30)
+    )

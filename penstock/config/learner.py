@@ -16,15 +16,6 @@ class RoleConfig(Config):
     gpus_per_rank: float = Field(default=0.0, ge=0)
 
 
-class OptimizerConfig(Config):
-    lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-
-
 class CheckpointConfig(Config):
     every_steps: int = Field(default=25, ge=1)
     """Groups are acknowledged only once a checkpoint covers them, so this also bounds what a crash repeats."""
@@ -40,10 +31,22 @@ class LearnerConfig(Config):
     reference: RoleConfig = RoleConfig()
     ray_address: str = ""
     """Ray cluster to join; empty starts a private one on this machine."""
+    publish_host: str = "127.0.0.1"
+    """Address at which rollout servers meet the publisher for a weight transfer."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
     num_steps: int = Field(default=100, ge=0)
     """Optimizer steps of the run; 0 trains until it is stopped."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """The learning rate grows linearly over these steps."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Token budget of one forward and backward pass."""

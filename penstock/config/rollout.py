@@ -44,6 +44,10 @@ class RolloutConfig(Config):
     """Servers that `penstock up` starts on this machine."""
     host: str = "127.0.0.1"
     """Address of the internal gRPC listener (weights) and of /metrics."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Internal gRPC port; 0 takes a free one."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
     """Prompts that a server works on at once."""

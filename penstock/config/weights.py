@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -20,3 +21,7 @@ class WeightsConfig(Config):
     """Deadline from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)
     """How often a version is also kept as safetensors, from which late joiners load."""
+    keep_snapshots: int = Field(default=2, ge=1)
+    """Older snapshots are removed."""
+    cluster_key_file: Path | None = None
+    """File with the key of the internal port; needed as soon as a rollout server listens beyond loopback."""

@@ -16,5 +16,5 @@ end
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   if tonumber(step) <= tonumber(ARGV[2]) then redis.call('HDEL', MANIFESTS, step) end
 end
-redis.call('HSET', COUNTERS, 'committed_step', ARGV[2])
+redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
 return found

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
 
 TIED_HEAD = "lm_head.weight"
-"""Optional in a checkpoint whose output layer is the embedding."""
+"""A push may hold it even where the output layer is the embedding."""
 
 
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, from the headers of the folder's safetensors files."""
+    """Name and shape of every tensor, from the headers of the folder's safetensors files; a tied head is left out."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -33,6 +33,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
     if not shapes:
         raise ConfigError(f"{folder} holds no *.safetensors; save the model with save_pretrained")
+    if _read_json(folder / "config.json").get("tie_word_embeddings"):
+        shapes.pop(TIED_HEAD, None)
     return shapes
 
 
@@ -41,7 +43,7 @@ def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple
 
     Asked before anything is received, since a set that does not fit would fail in the middle of its load."""
     pushed = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
-    if missing := sorted(shapes.keys() - pushed.keys() - {TIED_HEAD}):
+    if missing := sorted(shapes.keys() - pushed.keys()):
         raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
     if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
         raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")

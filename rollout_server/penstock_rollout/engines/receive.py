@@ -1,7 +1,7 @@
 """The receiving ends of the weight transports, and the stage that runs them beside the serving engine.
 
-Nothing here knows an engine: buckets arrive in host memory, in the layout of the manifest. Every wait has a deadline and
-ends early when the stage is aborted, so a publisher that stalls or never comes costs a thread for a moment and no more.
+Nothing here knows an engine: buckets arrive in host memory, in the layout of the manifest. Every wait has a deadline
+and ends early when the stage is aborted: a publisher that stalls or never comes costs a thread for a moment, no more.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.manifest import allocate_buckets, checksum
 from penstock.weights.snapshot import read_snapshot
+from penstock_rollout.engines.engine import StageRequest
 
 POLL_S = 0.002
 CONNECT_RETRY_S = 0.05
@@ -72,7 +74,7 @@ class _Patience:
             self._aborted.wait(poll_s)
 
 
-class _PatientStore(Store):  # type: ignore[misc]
+class _PatientStore(Store):
     """A store whose waits end with a _Patience: gloo's own rendezvous cannot be interrupted otherwise."""
 
     def __init__(self, inner: Any, patience: _Patience) -> None:
@@ -112,6 +114,7 @@ def receive_gloo(
     rank: int,
     world_size: int,
     timeout_s: float,
+    *,
     aborted: threading.Event | None = None,
 ) -> list[NDArray[np.uint8]]:
     """Join the publisher's gloo group and take part in one broadcast a bucket, in order."""
@@ -196,30 +199,21 @@ class WeightStage:
     The thread also computes the checksums, so that what a commit has left to do is to compare them. `failure` is one
     line and set exactly when the phase is failed."""
 
-    def __init__(
-        self,
-        manifest: weights_pb2.WeightManifest,
-        transport: str,
-        rendezvous: str,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-    ) -> None:
-        self.manifest = manifest
+    def __init__(self, request: StageRequest) -> None:
+        self.manifest = request.manifest
+        self.done: Future[None] = Future()
+        """Resolved when the phase is no longer receiving, whatever it is then."""
         self.phase: Phase = "receiving"
         self.failure = ""
         self.receive_s = 0.0
-        self._transport = transport
-        self._rendezvous = rendezvous
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
+        self._request = request
         self._aborted = threading.Event()
         self._buckets: list[NDArray[np.uint8]] = []
         self._checksums: list[str] = []
-        self._thread = threading.Thread(target=self._run, name=f"stage-{manifest.policy_version}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"stage-{self.manifest.policy_version}", daemon=True)
 
     def start(self) -> None:
+        self.done.set_running_or_notify_cancel()
         self._thread.start()
 
     def abort(self) -> None:
@@ -247,21 +241,27 @@ class WeightStage:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            buckets = self._receive()
-            self._checksums = [checksum(bucket) for bucket in buckets]
+            self._buckets = self._receive()
+            self._checksums = [checksum(bucket) for bucket in self._buckets]
+            self.receive_s = time.monotonic() - started
+            self.phase = "received"
         except Exception as error:
             self.failure = _first_line(error)
             self.phase = "failed"
-            return
-        self._buckets = buckets
-        self.receive_s = time.monotonic() - started
-        self.phase = "received"
+        finally:
+            self.done.set_result(None)
 
     def _receive(self) -> list[NDArray[np.uint8]]:
-        if self._transport == "gloo":
+        request = self._request
+        if request.transport == "gloo":
             return receive_gloo(
-                self.manifest, self._rendezvous, self._rank, self._world_size, self._timeout_s, self._aborted
+                request.manifest,
+                request.rendezvous,
+                request.rank,
+                request.world_size,
+                request.timeout_s,
+                aborted=self._aborted,
             )
-        if self._transport == "snapshot":
-            return receive_snapshot(self.manifest, Path(self._rendezvous))
-        raise WeightPushFailed(f"unknown transport {self._transport!r}; this engine knows gloo and snapshot")
+        if request.transport == "snapshot":
+            return receive_snapshot(request.manifest, Path(request.rendezvous))
+        raise WeightPushFailed(f"unknown transport {request.transport!r}; this engine knows gloo and snapshot")

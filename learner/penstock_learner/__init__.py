@@ -1,0 +1,1 @@
+"""The learner: algorithms, models, role workers, placements, checkpoints and the weight publisher."""

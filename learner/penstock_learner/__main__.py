@@ -1,0 +1,80 @@
+"""The learner process: `python -m penstock_learner --config run.yaml [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config.loading import load_config
+from penstock.config.run import RunConfig
+from penstock.errors import PenstockError
+from penstock.logs import setup_logging
+
+logger = logging.getLogger("penstock_learner")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock learner", description="Run the learner of a configured run.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    arguments, overrides = parser.parse_known_args(argv)
+    try:
+        config = load_config(arguments.config, overrides)
+        setup_logging("learner", config.run)
+        if arguments.check:
+            return 0
+        asyncio.run(serve(config))
+    except PenstockError as error:
+        print(f"penstock learner: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def serve(config: RunConfig) -> None:
+    """Start Ray, place the roles, train, and leave nothing behind."""
+    from penstock_learner.ray_environment import prepare_environment
+
+    prepare_environment(config)
+    import ray
+    from prometheus_client import CollectorRegistry
+
+    from penstock.fleet import Fleet
+    from penstock.metrics import serve_metrics, write_endpoint
+    from penstock.replay.redis_queue import RedisReplayQueue, connect
+    from penstock_learner.controller import LearnerController, needed_roles
+    from penstock_learner.metrics import LearnerMetrics
+    from penstock_learner.placement import Placement
+    from penstock_learner.ray_cluster import start_ray
+    from penstock_learner.roles.policy import PolicyWorker
+    from penstock_learner.roles.reference import ReferenceWorker
+
+    learner = config.learner
+    metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
+    port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
+    write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
+    client = connect(config.redis)
+    roles = needed_roles(config)
+    start_ray(config, roles)
+    placement = Placement(config)
+    try:
+        workers = {"policy": PolicyWorker, "reference": ReferenceWorker}
+        groups = await placement.create(roles, workers, timeout_s=learner.rank_timeout_s)
+        queue = RedisReplayQueue(client, config.run, config.replay)
+        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics)
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, controller.stopping.set)
+        await controller.run()
+        logger.info("finished")
+    finally:
+        await client.aclose()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,46 @@
+"""From rewards to advantages, on the whole batch and before it is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from penstock.config.algorithms import AlgorithmConfig
+from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
+from penstock_learner.packing import SequenceBatch
+from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
+
+
+def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:
+    """The batch with `advantages`, and with the loss mask that the estimator leaves."""
+    mask = torch.as_tensor(batch.loss_mask).bool()
+    sequence_ids = torch.as_tensor(batch.sequence_ids)
+    rewards = torch.as_tensor(batch.rewards)
+    if config.overlong is not None:
+        rewards = rewards + overlong_penalty(torch.as_tensor(batch.response_lengths), config.overlong)
+    token_rewards = place_on_last_token(rewards, mask, sequence_ids)
+    if config.kl.placement == "reward":
+        current = batch.behaviour_log_probs if batch.old_log_probs is None else batch.old_log_probs
+        assert batch.reference_log_probs is not None
+        reference = torch.as_tensor(batch.reference_log_probs)
+        penalty = kl_penalty(torch.as_tensor(current), reference, mask, config.kl.penalty)
+        token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
+    outputs = compute_advantages(
+        AdvantageInputs(token_rewards, mask, sequence_ids, torch.as_tensor(batch.group_ids)), config.advantage
+    )
+    return replace(
+        batch,
+        advantages=outputs.advantages.numpy().astype(np.float32),
+        loss_mask=outputs.loss_mask.numpy().astype(np.uint8),
+    )
+
+
+def denominators_of(batch: SequenceBatch, config: AlgorithmConfig) -> Denominators:
+    """What the loss of the whole batch is divided by, on every rank."""
+    return Denominators.of(
+        torch.as_tensor(batch.loss_mask), torch.as_tensor(batch.sequence_ids), config.loss.constant_length
+    )

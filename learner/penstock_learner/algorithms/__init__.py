@@ -1,0 +1,21 @@
+"""Advantages, losses, corrections and penalties as named pure functions over packed tensors.
+
+| module | holds |
+|---|---|
+| `registry` | names to functions, and `package.module:function` for custom ones |
+| `segments` | sums, means and the reverse scan over packed sequences |
+| `advantages` | `ADVANTAGES`, `compute_advantages` |
+| `losses` | `LOSSES`, `policy_loss` |
+| `aggregation` | `AGGREGATIONS`, `aggregate`, `Denominators` |
+| `corrections` | `WEIGHTS`, `REJECTIONS`, `correct`, `measure_mismatch` |
+| `kl` | `PENALTIES`, `kl_penalty`, the coefficient controllers |
+| `value_loss` | `value_loss` |
+| `shaping` | DAPO's overlong penalty, the spread test of dynamic sampling, rewards placed on the last token |
+
+Layout: padding-free. The response tokens of S sequences are concatenated into flat tensors of T entries.
+`sequence_ids[T]` (int64, non-decreasing, 0..S-1) names the sequence of each token, `group_ids[S]` the prompt of each
+sequence, and `mask[T]` is nonzero where the model produced the token and it is trained (tool output is 0). A value at a
+masked-out token never reaches a result or a gradient, whatever it is.
+
+
+"""

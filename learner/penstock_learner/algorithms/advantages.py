@@ -1,0 +1,220 @@
+"""Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs.
+
+Groups must be whole and whitening is over the tokens it is given, so call these on the whole batch, before it is split
+over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is the mean
+of R over its group, and `W` is `segments.whiten`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.config.algorithms import AdvantageConfig
+from penstock_learner.algorithms.registry import Registry
+from penstock_learner.algorithms.segments import (
+    apply_mask,
+    reverse_scan_masked,
+    segment_min,
+    segment_sum,
+    shift_left,
+    whiten,
+)
+
+_STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """A whole batch. Two sequences of one group, the first with a tool's answer in the middle:
+    `sequence_ids = [0, 0, 0, 1]`, `group_ids = [7, 7]`, `mask = [1, 0, 1, 1]`, `token_rewards = [0, 0, 1, 0]`."""
+
+    token_rewards: Tensor
+    """[T] reward of each token, usually nonzero at the last trained token of a sequence only."""
+    mask: Tensor
+    """[T] nonzero where the token is trained."""
+    sequence_ids: Tensor
+    """[T] int64, non-decreasing, below S."""
+    group_ids: Tensor
+    """[S] int64; any integers, equal within a group."""
+    values: Tensor | None = None
+    """[T] the critic's values; gae needs them."""
+    is_greedy: Tensor | None = None
+    """[S] bool, True for the greedy sample of each group; remax needs it."""
+
+    def __post_init__(self) -> None:
+        num_tokens = self.token_rewards.shape[0]
+        for name in ("mask", "sequence_ids", "values"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != (num_tokens,):
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, token_rewards has {num_tokens} tokens")
+        if self.is_greedy is not None and self.is_greedy.shape != self.group_ids.shape:
+            raise ValueError(f"is_greedy has shape {tuple(self.is_greedy.shape)}, group_ids {self.group_ids.shape}")
+        if bool((self.sequence_ids.diff() < 0).any()):
+            raise ValueError("sequence_ids must be non-decreasing: pack each sequence's tokens together, in order")
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.group_ids.shape[0])
+
+
+@dataclass(frozen=True)
+class AdvantageStatistics:
+    """What an operator must see about the groups of a batch."""
+
+    num_sequences: int
+    num_groups: int
+    num_singleton_groups: int
+    """Groups of one: rloo and opo learn nothing from them, grpo and reinforce_plus_plus_baseline have no baseline."""
+
+
+@dataclass(frozen=True)
+class AdvantageOutputs:
+    """Detached. All three tensors are exactly 0 (False) at masked-out tokens."""
+
+    advantages: Tensor
+    """[T]"""
+    loss_mask: Tensor
+    """[T] bool, the tokens of the policy loss: `mask`, less the greedy samples of remax. Count denominators on it."""
+    statistics: AdvantageStatistics
+    returns: Tensor | None = None
+    """[T] `A + V` for gae (what the critic regresses on), G for reinforce_plus_plus and remax, None for the others."""
+
+
+AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Sequence totals and their groups; `index[S]` numbers the groups 0..G-1, `sizes[S]` counts a sequence's group."""
+
+    rewards: Tensor
+    index: Tensor
+    sizes: Tensor
+    num_groups: int
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs) -> _Groups:
+        rewards = segment_sum(apply_mask(inputs.token_rewards, inputs.mask), inputs.sequence_ids, inputs.num_sequences)
+        distinct, index, counts = torch.unique(inputs.group_ids, return_inverse=True, return_counts=True)
+        return cls(rewards, index, counts[index].to(rewards.dtype), int(distinct.shape[0]))
+
+    def sum(self, per_sequence: Tensor) -> Tensor:
+        """[S] each sequence's group total."""
+        return segment_sum(per_sequence, self.index, self.num_groups)[self.index]
+
+    def centered(self) -> Tensor:
+        """[S] `R - mu`, exactly 0 where a group's rewards are equal: the smallest is taken away before the mean is."""
+        lifted = self.rewards - segment_min(self.rewards, self.index, self.num_groups)[self.index]
+        return lifted - self.sum(lifted) / self.sizes
+
+    def centered_or_raw(self) -> Tensor:
+        """[S] `R - mu`, with mu = 0 for a group of one."""
+        return torch.where(self.sizes == 1, self.rewards, self.centered())
+
+    def statistics(self) -> AdvantageStatistics:
+        return AdvantageStatistics(self.rewards.shape[0], self.num_groups, int((self.sizes == 1).sum()))
+
+
+def _broadcast(per_sequence: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return apply_mask(per_sequence[inputs.sequence_ids], inputs.mask)
+
+
+def _outputs(inputs: AdvantageInputs, advantages: Tensor, returns: Tensor | None = None) -> AdvantageOutputs:
+    return AdvantageOutputs(advantages, inputs.mask.bool(), _Groups.of(inputs).statistics(), returns)
+
+
+def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, returns `A + V`, then `W(A)`.
+
+    t + 1 is the next trained token of the sequence: V and A are carried over tool output, and are 0 after the end.
+    """
+    if inputs.values is None:
+        raise ValueError("advantage gae needs values: give the run a critic, or choose grpo, rloo or another without")
+    trained = inputs.mask.bool().nonzero().squeeze(1)
+    values, ids = inputs.values[trained], inputs.sequence_ids[trained]
+    deltas = torch.zeros_like(inputs.values)
+    deltas[trained] = inputs.token_rewards[trained] + config.gamma * shift_left(values, ids) - values
+    raw = reverse_scan_masked(deltas, config.gamma * config.lam, inputs.mask, inputs.sequence_ids)
+    returns = apply_mask(raw + inputs.values, inputs.mask)
+    return _outputs(inputs, whiten(raw, inputs.mask), returns)
+
+
+def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`(R - mu) / (sigma + 1e-6)`, sigma unbiased; without the division if `normalize_by_std` is False (Dr.GRPO).
+
+    A group of one has mu = 0 and sigma = 1, and is counted.
+    """
+    groups = _Groups.of(inputs)
+    centered = groups.centered_or_raw()
+    if config.normalize_by_std:
+        variance = groups.sum(centered.square()) / (groups.sizes - 1).clamp(min=1)
+        centered = centered / (torch.where(groups.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON)
+    return _outputs(inputs, _broadcast(centered, inputs))
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`G_t = r_t + gamma G_{t+1}`, carried over masked-out tokens; `W(G)`."""
+    returns = reverse_scan_masked(inputs.token_rewards, config.gamma, inputs.mask, inputs.sequence_ids)
+    return _outputs(inputs, whiten(returns, inputs.mask), returns)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`W(R - mu)`, each sequence weighing as many times as it has trained tokens. A group of one has mu = 0."""
+    return _outputs(inputs, whiten(_broadcast(_Groups.of(inputs).centered_or_raw(), inputs), inputs.mask))
+
+
+def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`n / (n - 1) * (R - mu)`: R less the mean of the others. A group of one has no others: 0, and it is counted."""
+    groups = _Groups.of(inputs)
+    leave_one_out = groups.centered() * groups.sizes / (groups.sizes - 1).clamp(min=1)
+    return _outputs(inputs, _broadcast(leave_one_out, inputs))
+
+
+def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`R - sum(len R) / sum(len)` over the group, len in trained tokens. A group of one gets 0, and is counted."""
+    groups = _Groups.of(inputs)
+    lengths = segment_sum(inputs.mask.bool().to(groups.rewards.dtype), inputs.sequence_ids, inputs.num_sequences)
+    centered = groups.centered()
+    baseline = groups.sum(lengths * centered) / groups.sum(lengths).clamp(min=1)
+    return _outputs(inputs, _broadcast(centered - baseline, inputs))
+
+
+def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`G_t - R_greedy`, G undiscounted, R_greedy of the group's greedy sample, which is itself out of the loss."""
+    if inputs.is_greedy is None:
+        raise ValueError("advantage remax needs is_greedy: sample each prompt once with temperature 0")
+    greedy = inputs.is_greedy.bool()
+    groups = _Groups.of(inputs)
+    num_greedy = groups.sum(greedy.to(groups.rewards.dtype))
+    if bool((num_greedy != 1).any()):
+        bad = sorted(set(inputs.group_ids[num_greedy != 1].tolist()))
+        raise ValueError(f"advantage remax needs exactly one greedy sample in each group; not so in groups {bad[:8]}")
+    loss_mask = inputs.mask.bool() & ~greedy[inputs.sequence_ids]
+    returns = reverse_scan_masked(inputs.token_rewards, 1.0, inputs.mask, inputs.sequence_ids)
+    baselines = groups.sum(apply_mask(groups.rewards, greedy))
+    advantages = apply_mask(returns - baselines[inputs.sequence_ids], loss_mask)
+    return AdvantageOutputs(advantages, loss_mask, groups.statistics(), apply_mask(returns, loss_mask))
+
+
+ADVANTAGES: Registry[AdvantageFunction] = Registry(
+    "advantage",
+    {
+        "gae": gae,
+        "grpo": grpo,
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "rloo": rloo,
+        "remax": remax,
+        "opo": opo,
+    },
+)
+
+
+def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """The estimator that `config.name` names, without gradients."""
+    with torch.no_grad():
+        return ADVANTAGES.get(config.name)(inputs, config)

@@ -1,0 +1,106 @@
+"""KL penalties towards the reference policy, and the controllers of their coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.config.algorithms import KLConfig, PenaltyName
+from penstock_learner.algorithms.registry import Registry
+from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_mean, segment_sum
+
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+_MAX_CORRECTION = 0.2
+
+PenaltyFunction = Callable[[Tensor], Tensor]
+"""`lp - ref` to the penalty of each token."""
+
+
+def k1(difference: Tensor) -> Tensor:
+    """`lp - ref`: unbiased, either sign. Its gradient in the loss is 0 in expectation: meant for the reward."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """`|lp - ref|`."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """`(lp - ref)^2 / 2`."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """`exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, the result clamped to [-10, 10]: never negative."""
+    d = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (d.exp() - d - 1).clamp(-_MAX_K3, _MAX_K3)
+
+
+PENALTIES: Registry[PenaltyFunction] = Registry("KL penalty", {"k1": k1, "abs": absolute, "k2": k2, "k3": k3})
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
+    """[T] penalty of each token, 0 where masked out. The gradient flows through `log_probs`.
+
+    `ref_log_probs` come from a forward pass of the reference policy, never from the rollout.
+    """
+    difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
+    return apply_mask(PENALTIES.get(name)(difference), mask)
+
+
+def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> Tensor:
+    """`r_t - coefficient * kl_t`, for `placement: reward`; before advantages, and without gradient."""
+    return token_rewards - coefficient * kl.detach()
+
+
+def mean_kl(kl: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """What controllers measure: the mean over sequences of the mean over their trained tokens."""
+    num_segments = count_segments(sequence_ids)
+    per_sequence = segment_mean(kl.detach(), mask, sequence_ids, num_segments)
+    has_tokens = segment_sum(mask.bool().to(kl.dtype), sequence_ids, num_segments) > 0
+    return per_sequence.sum() / has_tokens.sum().clamp(min=1)
+
+
+class KLController(Protocol):
+    """An immutable coefficient and how it reacts. A checkpoint keeps `coefficient`, nothing else."""
+
+    @property
+    def coefficient(self) -> float: ...
+
+    def updated(self, measured_kl: float, num_sequences: int) -> KLController:
+        """The controller after a step over `num_sequences` sequences whose `mean_kl` was `measured_kl`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedKLController:
+    coefficient: float
+
+    def updated(self, measured_kl: float, num_sequences: int) -> FixedKLController:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKLController:
+    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
+
+    coefficient: float
+    target: float
+    horizon: int
+
+    def updated(self, measured_kl: float, num_sequences: int) -> AdaptiveKLController:
+        error = min(max(measured_kl / self.target - 1, -_MAX_CORRECTION), _MAX_CORRECTION)
+        return replace(self, coefficient=self.coefficient * (1 + error * num_sequences / self.horizon))
+
+
+def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
+    """The controller of a run; `coefficient` is where an adaptive one stood when the run that resumes stopped."""
+    if config.controller == "fixed":
+        return FixedKLController(config.coefficient)
+    start = config.coefficient if coefficient is None else coefficient
+    return AdaptiveKLController(start, config.target, config.horizon)

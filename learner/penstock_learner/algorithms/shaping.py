@@ -1,0 +1,41 @@
+"""What happens to rewards before advantages: where they are placed, DAPO's length penalty and its spread test."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.config.algorithms import OverlongConfig
+from penstock_learner.algorithms.segments import segment_max, segment_min
+
+
+def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """[S] to [T]: each sequence's reward at its last trained token, 0 elsewhere.
+
+    A sequence without a trained token has no place for its reward, and it is dropped.
+    """
+    trained = mask.bool().nonzero().squeeze(1)
+    ids = sequence_ids[trained]
+    is_last = torch.ones_like(ids, dtype=torch.bool)
+    is_last[:-1] = ids[1:] != ids[:-1]
+    token_rewards = sequence_rewards.new_zeros(sequence_ids.shape[0])
+    token_rewards[trained[is_last]] = sequence_rewards[ids[is_last]]
+    return token_rewards
+
+
+def overlong_penalty(num_response_tokens: Tensor, config: OverlongConfig) -> Tensor:
+    """[S] `min(-(len - (max - buffer)) / buffer * factor, 0)`, to be added to the sequence's reward."""
+    start = config.max_num_tokens - config.buffer_num_tokens
+    excess = (num_response_tokens - start).to(torch.get_default_dtype()) / config.buffer_num_tokens
+    return (-excess * config.factor).clamp(max=0)
+
+
+def has_spread(sequence_rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """[S] bool: whether a sequence's group has two different rewards. Dynamic sampling drops the groups that have not.
+
+    A group of one has no spread.
+    """
+    distinct, index = torch.unique(group_ids, return_inverse=True)
+    num_groups = int(distinct.shape[0])
+    spread = segment_max(sequence_rewards, index, num_groups) > segment_min(sequence_rewards, index, num_groups)
+    return spread[index]

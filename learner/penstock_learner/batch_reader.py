@@ -1,0 +1,89 @@
+"""The one reader of the replay queue: takes groups, checks them, and completes batches.
+
+Ranks never read. What was taken for a step is in that step's manifest in Redis, so a successor gets the same batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from penstock.codec import decode_group
+from penstock.config.learner import LearnerConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import DeadlineExceeded, PoisonGroup
+from penstock.replay.contract import Delivery, GroupConsumer
+from penstock.trajectory import Group
+from penstock_learner.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Batch:
+    step: int
+    groups: tuple[Group, ...]
+    wait_s: float
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [group.prompt_id for group in self.groups]
+
+
+class BatchReader:
+    """Completes one batch after another. `ledger` is shared with the controller and only read here."""
+
+    def __init__(
+        self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
+        manifests: dict[int, list[int]],
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.replay = replay
+        self.learner = learner
+        self.ledger = ledger
+        self.manifests = manifests
+
+    async def read(self, step: int, policy_version: int) -> Batch:
+        """The batch of `step`: first what an earlier learner had taken for it, then the queue."""
+        started = time.monotonic()
+        groups = await self._accept(self.manifests.pop(step, []), policy_version)
+        deadline = started + self.learner.batch_timeout_s
+        while (missing := self.replay.groups_per_step - len(groups)) > 0:
+            taken = await self.queue.take(step, missing)
+            groups += await self._accept(taken, policy_version)
+            if not taken:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"step {step} has {len(groups)} of {self.replay.groups_per_step} groups after "
+                        f"{self.learner.batch_timeout_s:.0f} s; are prompts submitted and rollout servers READY?"
+                    )
+                await asyncio.sleep(POLL_S)
+        return Batch(step, tuple(groups), time.monotonic() - started)
+
+    async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
+        accepted = []
+        for delivery in await self.queue.fetch(prompt_ids):
+            group = await self._check(delivery, policy_version)
+            if group is not None:
+                accepted.append(group)
+        return accepted
+
+    async def _check(self, delivery: Delivery, policy_version: int) -> Group | None:
+        """Decode; set aside what is trained already, poisonous or, by policy, too old."""
+        if delivery.prompt_id in self.ledger:
+            await self.queue.commit(0, [delivery.prompt_id])
+            return None
+        try:
+            group = decode_group(delivery.payload)
+        except PoisonGroup as error:
+            logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
+            await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")
+            return None
+        staleness = policy_version - group.min_version
+        if self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness:
+            await self.queue.expire(group.prompt_id)
+            return None
+        return group

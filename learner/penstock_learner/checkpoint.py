@@ -1,0 +1,88 @@
+"""Checkpoints: model, optimizer, ledger, step and version as one unit.
+
+A checkpoint is written to `step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`, flushed,
+and renamed to `step-N`. Only a renamed folder counts. Groups are acknowledged after the rename and never before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock_learner.ledger import Ledger
+
+TRAINER_FILE = "trainer.json"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What the controller remembers besides the shards."""
+
+    step: int = 0
+    policy_version: int = 0
+    term: int = 0
+    ledger: list[tuple[int, int]] = field(default_factory=list)
+    kl_coefficient: float | None = None
+
+    def make_ledger(self) -> Ledger:
+        return Ledger(self.ledger)
+
+
+class CheckpointStore:
+    """The checkpoints of one run's folder."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def partial_folder(self, step: int) -> Path:
+        """Where the ranks write. Emptied first: what lies there is from a crash."""
+        partial = self.folder / f"step-{step:08d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish(self, partial: Path, state: TrainerState) -> Path:
+        """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
+        trainer = partial / TRAINER_FILE
+        trainer.write_text(json.dumps(asdict(state)))
+        for path in partial.iterdir():
+            _flush(path)
+        _flush(partial)
+        final = partial.with_suffix("")
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _flush(self.folder)
+        for old in self._finished()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def newest(self) -> tuple[Path, TrainerState] | None:
+        finished = self._finished()
+        if not finished:
+            return None
+        path = finished[-1]
+        try:
+            fields = json.loads((path / TRAINER_FILE).read_text())
+            fields["ledger"] = [(int(first), int(last)) for first, last in fields["ledger"]]
+            return path, TrainerState(**fields)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "
+                "learner.checkpoint.resume to off"
+            ) from error
+
+    def _finished(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

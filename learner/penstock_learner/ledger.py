@@ -1,0 +1,40 @@
+"""The ledger: which prompts the weights of a checkpoint have been trained on.
+
+Kept as disjoint, sorted, inclusive ranges of prompt ids. Prompts finish nearly in order, so a run of millions stays a
+handful of ranges.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+
+class Ledger:
+    """A set of prompt ids that only grows."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._ranges = [(int(first), int(last)) for first, last in ranges]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(self._ranges)
+
+    def __contains__(self, prompt_id: int) -> bool:
+        index = bisect_right(self._ranges, (prompt_id, float("inf"))) - 1
+        return index >= 0 and prompt_id <= self._ranges[index][1]
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in self._ranges)
+
+    def add(self, prompt_ids: Iterable[int]) -> None:
+        """Adding an id twice is an error of the caller: a group would have been trained twice."""
+        fresh = sorted(prompt_ids)
+        assert len(set(fresh)) == len(fresh) and not any(prompt_id in self for prompt_id in fresh), "trained twice"
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(self._ranges + [(prompt_id, prompt_id) for prompt_id in fresh]):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        self._ranges = merged

@@ -1,0 +1,161 @@
+"""Batches of whole sequences, concatenated without padding, and their split over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.trajectory import Group
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """S sequences: N tokens in all, of which T are response tokens.
+
+    Two samples of the prompt [5, 6] that answered [7] and [8, 9]:
+    token_ids = [5, 6, 7, 5, 6, 8, 9], lengths = [3, 4], prompt_lengths = [2, 2], and every [T] array has 3 entries.
+    """
+
+    token_ids: NDArray[np.int64]
+    """[N] prompt and response of each sequence."""
+    lengths: NDArray[np.int64]
+    """[S]"""
+    prompt_lengths: NDArray[np.int64]
+    """[S]"""
+    temperatures: NDArray[np.float32]
+    """[S] the learner divides its logits by what the engine sampled with."""
+    rewards: NDArray[np.float32]
+    """[S]"""
+    group_ids: NDArray[np.int64]
+    """[S] the prompt id."""
+    loss_mask: NDArray[np.uint8]
+    """[T]"""
+    behaviour_log_probs: NDArray[np.float32]
+    """[T]"""
+    token_versions: NDArray[np.int64]
+    """[T]"""
+    advantages: NDArray[np.float32] | None = None
+    """[T]"""
+    old_log_probs: NDArray[np.float32] | None = None
+    """[T] of the proximal policy, where the correction mode wants it recomputed."""
+    reference_log_probs: NDArray[np.float32] | None = None
+    """[T]"""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def sequence_ids(self) -> NDArray[np.int64]:
+        """[T] which sequence each response token belongs to."""
+        return np.repeat(np.arange(self.num_sequences), self.response_lengths)
+
+    @property
+    def response_index(self) -> NDArray[np.int64]:
+        """[T] where each response token lies among the N tokens."""
+        starts = np.cumsum(self.lengths) - self.lengths + self.prompt_lengths
+        return _ranges(starts, self.response_lengths)
+
+    def select(self, sequences: Sequence[int]) -> SequenceBatch:
+        """The batch of these sequences, in this order."""
+        chosen = np.asarray(sequences, dtype=np.int64)
+        token_index = _ranges((np.cumsum(self.lengths) - self.lengths)[chosen], self.lengths[chosen])
+        responses = self.response_lengths
+        response_index = _ranges((np.cumsum(responses) - responses)[chosen], responses[chosen])
+        selected = {}
+        for field in fields(self):
+            array = getattr(self, field.name)
+            if array is None:
+                continue
+            by_sequence = field.name in ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids")
+            index = token_index if field.name == "token_ids" else chosen if by_sequence else response_index
+            selected[field.name] = array[index]
+        return SequenceBatch(**selected)
+
+    def without_loss(self) -> SequenceBatch:
+        """The same forward pass with nothing to learn: it evens out ranks that have no sequence of their own."""
+        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
+
+
+def batch_of(groups: Sequence[Group]) -> SequenceBatch:
+    """All trajectories of the groups, in order."""
+    pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    return SequenceBatch(
+        token_ids=np.concatenate(
+            [part for group, t in pairs for part in (group.prompt_token_ids, t.token_ids)], dtype=np.int64
+        ),
+        lengths=np.array([len(g.prompt_token_ids) + len(t.token_ids) for g, t in pairs], dtype=np.int64),
+        prompt_lengths=np.array([len(g.prompt_token_ids) for g, _ in pairs], dtype=np.int64),
+        temperatures=np.array([g.sampling.temperature or 1.0 for g, _ in pairs], dtype=np.float32),
+        rewards=np.array([t.reward for _, t in pairs], dtype=np.float32),
+        group_ids=np.array([g.prompt_id for g, _ in pairs], dtype=np.int64),
+        loss_mask=np.concatenate([t.loss_mask for _, t in pairs]),
+        behaviour_log_probs=np.concatenate([t.log_probs for _, t in pairs]),
+        token_versions=np.concatenate([t.token_versions() for _, t in pairs]),
+    )
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """A rank's part of a batch. All ranks have the same number of micro-batches, so that collectives match."""
+
+    micro_batches: list[SequenceBatch]
+    sequences: list[list[int]]
+    """Which sequences of the whole batch each micro-batch holds; empty for one that only evens out."""
+
+
+def partition(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> list[RankShard]:
+    """Split over ranks, balanced by tokens, then into micro-batches of at most about `max_tokens`."""
+    lengths = batch.lengths.tolist()
+    by_rank = _balance(list(range(batch.num_sequences)), lengths, num_ranks)
+    heaviest = max(sum(lengths[i] for i in part) for part in by_rank)
+    num_micro = min(-(-heaviest // max_tokens), max(len(part) for part in by_rank))
+    return [_shard(batch, _balance(part, lengths, num_micro)) for part in by_rank]
+
+
+def unpermute(
+    parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
+) -> NDArray[np.float32]:
+    """Put per-token results of each rank (its micro-batches concatenated) back into the batch's order."""
+    responses = batch.response_lengths
+    starts = np.cumsum(responses) - responses
+    result = np.zeros(int(responses.sum()), dtype=np.float32)
+    for values, shard in zip(parts, shards, strict=True):
+        offset = 0
+        for micro, sequences in zip(shard.micro_batches, shard.sequences, strict=True):
+            num_tokens = int(micro.response_lengths.sum())
+            if sequences:
+                result[_ranges(starts[sequences], responses[sequences])] = values[offset : offset + num_tokens]
+            offset += num_tokens
+    return result
+
+
+def _shard(batch: SequenceBatch, parts: list[list[int]]) -> RankShard:
+    shortest = int(np.argmin(batch.lengths))
+    micro_batches = [batch.select(part) if part else batch.select([shortest]).without_loss() for part in parts]
+    return RankShard(micro_batches, parts)
+
+
+def _balance(items: list[int], weights: list[int], num_parts: int) -> list[list[int]]:
+    """Longest first, each to the lightest part; the items of a part keep their order."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, part) for part in range(num_parts)]
+    for item in sorted(items, key=lambda i: -weights[i]):
+        weight, part = heapq.heappop(heap)
+        parts[part].append(item)
+        heapq.heappush(heap, (weight + weights[item], part))
+    return [sorted(part) for part in parts]
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`concatenate([arange(s, s + n) for s, n in zip(starts, lengths)])`, vectorised."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)

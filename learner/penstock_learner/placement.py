@@ -1,0 +1,102 @@
+"""Placements: which roles share a resource group, as Ray placement groups.
+
+    standalone         policy | reference | critic | reward model     a group each
+    split-collocate    policy + reference | critic + reward model     two groups
+
+Rank i of every role of a resource group sits in bundle i of its placement group. The controller does not know which
+placement it runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.config.learner import LearnerConfig, RoleConfig
+from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded
+from penstock_learner.role_group import RoleGroup
+
+RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
+    "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
+}
+
+
+def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
+    """The resource groups of the placement, each with those of its roles that this run needs."""
+    groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[learner.placement]]
+    return [group for group in groups if group]
+
+
+def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
+    """What each bundle must hold: the ranks of all roles that share it."""
+    num_bundles = max(role.num_ranks for role in group.values())
+    result = []
+    for rank in range(num_bundles):
+        present = [role for role in group.values() if rank < role.num_ranks]
+        bundle = {
+            "CPU": sum(role.cpus_per_rank for role in present),
+            "GPU": sum(role.gpus_per_rank for role in present),
+        }
+        result.append({name: amount for name, amount in bundle.items() if amount})
+    return result
+
+
+def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
+    """Logical CPUs that a private Ray must offer for everything to fit."""
+    groups = active_resource_groups(learner, roles)
+    return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
+
+
+class Placement:
+    """The placement groups and role groups of one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.placement_groups: list[PlacementGroup] = []
+
+    async def create(
+        self, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
+    ) -> dict[str, RoleGroup]:
+        """Reserve resources for all roles, then start their actors. Raises DeadlineExceeded when they do not fit."""
+        created: dict[str, RoleGroup] = {}
+        for group in active_resource_groups(self.config.learner, roles):
+            reserved = placement_group(bundles(group), strategy="PACK")
+            self.placement_groups.append(reserved)
+            try:
+                await asyncio.wait_for(_ready(reserved), timeout_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
+                    "add nodes, or lower learner.*.num_ranks"
+                ) from error
+            for name, role in group.items():
+                created[name] = self._start(name, role, workers[name], reserved)
+        return created
+
+    def remove(self) -> None:
+        for group in self.placement_groups:
+            remove_placement_group(group)
+
+    def _start(self, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup) -> RoleGroup:
+        remote: Any = ray.remote(concurrency_groups={"push": 1})(worker)
+        actors = [
+            remote.options(
+                name=f"{self.config.run}-{name}-{rank}",
+                num_cpus=role.cpus_per_rank,
+                num_gpus=role.gpus_per_rank,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
+            ).remote(self.config, rank, role.num_ranks)
+            for rank in range(role.num_ranks)
+        ]
+        return RoleGroup(name, actors, self.config.learner.rank_timeout_s)
+
+
+async def _ready(reserved: PlacementGroup) -> None:
+    await reserved.ready()

@@ -1,0 +1,18 @@
+"""Environment that Ray reads when it is imported: set it first. Imports no ray itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from penstock.config.run import RunConfig
+
+
+def prepare_environment(config: RunConfig) -> None:
+    """Token authentication for a private Ray (a cluster brings its own settings), no telemetry, threads per rank."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["OMP_NUM_THREADS"] = str(config.learner.threads_per_rank)
+    if not config.learner.ray_address:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

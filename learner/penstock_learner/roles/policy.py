@@ -1,0 +1,171 @@
+"""The policy role: trains the policy with FSDP2, gathers its weights, and (rank 0) publishes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import clip_grad_norm_
+
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.corrections import (
+    CorrectionStatistics,
+    Mismatch,
+    correct,
+    interpolate_log_probs,
+    measure_mismatch,
+)
+from penstock_learner.algorithms.kl import kl_penalty
+from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
+from penstock_learner.algorithms.segments import apply_mask
+from penstock_learner.model import ModelInputs, full_weight, load_model, named_weights, shard
+from penstock_learner.packing import RankShard, SequenceBatch
+from penstock_learner.publisher import PushReport, PushTarget, WeightPublisher
+from penstock_learner.roles.rank import Rank
+from penstock_learner.roles.reference import forward_log_probs
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Sums over one rank's part of a step; the controller adds the ranks' and divides once."""
+
+    loss: float
+    """This rank's share of the policy loss."""
+    kl: float
+    """Sum over trained tokens of the penalty."""
+    entropy: float
+    """Sum over trained tokens."""
+    statistics: LossStatistics
+    correction: CorrectionStatistics
+    mismatch: Mismatch
+    grad_norm: float
+    """Of the whole model: the same on every rank."""
+    skipped: bool
+    """True when the gradient was not finite and the step left the weights as they were."""
+
+
+class PolicyWorker(Rank):
+    """One rank of the policy."""
+
+    role = "policy"
+
+    def load(self) -> None:
+        learner = self.config.learner
+        self.model = load_model(self.config.model.path, torch.float32, learner.logprob_chunk_tokens).to(self.device)
+        shard(self.model, reshard_after_forward=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=learner.lr,
+            betas=learner.betas,
+            eps=learner.adam_eps,
+            weight_decay=learner.weight_decay,
+        )
+        self.publisher = WeightPublisher(self.config) if self.rank == 0 else None
+
+    def log_probs(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] under the current weights: the proximal policy of the step."""
+        return forward_log_probs(self.model, part, self.device)
+
+    def update(
+        self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
+    ) -> UpdateReport:
+        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
+        grad_norm, skipped = self._apply(step)
+        loss, kl, entropy, statistics, correction, mismatch = reports[0]
+        for more in reports[1:]:
+            loss, kl, entropy = loss + more[0], kl + more[1], entropy + more[2]
+            statistics, correction, mismatch = statistics + more[3], correction.merge(more[4]), mismatch + more[5]
+        return UpdateReport(loss, kl, entropy, statistics, correction, mismatch, grad_norm, skipped)
+
+    def gather_weights(self, policy_version: int, term: int) -> None:
+        """Copy the current weights into the publisher's buckets. Collective."""
+        if self.publisher is not None:
+            self.publisher.begin(policy_version, term, named_weights(self.model))
+        for name, parameter in named_weights(self.model):
+            weight = full_weight(parameter.detach())
+            if self.publisher is not None:
+                self.publisher.put(name, weight)
+        if self.publisher is not None:
+            self.publisher.seal()
+
+    def push(self, targets: list[PushTarget]) -> PushReport:
+        """Rank 0, in its own thread beside training: bring the gathered version to the targets."""
+        assert self.publisher is not None
+        return self.publisher.push(targets)
+
+    def write_snapshot(self, folder: Path) -> None:
+        assert self.publisher is not None
+        self.publisher.write_snapshot(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+    def restore(self, folder: Path) -> None:
+        """Load shards written by any number of ranks. Collective."""
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _accumulate(
+        self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
+    ) -> tuple[float, float, float, LossStatistics, CorrectionStatistics, Mismatch]:
+        """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""
+        config = self.config.learner.algorithm
+        log_probs, entropy = self.model(ModelInputs.of(micro, self.device))
+        mask, sequence_ids = self._tensor(micro.loss_mask).bool(), self._tensor(micro.sequence_ids)
+        behaviour, advantages = self._tensor(micro.behaviour_log_probs), self._tensor(micro.advantages)
+        old = self._proximal(micro, log_probs, behaviour)
+        outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
+        numerator = log_probs.detach() if config.correction.mode == "bypass" else old
+        correction = correct(numerator, behaviour, mask, sequence_ids, config.correction)
+        mode = config.loss.aggregation_mode
+        loss = aggregate(correction.apply(outputs.per_token), mask, sequence_ids, mode, denominators)
+        kl_sum = 0.0
+        total = loss
+        if micro.reference_log_probs is not None:
+            reference = self._tensor(micro.reference_log_probs)
+            kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
+            kl_sum = float(kl.detach().sum())
+            if config.kl.placement == "loss":
+                total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
+        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        (total * self.world_size).backward()
+        mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.token_versions), version)
+        entropy_sum = float(apply_mask(entropy, mask).sum())
+        return float(loss.detach()), kl_sum, entropy_sum, outputs.statistics, correction.statistics, mismatch
+
+    def _proximal(self, micro: SequenceBatch, log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+        """`old` of the configured mode."""
+        config = self.config.learner.algorithm.correction
+        if config.mode == "bypass":
+            return behaviour
+        if config.proximal == "interpolated":
+            return interpolate_log_probs(behaviour, log_probs, config.interpolation)
+        return self._tensor(micro.old_log_probs)
+
+    def _apply(self, step: int) -> tuple[float, bool]:
+        learner = self.config.learner
+        warmup = min(1.0, step / learner.warmup_steps) if learner.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = learner.lr * warmup
+        norm = clip_grad_norm_(self.model.parameters(), learner.max_grad_norm)
+        grad_norm = float(full_weight(norm))
+        if not math.isfinite(grad_norm):
+            return grad_norm, True
+        self.optimizer.step()
+        return grad_norm, False
+
+    def _tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
+        assert array is not None, "the controller filled in what the algorithm needs"
+        return torch.as_tensor(array, device=self.device)

@@ -1,0 +1,53 @@
+"""What every rank of every role does first: join its role's process group and bind its device."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import ray
+import torch
+import torch.distributed as dist
+
+from penstock.config.run import RunConfig
+from penstock.logs import setup_logging
+from penstock.ports import free_port
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Rank:
+    """Base of the role workers. Ranks never read the queue: the controller hands each its part."""
+
+    role = "rank"
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+
+    def rendezvous(self) -> str:
+        """Called on rank 0: where the others meet it."""
+        address = ray.util.get_node_ip_address()
+        return f"tcp://{address}:{free_port()}"
+
+    def join(self, rendezvous: str) -> None:
+        """Join the role's process group: NCCL with a GPU, gloo without."""
+        setup_logging(f"{self.role}[{self.rank}]", self.config.run)
+        learner = self.config.learner
+        torch.set_num_threads(learner.threads_per_rank)
+        torch.manual_seed(self.config.seed)
+        use_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo",
+            init_method=rendezvous,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=learner.rank_timeout_s),
+        )
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.model.dtype]

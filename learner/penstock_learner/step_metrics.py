@@ -1,0 +1,89 @@
+"""One step's numbers: computed once, and the same for the log, the policy record, the JSONL file and Prometheus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.packing import SequenceBatch
+from penstock_learner.roles.policy import UpdateReport
+
+
+def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]:
+    """What the data of a step looked like. Staleness is in versions, of tokens (mean) and the oldest token (max)."""
+    staleness = policy_version - batch.token_versions
+    _, first = np.unique(batch.group_ids, return_index=True)
+    starts = np.sort(first)
+    spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
+    return {
+        "reward_mean": float(batch.rewards.mean()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "num_sequences": float(batch.num_sequences),
+        "response_tokens": float(len(batch.loss_mask)),
+        "response_length_mean": float(batch.response_lengths.mean()),
+        "mixed_version_ratio": _mixed_version_ratio(batch),
+        "zero_advantage_group_ratio": float((spread == 0).mean()),
+    }
+
+
+def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) -> dict[str, float]:
+    """What the update did, over all ranks."""
+    num_tokens = max(denominators.num_tokens, 1)
+    statistics, correction, mismatch = reports[0].statistics, reports[0].correction, reports[0].mismatch
+    for report in reports[1:]:
+        statistics += report.statistics
+        correction = correction.merge(report.correction)
+        mismatch += report.mismatch
+    metrics = {
+        "loss": sum(report.loss for report in reports),
+        "kl_reference": sum(report.kl for report in reports) / num_tokens,
+        "entropy": sum(report.entropy for report in reports) / num_tokens,
+        "grad_norm": reports[0].grad_norm,
+        "skipped": float(reports[0].skipped),
+        "clip_ratio_low": statistics.clip_fraction_low,
+        "clip_ratio_high": statistics.clip_fraction_high,
+        "importance_weight_mean": correction.mean_weight,
+        "importance_ratio_max": float(correction.max_ratio),
+        "is_truncated_ratio": correction.truncated_share,
+        "effective_sample_ratio": correction.effective_sample_ratio,
+    }
+    if mismatch.mean is not None:
+        metrics["logprob_mismatch"] = mismatch.mean
+    return metrics
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run: one line a step, flushed at once. Lines past a resumed step are dropped."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        kept = []
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resume_step:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError):
+                    continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", buffering=1)
+        self._file.writelines(kept)
+
+    def write(self, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({name: round(value, 6) for name, value in metrics.items()}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _mixed_version_ratio(batch: SequenceBatch) -> float:
+    """Share of trajectories whose tokens come from more than one version: updated in flight."""
+    ends = np.cumsum(batch.response_lengths)
+    starts = ends - batch.response_lengths
+    low = np.minimum.reduceat(batch.token_versions, starts)
+    high = np.maximum.reduceat(batch.token_versions, starts)
+    return float((low != high).mean())

@@ -1,0 +1,101 @@
+"""The `penstock` command: finds the subcommand's module by name and imports nothing else, so that help answers at once.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130 interrupted. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from penstock import __version__
+from penstock.errors import ConfigError, InvalidInput, PenstockError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
+    "up": ("penstock_services.local.up", "start every process of a run on this machine"),
+    "submit": ("penstock.cli.submit", "submit the prompts of a dataset file to a run"),
+    "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
+    "policies": ("penstock.cli.policies", "list the newest policy versions of a run"),
+    "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
+    "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
+    "learner": ("penstock_learner.__main__", "run the learner process"),
+}
+"""Name: (module with `main(argv) -> int`, help). Modules are named as text: their packages stand above this one."""
+
+_EXTRAS = {"penstock_services": "services", "penstock_rollout": "rollout", "penstock_learner": "learner"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """A reader that closed the pipe (`penstock status | head -1`) is no error worth a traceback."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"penstock {__version__}")
+        return 0
+    name, *rest = words
+    return _run(name, rest) if name in COMMANDS else _fail(_unknown(name), 2)
+
+
+def _run(name: str, argv: list[str]) -> int:
+    module_path = COMMANDS[name][0]
+    try:
+        command: Callable[[list[str]], int] = importlib.import_module(module_path).main
+        return command(argv)
+    except PenstockError as error:
+        return _fail(str(error), 2 if isinstance(error, ConfigError | InvalidInput) else 1)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(module_path.partition(".")[0])
+        if extra is None:
+            raise
+        return _fail(f"`penstock {name}` needs the extra [{extra}] ({error}): pip install 'penstock[all]'", 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: penstock COMMAND ...",
+            "",
+            "Asynchronous reinforcement-learning post-training of language models.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`penstock COMMAND --help` describes a command. `penstock --version` prints the version.",
+        ]
+    )
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else f"commands: {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}; {hint}"
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"penstock: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""`penstock status`: one look at a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.cli.connection import add_gateway_arguments, open_client
+
+DEADLINE_S = 10.0
+_SHOWN_METRICS = 12
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock status", description="Show a run: step, version, queue, servers.")
+    add_gateway_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    with open_client(args, DEADLINE_S) as client:
+        run = client.get_run()
+    if args.json:
+        print(json.dumps(run, indent=2))
+    else:
+        _print(run)
+    return 0
+
+
+def _print(run: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(
+        f"run [bold]{run['run']}[/]  step [bold]{run['step']}[/]  policy version [bold]{run['policy_version']}[/]  "
+        f"term {run['term']}"
+    )
+    console.print(_queue_table(run["queue"]))
+    if run["servers"]:
+        console.print(_server_table(run["servers"]))
+    else:
+        console.print("no rollout servers")
+    if run["metrics"]:
+        shown = sorted(run["metrics"].items())[:_SHOWN_METRICS]
+        console.print("  ".join(f"{name} {_number(value)}" for name, value in shown))
+
+
+def _queue_table(queue: dict[str, int]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="groups", title_justify="left")
+    error = queue["conservation_error"]
+    columns = {
+        "pending": queue["pending_prompts"],
+        "in flight": queue["in_flight"],
+        "queued": queue["queued"],
+        "MiB": f"{queue['queued_bytes'] / 2**20:.1f}",
+        "trained": queue["trained"],
+        "expired": queue["expired"],
+        "dead": queue["dead_lettered"],
+        "reclaimed": queue["reclaimed"],
+        "conservation": "ok" if error == 0 else f"[bold red]off by {error}[/]",
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_row(*(str(value) for value in columns.values()))
+    return table
+
+
+def _server_table(servers: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="rollout servers", title_justify="left")
+    for name in ("server", "state", "version", "groups", "heartbeat", "engine", "address"):
+        table.add_column(name)
+    for server in servers:
+        state = server["state"]
+        table.add_row(
+            server["server_id"], state if state == "READY" else f"[yellow]{state}[/]", str(server["policy_version"]),
+            str(server["running_groups"]), f"{server['heartbeat_age_ms'] / 1000:.1f} s ago", server["engine"],
+            server["address"],
+        )  # fmt: skip
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

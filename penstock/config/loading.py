@@ -1,0 +1,124 @@
+"""A run's configuration: a YAML file, then `--section.field value` overrides with the same names.
+
+Unknown keys are refused with the nearest known one, wrong values with the path of the field, always in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: 1e-4 is a number, as every user of a learning rate expects."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$"), list("-+0123456789.")
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and check everything."""
+    data = _read(path)
+    for keys, value in parse_overrides(overrides):
+        _assign(data, keys, value)
+    return validate(data, str(path))
+
+
+def validate(data: dict[str, Any], source: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[list[str], Any]]:
+    """`--a.b value` and `--a.b=value` pairs; values are YAML, so numbers, lists and null work."""
+    pairs: list[tuple[list[str], Any]] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} is not an override; write --section.field value")
+        name, has_value, text = word[2:].partition("=")
+        if not has_value:
+            if not remaining:
+                raise ConfigError(f"--{name} needs a value")
+            text = remaining.pop(0)
+        try:
+            value = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{name}: {text!r} is not a value: {_one_line(error)}") from error
+        pairs.append((name.replace("-", "_").split("."), value))
+    return pairs
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {path} does not exist; examples are in examples/") from error
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    try:
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping with at least `model:`")
+    return data
+
+
+def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    for depth, key in enumerate(keys[:-1]):
+        inner = data.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{'.'.join(keys)}: {'.'.join(keys[: depth + 1])} is not a section")
+        data = inner
+    data[keys[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    dotted = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(path[:-1])
+        nearest = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
+        message = f"unknown key {dotted!r}; {hint}"
+    elif first["type"] == "missing":
+        message = f"{dotted} is missing"
+    else:
+        message = f"{dotted}: {first['msg']} (given: {first['input']!r})" if dotted else first["msg"]
+    others = error.error_count() - 1
+    return _one_line(message) + (f" (and {others} more)" if others else "")
+
+
+def _fields_at(path: Sequence[str]) -> list[str]:
+    """Names of the fields of the model that `path` leads to."""
+    model: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), RunConfig)
+    return list(model.model_fields)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,128 @@
+"""Dataset files as prompts: verl's Parquet schema, or JSONL with the same fields.
+
+    prompt         list of {role, content}
+    data_source    chooses the reward function
+    reward_model   {ground_truth: anything JSON can carry, ...}
+    extra_info     object handed to the reward function unchanged (optional)
+    agent_name     name of the agent loop (optional)
+
+Other columns are ignored. A row that does not fit raises InvalidInput with the file, the row or line, and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidInput
+from penstock.trajectory import Prompt, Sampling
+
+_BATCH_ROWS = 1024
+_SHAPE = 'a list like [{"role": "user", "content": "..."}]'
+
+
+def read_prompts(path: Path | str, *, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
+    """The prompts of a file, in its order. Rows are read as the iterator advances."""
+    path = Path(path)
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
+    if path.suffix not in readers:
+        raise InvalidInput(str(path), "is neither .parquet nor .jsonl; convert it to one of them")
+    if not path.is_file():
+        raise InvalidInput(str(path), "is not a file; check the path")
+    for where, row in readers[path.suffix](path):
+        yield _prompt(where, row, num_samples, sampling)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            if "prompt" not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise InvalidInput(
+                    str(path), f"has no column `prompt`, only {names}; rename the one that holds {_SHAPE}"
+                )
+            number = 0
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    yield where, json.loads(line)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise InvalidInput(where, f"is not JSON ({error}); every line must be one object") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(path), f"cannot be read as UTF-8 text ({_one_line(error)})") from error
+
+
+def _prompt(where: str, row: Any, num_samples: int, sampling: Sampling) -> Prompt:
+    if not isinstance(row, dict):
+        raise InvalidInput(where, "must be an object with at least `prompt`")
+    reward_model = _field(where, row, "reward_model", dict, {})
+    extra_info = _field(where, row, "extra_info", dict, {})
+    ground_truth = reward_model.get("ground_truth")
+    _check_json(f"{where}: reward_model.ground_truth", ground_truth)
+    _check_json(f"{where}: extra_info", extra_info)
+    return Prompt(
+        messages=_messages(f"{where}: prompt", row.get("prompt")),
+        sampling=sampling,
+        num_samples=num_samples,
+        agent_name=_field(where, row, "agent_name", str, "") or Prompt.agent_name,
+        data_source=_field(where, row, "data_source", str, ""),
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+    )
+
+
+def _messages(where: str, value: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        raise InvalidInput(where, f"must be {_SHAPE}, not {_kind(value)}")
+    for index, message in enumerate(value):
+        fields = message if isinstance(message, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if not isinstance(role, str) or not role or not isinstance(content, str):
+            raise InvalidInput(f"{where}[{index}]", "must have a `role` and a `content`, both text")
+    return tuple((message["role"], message["content"]) for message in value)
+
+
+def _field(where: str, row: dict[str, Any], name: str, kind: type, absent: Any) -> Any:
+    """The field, or `absent` where it is missing or null, which Parquet does not tell apart."""
+    value = row.get(name)
+    if value is None:
+        return absent
+    if not isinstance(value, kind):
+        expected = "an object" if kind is dict else "text"
+        raise InvalidInput(f"{where}: {name}", f"must be {expected}, not {_kind(value)}")
+    return value
+
+
+def _check_json(where: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(
+            where, f"cannot be written as JSON ({error}); use text, numbers, lists and objects"
+        ) from error
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else "empty" if value == [] else type(value).__name__
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,34 @@
+"""The cluster's key: what the publisher sends, and members demand, on the internal port."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from penstock.config.weights import WeightsConfig
+from penstock.errors import ConfigError
+
+HEADER = "x-penstock-cluster-key"
+
+
+def read_key(config: WeightsConfig) -> str:
+    """The key, or an empty string where none is configured (loopback only)."""
+    if config.cluster_key_file is None:
+        return ""
+    try:
+        return config.cluster_key_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"weights.cluster_key_file {config.cluster_key_file} cannot be read: {error.strerror}") from error
+
+
+def call_metadata(config: WeightsConfig) -> list[tuple[str, str]]:
+    key = read_key(config)
+    return [(HEADER, key)] if key else []
+
+
+def is_authorised(config: WeightsConfig, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+    """Constant-time check of a call's metadata."""
+    wanted = read_key(config)
+    given = next((value for name, value in metadata if name == HEADER), "")
+    given_text = given.decode(errors="replace") if isinstance(given, bytes) else given
+    return not wanted or hmac.compare_digest(given_text.encode(), wanted.encode())

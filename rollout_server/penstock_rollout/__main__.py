@@ -1,0 +1,45 @@
+"""The rollout server process: `python -m penstock_rollout --config run.yaml --server-id rollout-0 [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config.loading import load_config
+from penstock.errors import PenstockError
+from penstock.logs import setup_logging
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock rollout", description="Run one rollout server.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--server-id", default="rollout-0", help="its name in the fleet")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    arguments, overrides = parser.parse_known_args(argv)
+    try:
+        config = load_config(arguments.config, overrides)
+        setup_logging(arguments.server_id, config.run)
+        if arguments.check:
+            return 0
+        from penstock_rollout.server import serve
+
+        asyncio.run(serve(config, arguments.server_id))
+    except* PenstockError as errors:
+        print(f"penstock rollout: error: {_first(errors)}", file=sys.stderr)
+        return_code = 1
+    else:
+        return_code = 0
+    return return_code
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Which engine a rollout server runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import ConfigError
+from penstock_rollout.engines.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_engine_name(config: EngineConfig) -> str:
+    """`vllm` or `torch`. An engine that was asked for by name is never replaced by another."""
+    vllm_found = importlib.util.find_spec("vllm") is not None
+    if config.name == "vllm" and not vllm_found:
+        raise ConfigError("rollout.engine.name is vllm, but vllm is not installed; install it, or use torch")
+    if config.name != "auto":
+        return config.name
+    if vllm_found:
+        logger.info("engine auto: vllm, which is installed")
+        return "vllm"
+    logger.info("engine auto: torch, because vllm is not installed")
+    return "torch"
+
+
+def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> Engine:
+    """An engine that is not started yet. Imports only the one that was chosen."""
+    if resolve_engine_name(config) == "vllm":
+        from penstock_rollout.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(config, model_path, dtype, seed)
+    from penstock_rollout.engines.torch_engine import TorchEngine
+
+    return TorchEngine(config, model_path, dtype, seed)

@@ -1,0 +1,183 @@
+"""The decoding batch of the torch engine: rows, their KV cache, and sampling. Synchronous, one thread, no event loop.
+
+The cache is one left-padded tensor a layer, [rows, heads, longest, head_dim]. Invariant between two calls: it holds
+the KV of all tokens of a row but the last, which the next step feeds. Prompts are prefilled in groups of equal length,
+so no query is ever a padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from penstock.trajectory import FinishReason, VersionSegment
+from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
+
+
+@dataclass(eq=False)
+class Row:
+    """One request while it decodes."""
+
+    request: GenerateRequest
+    tokens: list[int]
+    """Prompt and response so far."""
+    generator: torch.Generator | None
+    """None draws from the batch's own."""
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cancelled: bool = False
+    num_delivered: int = 0
+
+    def take_chunk(self) -> TokenChunk:
+        """The tokens that were not delivered yet."""
+        start, end = self.num_delivered, len(self.log_probs)
+        self.num_delivered = end
+        prompt = len(self.request.prompt_token_ids)
+        return TokenChunk(
+            token_ids=tuple(self.tokens[prompt + start : prompt + end]),
+            log_probs=tuple(self.log_probs[start:end]),
+            segments=_segments(self.versions, start, end),
+            finish_reason=self.finish_reason,
+        )
+
+
+class DecodeBatch:
+    def __init__(self, model: Any, stop_ids: frozenset[int], max_model_len: int, seed: int) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._stop_ids = stop_ids
+        self._max_model_len = max_model_len
+        self._device = next(model.parameters()).device
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._cache: Any = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(len(row.tokens) - 1 for row in self.rows)
+
+    def new_row(self, request: GenerateRequest) -> Row:
+        seed = request.sampling.seed
+        generator = None if seed is None else torch.Generator(self._device).manual_seed(seed % 2**63)
+        return Row(request, list(request.prompt_token_ids), generator)
+
+    @torch.inference_mode()
+    def join(self, rows: Sequence[Row], version: int) -> None:
+        """Prefill the rows, draw one token each, and decode them with the others from now on."""
+        for _, group in groupby(sorted(rows, key=_num_tokens), key=_num_tokens):
+            self._prefill(list(group), version)
+        self._drop_finished()
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Draw one token for every row."""
+        longest = max(len(row.tokens) for row in self.rows)
+        lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self._device)
+        columns = torch.arange(longest, device=self._device)
+        output = self._model(
+            input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._device),
+            position_ids=(lengths - 1)[:, None],
+            attention_mask=(columns[None, :] >= longest - lengths[:, None]).long(),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._extend(self.rows, output.logits[:, -1], version)
+        self._drop_finished()
+
+    def release(self) -> list[Row]:
+        """Give up all rows and their KV; `join` takes them back with KV computed anew."""
+        rows, self.rows, self._cache = self.rows, [], None
+        return rows
+
+    def drop_cancelled(self) -> None:
+        if any(row.cancelled for row in self.rows):
+            self._keep([index for index, row in enumerate(self.rows) if not row.cancelled])
+
+    def _prefill(self, rows: list[Row], version: int) -> None:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        ids = torch.tensor([row.tokens for row in rows], device=self._device)
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._extend(rows, output.logits[:, -1], version)
+        self.rows += rows
+        if self._cache is None:
+            self._cache = cache
+            return
+        longest = max(self._cache.get_seq_length(), cache.get_seq_length())
+        for mine, new in zip(self._cache.layers, cache.layers, strict=True):
+            mine.keys = torch.cat([_left_pad(mine.keys, longest), _left_pad(new.keys, longest)])
+            mine.values = torch.cat([_left_pad(mine.values, longest), _left_pad(new.values, longest)])
+
+    def _extend(self, rows: list[Row], logits: torch.Tensor, version: int) -> None:
+        token_ids, log_probs = self._draw(rows, logits.float())
+        for row, token_id, log_prob in zip(rows, token_ids, log_probs, strict=True):
+            row.tokens.append(token_id)
+            row.log_probs.append(log_prob)
+            row.versions.append(version)
+            if token_id in self._stop_ids:
+                row.finish_reason = "stop"
+            elif len(row.log_probs) >= row.request.sampling.max_tokens or len(row.tokens) >= self._max_model_len:
+                row.finish_reason = "length"
+
+    def _draw(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Sample by the exponential race, argmax(p / e) with e ~ Exp(1), which needs no generator shared between rows.
+        Temperature 0 takes the likeliest token, with its log-prob at temperature 1."""
+        samplings = [row.request.sampling for row in rows]
+        temperature = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=self._device)
+        logits = logits / temperature[:, None]
+        if any(sampling.top_p < 1 for sampling in samplings):
+            logits = _nucleus(logits, torch.tensor([sampling.top_p for sampling in samplings], device=self._device))
+        log_probs = logits.log_softmax(dim=-1)
+        race = torch.empty_like(log_probs).exponential_(generator=self._generator)
+        for index, row in enumerate(rows):
+            if row.generator is not None:
+                race[index].exponential_(generator=row.generator)
+        greedy = torch.tensor([sampling.temperature == 0 for sampling in samplings], device=self._device)
+        chosen = torch.where(greedy[:, None], log_probs, log_probs - race.log()).argmax(dim=-1)
+        return chosen.tolist(), log_probs.gather(1, chosen[:, None])[:, 0].tolist()
+
+    def _drop_finished(self) -> None:
+        if any(row.finish_reason for row in self.rows):
+            self._keep([index for index, row in enumerate(self.rows) if row.finish_reason is None])
+
+    def _keep(self, indices: list[int]) -> None:
+        """Keep these rows, and of the cache only what the longest of them needs."""
+        self.rows = [self.rows[index] for index in indices]
+        if not self.rows:
+            self._cache = None
+            return
+        longest = max(len(row.tokens) for row in self.rows) - 1
+        chosen = torch.tensor(indices, device=self._device)
+        for layer in self._cache.layers:
+            layer.keys = layer.keys[chosen, :, -longest:]
+            layer.values = layer.values[chosen, :, -longest:]
+
+
+def _num_tokens(row: Row) -> int:
+    return len(row.tokens)
+
+
+def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:
+    return pad(states, (0, 0, length - states.shape[-2], 0))
+
+
+def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Mask all but the smallest set of likeliest tokens whose probability reaches top_p."""
+    ordered, order = logits.sort(dim=-1)
+    unlikely = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[:, None]
+    unlikely[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(unlikely).scatter(-1, order, unlikely), float("-inf"))
+
+
+def _segments(versions: Sequence[int], start: int, end: int) -> tuple[VersionSegment, ...]:
+    segments = []
+    for version, run in groupby(range(start, end), key=lambda index: versions[index]):
+        indices = list(run)
+        segments.append(VersionSegment(indices[0], indices[-1] + 1, version))
+    return tuple(segments)

@@ -1,0 +1,312 @@
+"""vLLM as an engine: AsyncLLM in this process, EngineCore in a child, weights staged by a worker extension.
+
+How a version flips: the worker receives and hashes the new set in a thread while decoding goes on; then the scheduler
+is paused, the set loaded, the version set, and the scheduler resumed. vLLM stamps tokens with the version itself, and
+that is right because its version changes only while no step is in flight.
+
+Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
+the version flips is submitted again, so one that starts under a version never meets KV of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.trajectory import FinishReason, VersionSegment
+from penstock.v1 import weights_pb2
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.vllm_start import SchedulerLoad, create_llm, engine_arguments
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 60.0
+"""Deadline of a call to EngineCore, which answers between two steps."""
+LOAD_TIMEOUT_S = 600.0
+STAGE_POLL_S = 0.005
+STOP_TIMEOUT_S = 10.0
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Running:
+    """A request between its submission and its end."""
+
+    version: int
+    """The one it was submitted under; the salt of its prefix-cache entries."""
+    superseded: bool = False
+    """It was aborted before its first token, to be submitted again under a newer version."""
+
+
+class VllmEngine:
+    """Implements Engine. Starts once and stops once."""
+
+    name = "vllm"
+
+    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._arguments = engine_arguments(config, model_path, dtype, seed)
+        self._load = SchedulerLoad()
+        self._policy_version = -1
+        self._running: dict[str, _Running] = {}
+        self._control = asyncio.Lock()
+        self._paused = False
+        self._staged_version: int | None = None
+        self._broken = "it was not started"
+        self._llm: Any = None
+        self._stop_ids: list[int] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def start(self, policy_version: int) -> None:
+        self._stop_ids = list(stop_token_ids(self._model_path))
+        self._shapes = tensor_shapes(self._model_path)
+        self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load)
+        await self._core(self._llm.get_supported_tasks())
+        await self._core(self._llm.update_weight_version(str(policy_version)))
+        self._policy_version = policy_version
+        self._broken = ""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        await self.check_health()
+        if request.request_id in self._running:
+            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        running = self._running[request.request_id] = _Running(self._policy_version)
+        try:
+            while True:
+                async with aclosing(self._submit(request, running)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                if not running.superseded:
+                    return
+                running.superseded = False
+                running.version = self._policy_version
+        finally:
+            del self._running[request.request_id]
+
+    async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
+        """One submission to vLLM; yields nothing when it was superseded. Registered with vLLM before the first await,
+        so that a commit finds every request it must supersede."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(running.version))
+        num_tokens = 0
+        try:
+            async with aclosing(self._llm.generate(prompt, self._params(request), request.request_id)) as outputs:
+                async for output in outputs:
+                    if running.superseded:
+                        return
+                    chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
+                    num_tokens += len(chunk.token_ids)
+                    yield chunk
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidInput("prompt_token_ids", str(error).splitlines()[0]) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
+
+    def _params(self, request: GenerateRequest) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            ignore_eos=True,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
+        token_ids = tuple(completion.token_ids)
+        end = start + len(token_ids)
+        finish_reason: FinishReason | None = None
+        if completion.finish_reason is None:
+            segments = self._segments_so_far(request_id, end)
+        else:
+            finish_reason = _FINISH_REASONS.get(completion.finish_reason, "aborted")
+            segments = [
+                VersionSegment(span.start, span.end, int(span.version)) for span in completion.weight_versions or ()
+            ]
+        return TokenChunk(
+            token_ids=token_ids,
+            log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
+            segments=_clip(segments, start, end),
+            finish_reason=finish_reason,
+        )
+
+    def _segments_so_far(self, request_id: str, end: int) -> list[VersionSegment]:
+        """Segments of a request that runs. vLLM reports its spans at the end only, but keeps them meanwhile."""
+        processor = self._llm.output_processor
+        (internal_id,) = processor.external_req_ids[request_id]
+        starts = processor.request_states[internal_id].weight_version_starts
+        ends = [begin for _, begin in starts[1:]] + [end]
+        return [VersionSegment(begin, stop, int(v)) for (v, begin), stop in zip(starts, ends, strict=True)]
+
+    async def pause(self) -> None:
+        async with self._control:
+            await self._core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            self._paused = True
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._core(self._llm.engine_core.resume_scheduler_async())
+            self._paused = False
+
+    async def stage_weights(self, request: StageRequest) -> None:
+        check_manifest(request.manifest, self._shapes)
+        if request.transport != "snapshot" and self._config.tensor_parallel_size > 1:
+            raise WeightPushFailed(f"{request.transport} reaches one worker only; use snapshot with tensor parallelism")
+        announcement = weights_pb2.AnnounceRequest(
+            manifest=request.manifest,
+            transport=request.transport,
+            rendezvous=request.rendezvous,
+            rank=request.rank,
+            world_size=request.world_size,
+            deadline_s=request.timeout_s,
+        )
+        await self._rpc("penstock_stage", announcement.SerializeToString())
+        self._staged_version = request.manifest.policy_version
+
+    async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
+        if self._staged_version != policy_version:
+            raise WeightPushFailed(f"version {policy_version} is not staged; {self._staged_version} is")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._received()
+            mismatches = [found for found in await self._rpc("penstock_mismatch", bucket_checksums) if found]
+            if mismatches:
+                raise WeightPushFailed(mismatches[0])
+        except (TimeoutError, WeightPushFailed) as error:
+            await self.abort_weights()
+            if isinstance(error, TimeoutError):
+                raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
+            raise
+        self._staged_version = None
+        return await asyncio.shield(asyncio.create_task(self._flip(policy_version)))
+
+    async def _received(self) -> None:
+        while True:
+            states = await self._rpc("penstock_poll")
+            for phase, failure in states:
+                if phase == "failed":
+                    raise WeightPushFailed(failure)
+            if all(phase == "received" for phase, _ in states):
+                return
+            await asyncio.sleep(STAGE_POLL_S)
+
+    async def _flip(self, policy_version: int) -> CommitReport:
+        """Load the verified stage. Runs to its end even when the caller is cancelled; a failure in here leaves weights
+        of which nothing is known, so the engine is given up."""
+        async with self._control:
+            started = time.monotonic()
+            in_flight = len(self._running)
+            try:
+                core = self._llm.engine_core
+                await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
+                timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
+                await self._core(core.set_weight_version_async(str(policy_version)))
+                self._policy_version = policy_version
+                await self._supersede_unstarted()
+                if not self._paused:
+                    await self._core(core.resume_scheduler_async())
+            except Exception as error:
+                await self._give_up(f"loading version {policy_version} failed: {error}")
+                raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
+            paused_s = time.monotonic() - started
+        return CommitReport(
+            receive_s=max(receive_s for receive_s, _ in timings),
+            load_s=max(load_s for _, load_s in timings),
+            paused_s=paused_s,
+            running_requests=in_flight,
+        )
+
+    async def _supersede_unstarted(self) -> None:
+        processor = self._llm.output_processor
+        aborted = []
+        for request_id, running in self._running.items():
+            internal_ids = processor.external_req_ids.get(request_id, ())
+            if any(not processor.request_states[internal].weight_version_starts for internal in internal_ids):
+                running.superseded = True
+                aborted.append(request_id)
+        if aborted:
+            await self._core(self._llm.abort(aborted))
+
+    async def _give_up(self, why: str) -> None:
+        logger.error("the vLLM engine is given up: %s", why)
+        self._broken = why
+        await self._core(self._llm.abort(list(self._running)))
+
+    async def abort_weights(self) -> None:
+        self._staged_version = None
+        await self._rpc("penstock_abort")
+
+    def stats(self) -> EngineStats:
+        waiting = min(self._load.waiting_requests, len(self._running))
+        return EngineStats(
+            running_requests=len(self._running) - waiting,
+            waiting_requests=waiting,
+            kv_cache_usage=self._load.kv_cache_usage,
+        )
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the vLLM engine cannot generate: {self._broken}")
+        if self._llm.errored:
+            raise Unavailable("vLLM's EngineCore has died; restart the rollout server")
+
+    async def stop(self) -> None:
+        if self._llm is None:
+            return
+        self._broken = "it was stopped"
+        llm, self._llm = self._llm, None
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
+        llm.shutdown = lambda: None  # its finalizer calls it again, and fails when that is at the interpreter's exit
+
+    async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
+        """Call a method of every worker; results in rank order."""
+        result = await self._core(self._llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
+        return list(result)
+
+    async def _core(self, call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
+        """Await a call to EngineCore, which may be dead and never answer."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except TimeoutError as error:
+            raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
+        except EngineDeadError as error:
+            raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error
+
+
+def _clip(segments: Iterable[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
+    """The part of the segments that lies in [start, end)."""
+    clipped = (VersionSegment(max(s.start, start), min(s.end, end), s.policy_version) for s in segments)
+    return tuple(segment for segment in clipped if segment.start < segment.end)

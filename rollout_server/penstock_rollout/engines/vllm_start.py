@@ -1,0 +1,97 @@
+"""Starting vLLM: its environment, its arguments, and an AsyncLLM made of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.config.rollout import EngineConfig
+
+CPU_KV_CACHE_BYTES = 64 << 20
+
+_WORKER = "penstock_rollout.engines.vllm_worker"
+
+
+class SchedulerLoad:
+    """A vLLM stat logger that keeps the newest figures of the scheduler."""
+
+    def __init__(self) -> None:
+        self.waiting_requests = 0
+        self.kv_cache_usage = 0.0
+
+    def __call__(self, vllm_config: Any, engine_index: int = 0) -> SchedulerLoad:
+        """vLLM asks for a factory; every engine index shares this object."""
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            self.waiting_requests = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU wheel; asked of the package metadata, before anything heavy is imported."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads while it is imported. What the user has set wins."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if is_cpu_build():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
+    executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": dtype,
+        "seed": seed,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "worker_extension_cls": f"{_WORKER}.WeightStaging",
+        "distributed_executor_backend": f"{_WORKER}.{executor}",
+    }
+    if is_cpu_build():
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    return arguments | config.extra
+
+
+def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
+    """Blocks until EngineCore has loaded the model.
+
+    On CPU the child is forked, which saves importing vLLM again; creating the config forces spawn there, so the method
+    is set after it."""
+    prepare_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    if is_cpu_build():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])

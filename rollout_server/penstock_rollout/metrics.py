@@ -1,0 +1,41 @@
+"""Prometheus metrics of a rollout server. The engine's own (`vllm:*`) pass through on the same endpoint."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from penstock.metrics import PREFIX
+
+
+class RolloutMetrics:
+    """Declared once, on the registry that the process serves."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def name(suffix: str) -> str:
+            return f"{PREFIX}_{suffix}"
+
+        self.registry = registry
+        self.produced = Counter(name("groups_produced"), "Groups handed in.", ["env"], registry=registry)
+        self.trajectories = Counter(name("trajectories_produced"), "Samples handed in.", ["env"], registry=registry)
+        self.version = Gauge(name("policy_version"), "Version served.", ["component"], registry=registry)
+        self.inflight = Gauge(name("rollout_inflight"), "Groups that are being generated.", registry=registry)
+        self.outbox = Gauge(name("rollout_outbox_groups"), "Groups not yet covered by a checkpoint.", registry=registry)
+        self.paused = Counter(
+            name("rollout_paused_seconds"), "Time in which decoding stood still.", ["reason"], registry=registry
+        )
+        self.episode_seconds = Histogram(name("rollout_episode_duration_seconds"), "One group.", registry=registry)
+        self.response_tokens = Histogram(
+            name("rollout_response_tokens"), "Length of responses.", registry=registry,
+            buckets=(4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+        )  # fmt: skip
+        self.truncated = Counter(name("rollout_truncated"), "Responses cut at max_tokens.", registry=registry)
+        self.version_span = Histogram(
+            name("trajectory_version_span"), "Versions within one trajectory, minus one.", registry=registry,
+            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),
+        )  # fmt: skip
+        self.reward_seconds = Histogram(name("reward_duration_seconds"), "Scoring one group.", registry=registry)
+        self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
+        self.failures = Counter(name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry)
+        self.append_wait = Counter(
+            name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
+        )

@@ -1,0 +1,176 @@
+"""The producer: leases prompts, makes groups, hands them in, and keeps them until a checkpoint covers them.
+
+| loop       | waits for                                    | unblocked by                      |
+|------------|----------------------------------------------|-----------------------------------|
+| lease      | a free place, READY, admission               | a finished group, a new version   |
+| work (×N)  | the engine, the reward, room in the queue    | tokens, the learner's takes       |
+| heartbeat  | a third of the lease's life                  | the clock                         |
+| reconcile  | every RECONCILE_S                            | the clock                         |
+
+Invariant: a prompt this server leased is in `_leases` until its group is accepted or it was given back, and an accepted
+group is in `_outbox` until it is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.codec import decode_prompt, encode_group
+from penstock.config.rollout import RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import DeadlineExceeded, PenstockError, QueueFull, Unavailable
+from penstock.replay.contract import GroupProducer, Lease
+from penstock.trajectory import Group, Prompt
+from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+
+logger = logging.getLogger(__name__)
+IDLE_POLL_S = 0.02
+RECONCILE_S = 2.0
+RETRY_S = 0.5
+
+
+class Producer:
+    """`may_lease` says whether this server serves a version that training wants; it is asked before every lease."""
+
+    def __init__(
+        self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
+        metrics: RolloutMetrics, may_lease: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.server_id = server_id
+        self.maker = maker
+        self.rollout = rollout
+        self.replay = replay
+        self.metrics = metrics
+        self.may_lease = may_lease
+        self._leases: dict[int, Lease] = {}
+        self._workers: dict[int, asyncio.Task[None]] = {}
+        self._outbox: dict[int, tuple[Lease, bytes, int]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._leases)
+
+    async def lease_loop(self) -> None:
+        while True:
+            free = self.rollout.max_concurrent_groups - len(self._leases)
+            leases: list[Lease] = []
+            if free > 0 and self.may_lease():
+                try:
+                    leases = await self.queue.lease(self.server_id, free)
+                except Unavailable as error:
+                    logger.warning("cannot lease: %s", error)
+                    await asyncio.sleep(RETRY_S)
+            for lease in leases:
+                self._leases[lease.prompt_id] = lease
+                task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
+                self._workers[lease.prompt_id] = task
+            self.metrics.inflight.set(len(self._leases))
+            if not leases:
+                await asyncio.sleep(IDLE_POLL_S)
+            else:
+                await asyncio.sleep(0)
+
+    async def heartbeat_loop(self) -> None:
+        """Keep the leases; stop working on prompts that were given to someone else."""
+        while True:
+            await asyncio.sleep(self.replay.lease_ttl_s / 3)
+            try:
+                lost = await self.queue.heartbeat(self.server_id, list(self._leases.values()))
+            except Unavailable as error:
+                logger.warning("heartbeat failed: %s", error)
+                continue
+            for prompt_id in lost:
+                self._leases.pop(prompt_id, None)
+                if worker := self._workers.get(prompt_id):
+                    logger.warning("the lease of prompt %d was lost; its samples are aborted", prompt_id)
+                    worker.cancel()
+
+    async def reconcile_loop(self) -> None:
+        """Forget groups that are settled; hand in again those that Redis lost."""
+        while True:
+            await asyncio.sleep(RECONCILE_S)
+            try:
+                outbox = await self.queue.reconcile([lease for lease, _, _ in self._outbox.values()])
+                for prompt_id in outbox.settled:
+                    self._outbox.pop(prompt_id, None)
+                for prompt_id in outbox.missing:
+                    lease, payload, min_version = self._outbox[prompt_id]
+                    logger.warning("Redis lost the group of prompt %d; handing it in again", prompt_id)
+                    await self.queue.append(lease, payload, min_version)
+            except Unavailable as error:
+                logger.warning("cannot reconcile: %s", error)
+            self.metrics.outbox.set(len(self._outbox))
+
+    async def drain(self) -> None:
+        """Give back every prompt that is not finished, uncounted."""
+        for worker in list(self._workers.values()):
+            worker.cancel()
+        await asyncio.gather(*self._workers.values(), return_exceptions=True)
+        for lease in list(self._leases.values()):
+            try:
+                await self.queue.give_back(self.server_id, lease)
+            except Unavailable:
+                break
+        self._leases.clear()
+
+    async def _work(self, lease: Lease) -> None:
+        started = time.monotonic()
+        try:
+            prompt = decode_prompt(lease.payload)
+            group = await asyncio.wait_for(self.maker.make(lease, prompt), self.rollout.prompt_timeout_s)
+            if prompt.evaluation_id:
+                await self._record_evaluation(lease, prompt, group)
+            else:
+                await self._hand_in(lease, group)
+            self.metrics.episode_seconds.observe(time.monotonic() - started)
+            self._leases.pop(lease.prompt_id, None)
+        except Exception as error:
+            await self._give_back(lease, error)
+        finally:
+            if asyncio.current_task() is self._workers.get(lease.prompt_id):
+                del self._workers[lease.prompt_id]
+
+    async def _hand_in(self, lease: Lease, group: Group) -> None:
+        """Append, waiting for room up to the deadline."""
+        payload, waited_from = encode_group(group), time.monotonic()
+        while True:
+            try:
+                outcome = await self.queue.append(lease, payload, group.min_version)
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot hand in prompt %d yet: %s", lease.prompt_id, error)
+                outcome = "full"
+            if outcome == "accepted":
+                self._outbox[lease.prompt_id] = (lease, payload, group.min_version)
+                self.metrics.produced.labels(group.data_source or "default").inc()
+            if outcome != "full":
+                return
+            waited_s = time.monotonic() - waited_from
+            if waited_s > self.replay.append_timeout_s:
+                raise DeadlineExceeded(f"no room in the queue for {waited_s:.0f} s; is the learner running?")
+            await asyncio.sleep(RETRY_S)
+            self.metrics.append_wait.inc(RETRY_S)
+
+    async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        await self.queue.record_evaluation(
+            prompt.evaluation_id, lease, rewards, group.min_version, group.max_version
+        )
+
+    async def _give_back(self, lease: Lease, error: BaseException) -> None:
+        """Return the prompt with the kind of error as the reason; anything unexpected is logged whole."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
+        expected = isinstance(error, PenstockError | TimeoutError)
+        logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
+        self.metrics.failures.labels(reason).inc()
+        self._leases.pop(lease.prompt_id, None)
+        try:
+            await self.queue.give_back(self.server_id, lease, failure=reason)
+        except Unavailable as unavailable:
+            logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, unavailable)

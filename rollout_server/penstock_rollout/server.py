@@ -1,0 +1,174 @@
+"""The rollout server: engine, producer and weight member in one process, under one TaskGroup."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from ipaddress import ip_address
+
+import grpc
+from prometheus_client import REGISTRY
+
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, Unavailable
+from penstock.fleet import Fleet, ServerRecord, ServerState
+from penstock.metrics import serve_metrics, write_endpoint
+from penstock.policies import PolicyRegistry
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.errors import NotFound
+from penstock.v1 import weights_pb2_grpc
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.producer import Producer
+from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.weight_member import WeightMember
+
+logger = logging.getLogger(__name__)
+REPORT_S = 0.5
+HEALTH_S = 2.0
+
+
+class RolloutServer:
+    """One member of the fleet. `state` is what the registry says of it; it leases only while READY or LOADING."""
+
+    def __init__(self, config: RunConfig, server_id: str) -> None:
+        self.config = config
+        self.server_id = server_id
+        self.state: ServerState = "JOINING"
+        self.stopping = asyncio.Event()
+        self.metrics = RolloutMetrics(REGISTRY)
+        self.engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
+
+    async def run(self) -> None:
+        """Serve until `stopping`, then drain, leave the fleet and stop the engine."""
+        config = self.config
+        _check_address(config)
+        scorer = Scorer(config.rollout.reward, self.metrics)
+        tokenization = Tokenization(config.model.path)
+        client = connect(config.redis)
+        self.fleet = Fleet(client, config.run)
+        self.policies = PolicyRegistry(client, config.run)
+        queue = RedisReplayQueue(client, config.run, config.replay)
+        maker = GroupMaker(config.run, self.server_id, self.engine, tokenization, scorer, self.metrics)
+        self.producer = Producer(
+            queue, self.server_id, maker, config.rollout, config.replay, self.metrics,
+            may_lease=lambda: self.state in ("READY", "LOADING"),
+        )  # fmt: skip
+        listener = grpc.aio.server()
+        try:
+            await asyncio.wait_for(self.engine.start(policy_version=0), config.rollout.start_timeout_s)
+            self.metrics.version.labels("rollout").set(0)
+            await self._listen(listener)
+            await self._serve()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"the {self.engine.name} engine was not ready after {config.rollout.start_timeout_s:.0f} s; "
+                "raise rollout.start_timeout_s"
+            ) from error
+        finally:
+            with contextlib.suppress(Exception):
+                await self.producer.drain()
+                await self.fleet.leave(self.server_id)
+            await listener.stop(grace=1.0)
+            await self.engine.stop()
+            scorer.close()
+            await client.aclose()
+
+    async def _listen(self, listener: grpc.aio.Server) -> None:
+        rollout = self.config.rollout
+        self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics)
+        weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.member, listener)
+        try:
+            port = listener.add_insecure_port(f"{rollout.host}:{rollout.port}")
+        except RuntimeError as error:
+            raise Unavailable(
+                f"port {rollout.port} on {rollout.host} is in use; set rollout.port to a free one or 0"
+            ) from error
+        await listener.start()
+        self.address = f"{rollout.host}:{port}"
+        metrics_port = serve_metrics(REGISTRY, rollout.host, rollout.metrics_port)
+        write_endpoint(self.config.folder, self.server_id, host=rollout.host, port=port, metrics_port=metrics_port)
+
+    async def _serve(self) -> None:
+        await self.fleet.join(self._record())
+        async with asyncio.TaskGroup() as tasks:
+            loops = [
+                tasks.create_task(loop, name=name)
+                for name, loop in (
+                    ("lease", self.producer.lease_loop()),
+                    ("heartbeat", self.producer.heartbeat_loop()),
+                    ("reconcile", self.producer.reconcile_loop()),
+                    ("report", self._report_loop()),
+                    ("health", self._health_loop()),
+                )
+            ]
+            await self.stopping.wait()
+            for task in loops:
+                task.cancel()
+
+    async def _report_loop(self) -> None:
+        """Tell the fleet this server lives, and follow what the registry says of it."""
+        while True:
+            try:
+                self.state = await self._next_state(await self.fleet.report(self._record()))
+            except OSError as error:
+                logger.warning("cannot report to the fleet: %s", error)
+            await asyncio.sleep(REPORT_S)
+
+    async def _next_state(self, recorded: ServerState | None) -> ServerState:
+        """The server's own moves: JOINING and EVICTED become STALE; STALE becomes READY at the current version."""
+        state = recorded or "JOINING"
+        if state in ("JOINING", "EVICTED"):
+            state = await self._move("STALE")
+        if state == "STALE" and self.engine.policy_version == await self._wanted_version():
+            state = await self._move("READY")
+        return state
+
+    async def _move(self, state: ServerState) -> ServerState:
+        logger.info("%s at version %d", state, self.engine.policy_version)
+        await self.fleet.set_state(self.server_id, state)
+        return state
+
+    async def _wanted_version(self) -> int:
+        """The run's current version; 0, the model folder itself, before the learner has published any."""
+        try:
+            return (await self.policies.get()).policy_version
+        except NotFound:
+            return 0
+
+    async def _health_loop(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            await self.engine.check_health()
+
+    def _record(self) -> ServerRecord:
+        return ServerRecord(
+            server_id=self.server_id,
+            address=self.address,
+            engine=self.engine.name,
+            policy_version=self.engine.policy_version,
+            running_groups=self.producer.num_running,
+        )
+
+
+async def serve(config: RunConfig, server_id: str) -> None:
+    server = RolloutServer(config, server_id)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, server.stopping.set)
+    await server.run()
+
+
+def _check_address(config: RunConfig) -> None:
+    try:
+        is_loopback = ip_address(config.rollout.host).is_loopback
+    except ValueError:
+        is_loopback = config.rollout.host == "localhost"
+    if not is_loopback and config.weights.cluster_key_file is None:
+        raise ConfigError(
+            f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
+        )

@@ -1,0 +1,37 @@
+"""Prompts to token ids and response ids to text, by the model's own tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, InvalidInput
+from penstock.trajectory import Prompt
+
+
+class Tokenization:
+    """The tokenizer of a model folder. Response ids are decoded for rewards only, never to be tokenized again."""
+
+    def __init__(self, model_path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.token_ids:
+            return prompt.token_ids
+        messages = [{"role": role, "content": content} for role, content in prompt.messages]
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except ValueError as error:
+            raise InvalidInput("messages", f"the model's chat template refused them: {error}") from error
+        return tuple(encoded["input_ids"])
+
+    def text(self, token_ids: list[int]) -> str:
+        decoded: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return decoded

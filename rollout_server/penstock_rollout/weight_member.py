@@ -1,0 +1,88 @@
+"""The member's side of a weight push: the gRPC service on the internal port."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+
+from penstock.config.weights import WeightsConfig
+from penstock.errors import PenstockError, WeightPushFailed
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights.cluster_key import is_authorised
+from penstock_rollout.engines.engine import Engine, StageRequest
+from penstock_rollout.metrics import RolloutMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
+    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed."""
+
+    def __init__(self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics) -> None:
+        self.run = run
+        self.engine = engine
+        self.config = config
+        self.metrics = metrics
+        self.highest_term = 0
+        self.in_flight_updates = 0
+
+    async def Announce(  # noqa: N802
+        self, request: weights_pb2.AnnounceRequest, context: grpc.aio.ServicerContext
+    ) -> weights_pb2.AnnounceResponse:
+        await self._admit(request.manifest.run, request.manifest.term, context)
+        stage = StageRequest(
+            manifest=request.manifest,
+            transport=request.transport,
+            rendezvous=request.rendezvous,
+            rank=request.rank,
+            world_size=request.world_size,
+            timeout_s=request.deadline_s,
+        )
+        try:
+            await self.engine.stage_weights(stage)
+        except PenstockError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
+
+    async def Commit(  # noqa: N802
+        self, request: weights_pb2.CommitRequest, context: grpc.aio.ServicerContext
+    ) -> weights_pb2.CommitResponse:
+        await self._admit(self.run, request.term, context)
+        try:
+            report = await self.engine.commit_weights(
+                request.policy_version, list(request.bucket_checksums), request.deadline_s
+            )
+        except WeightPushFailed as error:
+            logger.warning("version %d was not loaded: %s", request.policy_version, error)
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        self.metrics.paused.labels("weights").inc(report.paused_s)
+        self.metrics.version.labels("rollout").set(request.policy_version)
+        if report.running_requests:
+            self.in_flight_updates += 1
+        return weights_pb2.CommitResponse(
+            policy_version=self.engine.policy_version,
+            paused_s=report.paused_s,
+            running_requests=report.running_requests,
+            receive_s=report.receive_s,
+            load_s=report.load_s,
+        )
+
+    async def Abort(  # noqa: N802
+        self, request: weights_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> weights_pb2.AbortResponse:
+        await self._admit(self.run, self.highest_term, context)
+        logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
+        await self.engine.abort_weights()
+        return weights_pb2.AbortResponse()
+
+    async def _admit(self, run: str, term: int, context: grpc.aio.ServicerContext) -> None:
+        if not is_authorised(self.config, context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
+        if run != self.run:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}, not {run!r}")
+        if term < self.highest_term:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"term {term} has passed; the current one is {self.highest_term}"
+            )
+        self.highest_term = term

@@ -1,0 +1,42 @@
+"""`python -m penstock_services.gateway --config run.yaml`: one gateway process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock gateway", description="Serve REST and gRPC for one run.")
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    args, overrides = parser.parse_known_args(argv)
+    try:
+        return _run(args.config, overrides, check_only=args.check)
+    except PenstockError as error:
+        print(f"penstock gateway: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
+    from penstock.config.loading import load_config
+    from penstock.logs import setup_logging
+    from penstock_services.gateway.server import check, serve
+
+    config = load_config(path, overrides)
+    if check_only:
+        check(config)
+        print(f"{path}: ok")
+        return 0
+    setup_logging("gateway", config.run)
+    asyncio.run(serve(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

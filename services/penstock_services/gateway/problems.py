@@ -1,0 +1,73 @@
+"""RFC 9457 problem documents: the one shape of every error that REST answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from penstock.errors import InvalidInput, PenstockError, Unauthenticated
+
+
+def problem(
+    status: int, reason: str, detail: str, field: str = "", headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    content = {
+        "type": f"urn:penstock:problem:{reason.lower().replace('_', '-')}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "reason": reason,
+        "field": field,
+    }
+    return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
+
+
+def from_error(error: PenstockError) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None
+    field = error.field if isinstance(error, InvalidInput) else ""
+    return problem(error.http_status, error.reason, str(error), field, headers)
+
+
+async def on_penstock_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PenstockError)
+    return from_error(error)
+
+
+async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    """A body, path or query that does not fit its model. Names the first field, counts the others."""
+    assert isinstance(error, RequestValidationError)
+    first, *others = error.errors()
+    field, message = field_path(first["loc"]), first["msg"]
+    if first["type"] == "json_invalid":
+        field, message = "body", f"is not valid JSON: {first['ctx']['error']}"
+    elif first["type"] == "extra_forbidden":
+        message = "unknown key"
+    elif first["loc"] == ("body",):
+        message = "send a JSON object with Content-Type: application/json"
+    return from_error(InvalidInput(field, message + (f" (and {len(others)} more)" if others else "")))
+
+
+async def on_http_error(_: Request, error: Exception) -> JSONResponse:
+    """What the framework itself answers: an unknown path, a wrong method, a body it cannot parse."""
+    assert isinstance(error, HTTPException)
+    reason = HTTPStatus(error.status_code).name
+    return problem(error.status_code, reason, str(error.detail), headers=error.headers)
+
+
+async def on_unexpected_error(_: Request, __: Exception) -> JSONResponse:
+    """The exception itself is logged by the server and never shown to a client."""
+    return problem(500, PenstockError.reason, "the gateway failed to answer; its log says why")
+
+
+def field_path(location: Sequence[Any]) -> str:
+    """("body", "prompts", 3, "num_samples") is prompts[3].num_samples."""
+    path = ""
+    for part in location[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path or str(location[0])

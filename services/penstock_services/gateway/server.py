@@ -1,0 +1,187 @@
+"""The gateway's process: REST and gRPC side by side until it is told to stop.
+
+Start-up either succeeds on both ports or fails with one line. On SIGTERM or SIGINT both listeners close at once and
+requests in flight have STOP_GRACE_S to finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, Unavailable
+from penstock.metrics import write_endpoint
+from penstock.replay.redis_queue import connect
+from penstock_services.gateway.access import load_api_key
+from penstock_services.gateway.handlers import Handlers
+from penstock_services.gateway.metrics import GatewayMetrics
+from penstock_services.gateway.rest import create_app
+from penstock_services.gateway.rpc import create_rpc_server
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 10.0
+START_TIMEOUT_S = 20.0
+
+Ready = Callable[[str, int, int], None]
+
+
+async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Event | None = None) -> None:
+    """Serve until a signal arrives or `stop` is set.
+
+    Once both ports listen their numbers are in `gateway.json` of the run's folder, and `ready` is called with host,
+    REST port and gRPC port."""
+    check(config)
+    _make_folder(config.folder)
+    api_key = load_api_key(config.gateway)
+    stop = stop or asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        client = connect(config.redis)
+        stack.push_async_callback(client.aclose)
+        handlers = Handlers.over(client, config)
+        metrics = GatewayMetrics(CollectorRegistry(), config.replay.capacity_bytes)
+        host = config.gateway.host
+
+        listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
+        rest_port: int = listener.getsockname()[1]
+        rest = _RestServer(create_app(handlers, config.gateway, metrics, api_key))
+        rpc = create_rpc_server(handlers, config.gateway, metrics, api_key)
+        grpc_port = _add_port(rpc, host, config.gateway.grpc_port)
+
+        stack.enter_context(_signals(stop))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rest.serve(sockets=[listener]))
+            await rpc.start()
+            group.create_task(_stop_when(stop, rest, rpc))
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await rest.listening.wait()
+            stack.enter_context(_address_file(config.folder, host, rest_port, grpc_port))
+            logger.info("gateway of run %s: REST %s:%d, gRPC %s:%d", config.run, host, rest_port, host, grpc_port)
+            if ready is not None:
+                ready(host, rest_port, grpc_port)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for everything that can be known to be wrong before a port is opened."""
+    load_api_key(config.gateway)
+    if not config.redis.url:
+        raise ConfigError("redis.url is empty; set it to the run's Redis, or use `penstock up`, which starts one")
+    try:
+        connect(config.redis)
+    except ValueError as error:
+        raise ConfigError(f"redis.url: {error}") from error
+
+
+class _RestServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process has one set, for both protocols."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(STOP_GRACE_S)
+            )
+        )
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+async def _stop_when(stop: asyncio.Event, rest: _RestServer, rpc: grpc.aio.Server) -> None:
+    """Ends with the process: the one wait without a deadline."""
+    try:
+        await stop.wait()
+        logger.info("stopping; requests in flight have %g s", STOP_GRACE_S)
+    finally:
+        rest.should_exit = True
+        await rpc.stop(STOP_GRACE_S)
+
+
+def _listen(host: str, port: int, setting: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"gateway.host {host} is not an address: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _port_error(host, port, setting, error) from error
+    return listener
+
+
+def _add_port(rpc: grpc.aio.Server, host: str, port: int) -> int:
+    setting = "gateway.grpc_port"
+    if port:
+        _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long.
+    target = f"[{host}]" if ":" in host else host
+    try:
+        bound: int = rpc.add_insecure_port(f"{target}:{port}")
+    except RuntimeError as error:
+        raise Unavailable(f"port {port} on {host} cannot be opened; set {setting} to a free one or 0") from error
+    return bound
+
+
+def _port_error(host: str, port: int, setting: str, error: OSError) -> Unavailable:
+    if error.errno == errno.EADDRINUSE:
+        return Unavailable(f"port {port} on {host} is in use; set {setting} to a free one or 0")
+    return Unavailable(f"port {port} on {host} cannot be opened ({error.strerror}); set {setting} to another or 0")
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, and are left alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made ({error.strerror}); set run_dir") from error
+
+
+@contextlib.contextmanager
+def _address_file(folder: Path, host: str, rest_port: int, grpc_port: int) -> Iterator[None]:
+    """`gateway.json` is there while the gateway listens. A later gateway's file is left where it is."""
+    write_endpoint(folder, "gateway", host=host, rest_port=rest_port, grpc_port=grpc_port)
+    path = folder / "gateway.json"
+    written = path.read_bytes()
+    try:
+        yield
+    finally:
+        if path.exists() and path.read_bytes() == written:
+            path.unlink()

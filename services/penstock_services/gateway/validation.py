@@ -1,0 +1,135 @@
+"""Checks of request fields. Each raises InvalidInput with the path of the field; none changes what it was given."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.codec import prompt_to_proto
+from penstock.errors import InvalidInput
+from penstock.trajectory import Prompt
+from penstock.v1 import prompts_pb2
+
+MAX_NUM_SAMPLES = 1024
+MAX_PRIORITY = 1000
+"""The queue orders by priority · 1e12 + id in a double, which is exact up to about 9000."""
+MAX_KEY_LENGTH = 256
+DEFAULT_PAGE_SIZE = 50
+MAX_PAGE_SIZE = 1000
+_EVALUATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+def checked_prompts(
+    prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
+) -> list[prompts_pb2.Prompt]:
+    """Copies of the prompts with absent fields filled in, or InvalidInput for the first that is wrong.
+
+    A prompt that names an evaluation other than `evaluation_id` is refused: held-out prompts never enter training."""
+    if not prompts:
+        raise InvalidInput("prompts", "give at least one")
+    if len(prompts) > max_prompts:
+        raise InvalidInput("prompts", f"{len(prompts)} are more than the {max_prompts} of one request; split it")
+    checked = []
+    for index, prompt in enumerate(prompts):
+        path = f"prompts[{index}]"
+        complete = _with_defaults(prompt)
+        _check_prompt(complete, path)
+        if complete.evaluation_id not in ("", evaluation_id):
+            raise InvalidInput(f"{path}.evaluation_id", "leave it empty; create an evaluation for held-out prompts")
+        complete.evaluation_id = evaluation_id
+        checked.append(complete)
+    return checked
+
+
+def check_idempotency_key(key: str) -> None:
+    if len(key) > MAX_KEY_LENGTH:
+        raise InvalidInput("idempotency_key", f"{len(key)} characters are more than {MAX_KEY_LENGTH}")
+
+
+def check_evaluation_id(evaluation_id: str) -> None:
+    if not _EVALUATION_ID.fullmatch(evaluation_id):
+        raise InvalidInput(
+            "evaluation_id", "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit"
+        )
+
+
+def checked_page_size(page_size: int) -> int:
+    if page_size < 0:
+        raise InvalidInput("page_size", "must not be negative; 0 takes the default")
+    return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+
+
+def encode_page_token(before: int) -> str:
+    return base64.urlsafe_b64encode(b"before:%d" % before).decode().rstrip("=")
+
+
+def decode_page_token(token: str) -> int | None:
+    """The version that the next page starts below; None for the first page."""
+    if not token:
+        return None
+    try:
+        kind, _, version = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).partition(b":")
+        if kind == b"before":
+            return int(version)
+    except (binascii.Error, ValueError):
+        pass
+    raise InvalidInput("page_token", "was not issued by this service; start again without one")
+
+
+def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
+    complete = prompts_pb2.Prompt()
+    complete.CopyFrom(prompt)
+    default = prompt_to_proto(Prompt())
+    if not complete.HasField("sampling"):
+        complete.sampling.CopyFrom(default.sampling)
+    complete.agent_name = complete.agent_name or default.agent_name
+    complete.ground_truth_json = complete.ground_truth_json or default.ground_truth_json
+    complete.extra_info_json = complete.extra_info_json or default.extra_info_json
+    return complete
+
+
+def _check_prompt(prompt: prompts_pb2.Prompt, path: str) -> None:
+    if bool(prompt.messages) == bool(prompt.token_ids):
+        raise InvalidInput(path, "give exactly one of messages and token_ids")
+    for index, message in enumerate(prompt.messages):
+        if not message.role.strip():
+            raise InvalidInput(f"{path}.messages[{index}].role", "must not be empty")
+    if len(prompt.token_ids) % 4:
+        raise InvalidInput(f"{path}.token_ids", "must be little-endian int32, 4 bytes a token")
+    if (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
+        raise InvalidInput(f"{path}.token_ids", "must not be negative")
+    if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
+        raise InvalidInput(f"{path}.num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
+    if abs(prompt.priority) > MAX_PRIORITY:
+        raise InvalidInput(f"{path}.priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    _check_sampling(prompt.sampling, f"{path}.sampling")
+    _check_json(prompt.ground_truth_json, f"{path}.ground_truth_json")
+    if not isinstance(_check_json(prompt.extra_info_json, f"{path}.extra_info_json"), dict):
+        raise InvalidInput(f"{path}.extra_info_json", "must be a JSON object")
+
+
+def _check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidInput(f"{path}.temperature", "must be a finite number, 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidInput(f"{path}.top_p", "must be above 0 and at most 1")
+    if sampling.max_tokens < 1:
+        raise InvalidInput(f"{path}.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+
+
+def _check_json(text: str, path: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(path, f"is not valid JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

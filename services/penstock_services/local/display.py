@@ -1,0 +1,130 @@
+"""The demo's live progress: a table that updates in place on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.config.run import RunConfig
+
+History = Sequence[dict[str, float]]
+_BARS = "▁▂▃▄▅▆▇█"
+LINE_EVERY_STEPS = 10
+
+
+class Progress(Protocol):
+    def say(self, message: str) -> None: ...
+
+    def update(self, status: dict[str, Any], history: History) -> None:
+        """`status` is the gateway's answer for the run, `history` one dict of metrics a step."""
+        ...
+
+
+class Display(Progress, AbstractContextManager["Display"], Protocol): ...
+
+
+def make_display(config: RunConfig) -> Display:
+    return TerminalDisplay(config) if sys.stdout.isatty() else LineDisplay(config)
+
+
+class TerminalDisplay:
+    """A table that is redrawn in place."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.console = Console()
+        self.message = ""
+        self.body: Table | None = None
+        self._live = Live(console=self.console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, message: str) -> None:
+        self.message = message
+        self._draw()
+
+    def update(self, status: dict[str, Any], history: History) -> None:
+        self.message = "training" if history else self.message
+        table = Table(title=f"penstock · {self.config.run}", title_style="bold", min_width=72)
+        for name in ("step", "version", "reward", "staleness", "tokens/s", "queue"):
+            table.add_column(name, justify="right")
+        table.add_row(*_cells(status, history, self.config))
+        self.body = table
+        self.step = int(status["step"])
+        self.history = history
+        self._draw()
+
+    def _draw(self) -> None:
+        parts: list[Any] = []
+        if self.body is not None:
+            num_steps = max(self.config.learner.num_steps, 1)
+            rewards = [row["reward_mean"] for row in self.history]
+            parts = [
+                self.body,
+                Text(f"reward {sparkline(rewards, 64)}", style="green"),
+                ProgressBar(total=num_steps, completed=min(self.step, num_steps), width=72),
+            ]
+        self._live.update(Group(*parts, Text(self.message, style="dim")))
+
+
+class LineDisplay:
+    """For logs and pipes: one line every few steps."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._last_step = -LINE_EVERY_STEPS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def say(self, message: str) -> None:
+        print(message, flush=True)
+
+    def update(self, status: dict[str, Any], history: History) -> None:
+        step = int(history[-1]["step"]) if history else 0
+        if history and step - self._last_step >= LINE_EVERY_STEPS:
+            self._last_step = step
+            names = ("step", "version", "reward", "staleness", "tokens/s", "queue")
+            cells = _cells(status, history, self.config)
+            print("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values from 0 to 1 as a line of bars, the newest on the right."""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return "".join(_BARS[min(int(max(value, 0.0) * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def _cells(status: dict[str, Any], history: History, config: RunConfig) -> list[str]:
+    recent = history[-10:]
+
+    def mean(name: str) -> float:
+        return sum(row[name] for row in recent) / len(recent) if recent else 0.0
+
+    step = int(history[-1]["step"]) if history else 0
+    return [
+        f"{step}/{config.learner.num_steps}",
+        str(status["policy_version"]),
+        f"{mean('reward_mean'):.3f}",
+        f"{mean('staleness_mean'):.2f}",
+        f"{mean('tokens_per_second'):,.0f}",
+        str(status["queue"]["queued"]),
+    ]

@@ -1,0 +1,139 @@
+"""A whole run on this machine: the parts of a config file as child processes of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import IO, Self
+
+from penstock.client import PenstockClient
+from penstock.config.loading import dump_config, load_config
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.ports import free_port, port_is_free, wait_for_port
+from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_services.local.processes import Child, ProcessGroup
+
+LEARNER = "learner"
+
+
+class LocalRun:
+    """`async with LocalRun(config) as run:` has Redis and the gateway up, then `start_workers` starts the rest.
+
+    Leaving the block ends every process. The run's folder stays; starting it again resumes where it stood."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.folder = config.folder
+        self._lock: IO[str] | None = None
+
+    async def __aenter__(self) -> Self:
+        check_before_start(self.config)
+        self._take_lock()
+        self.processes = ProcessGroup(self.folder / "logs")
+        try:
+            self._start_redis()
+            self.config_file = self._write_config()
+            (self.folder / "gateway.json").unlink(missing_ok=True)
+            self._start_part("gateway", "penstock_services.gateway")
+            self.client = await self._wait_for_gateway(timeout_s=60)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if hasattr(self, "client"):
+            await self.client.aclose()
+        await asyncio.to_thread(self.processes.stop)
+        if self._lock is not None:
+            self._lock.close()
+
+    def start_workers(self) -> None:
+        """The learner and the rollout servers; each takes its own time to come up."""
+        self.learner = self._start_part(LEARNER, "penstock_learner", stop_timeout_s=60)
+        for index in range(self.config.rollout.num_servers):
+            server_id = f"rollout-{index}"
+            self._start_part(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
+
+    def check(self) -> None:
+        """Raise ProcessDied when a part died. The learner may finish."""
+        self.processes.check(may_finish=(LEARNER,))
+
+    @property
+    def learner_finished(self) -> bool:
+        return self.learner.exit_code == 0
+
+    def _start_redis(self) -> None:
+        if self.config.redis.url:
+            return
+        port = free_port()
+        redis_config, url = write_config(self.folder / "redis", port)
+        self.processes.start("redis", [find_redis_server(), str(redis_config)])
+        if not wait_for_port("127.0.0.1", port, timeout_s=30):
+            self.processes.check()
+            raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
+        self.config = self.config.model_copy(
+            update={"redis": self.config.redis.model_copy(update={"url": url})}
+        )
+
+    def _write_config(self) -> Path:
+        """The resolved config, which every child reads. Readable by its owner only: it holds Redis' password."""
+        if self.config.weights.cluster_key_file is None:
+            key_file = self.folder / "cluster.key"
+            if not key_file.exists():
+                key_file.touch(mode=0o600)
+                key_file.write_text(secrets.token_hex(32))
+            weights = self.config.weights.model_copy(update={"cluster_key_file": key_file})
+            self.config = self.config.model_copy(update={"weights": weights})
+        path = self.folder / "config.yaml"
+        path.touch(mode=0o600)
+        path.write_text(dump_config(self.config))
+        assert load_config(path) == self.config, "a resolved config reads back as it was"
+        return path
+
+    def _start_part(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
+        command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]
+        return self.processes.start(name, command, stop_timeout_s=stop_timeout_s)
+
+    async def _wait_for_gateway(self, timeout_s: float) -> PenstockClient:
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / "gateway.json").exists():
+            self.processes.check()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
+            await asyncio.sleep(0.05)
+        return PenstockClient.from_run_dir(self.folder)
+
+    def _take_lock(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"run {self.config.run} in {self.folder} is already running; stop it or set --run") from error
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Everything that can be known to be wrong before a process is started."""
+    model_file = config.model.path / "config.json"
+    if not model_file.is_file():
+        raise ConfigError(f"model.path {config.model.path} is not a model folder; give one with config.json in it")
+    try:
+        json.loads(model_file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{model_file} is not JSON: {error}") from error
+    reward_file = config.rollout.reward.function_file
+    if reward_file is not None and not reward_file.is_file():
+        raise ConfigError(f"rollout.reward.function_file {reward_file} does not exist")
+    for name in ("port", "grpc_port"):
+        port = getattr(config.gateway, name)
+        if port and not port_is_free(config.gateway.host, port):
+            raise ConfigError(
+                f"port {port} on {config.gateway.host} is in use; set gateway.{name} to a free one, or 0 for any"
+            )

@@ -1,0 +1,133 @@
+"""Child processes of a local run: started, watched and ended together, grandchildren too.
+
+The launcher adopts orphans of its children (Linux subreaper), so that nothing a child started outlives the run; and a
+child is told to end when the launcher itself is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from penstock.errors import ProcessDied
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    stop_timeout_s: float
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def error(self) -> ProcessDied:
+        """One line: how it ended, what it said last, where to read more."""
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        said = last_error_line(self.log)
+        return ProcessDied(f"{self.name} {how}{': ' + said if said else ''} (log: {self.log})")
+
+
+def last_error_line(log: Path) -> str:
+    """The last line of a log that reports an error, without its prefix."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines[-200:]):
+        if "error: " in line:
+            return line.split("error: ", 1)[1].strip()
+    for line in reversed(lines[-200:]):
+        if "Error: " in line:
+            return line.strip()
+    return ""
+
+
+class ProcessGroup:
+    """All children of one run, in start order."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self.log_folder = log_folder
+        self.children: list[Child] = []
+        log_folder.mkdir(parents=True, exist_ok=True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def start(
+        self, name: str, command: Sequence[str], *, environment: dict[str, str] | None = None, stop_timeout_s: float = 20
+    ) -> Child:
+        log = self.log_folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(  # noqa: PLW1509  (the launcher has one thread when it starts children)
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                env={**os.environ, **(environment or {})},
+            )
+        child = Child(name, process, log, stop_timeout_s)
+        self.children.append(child)
+        return child
+
+    def check(self, may_finish: Sequence[str] = ()) -> None:
+        """Raise ProcessDied for the first child that ended, unless it may finish and did so with code 0."""
+        for child in self.children:
+            code = child.exit_code
+            if code is None or (code == 0 and child.name in may_finish):
+                continue
+            raise child.error()
+
+    def stop(self) -> None:
+        """End all children, newest first, each with its deadline; then whatever they left."""
+        for child in reversed(self.children):
+            if child.exit_code is None:
+                child.process.terminate()
+                try:
+                    child.process.wait(child.stop_timeout_s)
+                except subprocess.TimeoutExpired:
+                    self._kill_tree(child.process.pid)
+                    child.process.wait(10)
+        self._kill_leftovers()
+
+    def _kill_tree(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in [*root.children(recursive=True), root]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def _kill_leftovers(self) -> None:
+        deadline = time.monotonic() + 10
+        while leftovers := psutil.Process().children(recursive=True):
+            for process in leftovers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(leftovers, timeout=2)
+            if time.monotonic() > deadline:
+                break
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

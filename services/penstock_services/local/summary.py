@@ -1,0 +1,123 @@
+"""What a finished demo leaves behind: summary.json, plot.png and a few lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.config.run import RunConfig
+from penstock_services.local.display import sparkline
+
+History = Sequence[dict[str, float]]
+
+
+def read_history(folder: Path) -> list[dict[str, float]]:
+    """The learner's metrics, one dict a step; a line that is still being written is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def summarise(
+    config: RunConfig, history: History, final: dict[str, Any], score_start: float, score_end: float, seconds: float
+) -> dict[str, Any]:
+    """Numbers of the whole run. Throughput counts trained response tokens over the time in which steps were made."""
+    num_tokens = sum(row["response_tokens"] for row in history)
+    training_s = sum(row["step_s"] for row in history)
+    staleness = sum(row["staleness_mean"] * row["response_tokens"] for row in history)
+    queue = final["queue"]
+    return {
+        "run": config.run,
+        "score_start": round(score_start, 4),
+        "score_end": round(score_end, 4),
+        "seconds": round(seconds, 1),
+        "steps": int(history[-1]["step"]) if history else 0,
+        "policy_version": int(final["policy_version"]),
+        "staleness_mean": round(staleness / max(num_tokens, 1), 3),
+        "staleness_max": int(max((row["staleness_max"] for row in history), default=0)),
+        "groups_trained": int(queue["trained"]),
+        "tokens_per_second": round(num_tokens / max(training_s, 1e-9), 1),
+        "in_flight_updates": int(max((row["in_flight_updates"] for row in history), default=0)),
+        "mixed_version_trajectories": round(
+            sum(row["mixed_version_ratio"] * row["num_sequences"] for row in history)
+        ),
+        "conservation_error": int(queue["conservation_error"]),
+        "training_seconds": round(training_s, 1),
+        "engine": ", ".join(sorted({server["engine"] for server in final["servers"]})),
+        "placement": config.learner.placement,
+        "seed": config.seed,
+    }
+
+
+def write_plot(path: Path, history: History, summary: dict[str, Any]) -> None:
+    """Reward, staleness and throughput over steps, one above the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [row["step"] for row in history]
+    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    axes[0].plot(steps, [row["reward_mean"] for row in history], color="tab:green", alpha=0.35, label="batch")
+    axes[0].plot(steps, _smooth([row["reward_mean"] for row in history], 10), color="tab:green", label="mean of 10")
+    if steps:
+        axes[0].scatter(
+            [0, steps[-1]], [summary["score_start"], summary["score_end"]], color="black", zorder=3, label="held-out"
+        )
+    axes[0].set(ylabel="reward", ylim=(0, 1.02))
+    axes[0].legend(loc="lower right")
+    axes[1].plot(steps, [row["staleness_max"] for row in history], color="tab:orange", alpha=0.35, label="max")
+    axes[1].plot(steps, [row["staleness_mean"] for row in history], color="tab:orange", label="mean")
+    axes[1].set(ylabel="staleness (versions)", ylim=(0, None))
+    axes[1].legend(loc="lower right")
+    axes[2].plot(steps, [row["tokens_per_second"] for row in history], color="tab:blue", alpha=0.35, label="step")
+    axes[2].plot(steps, _smooth([row["tokens_per_second"] for row in history], 10), color="tab:blue", label="mean of 10")
+    axes[2].set(ylabel="trained tokens/s", xlabel="step", ylim=(0, None))
+    axes[2].legend(loc="lower right")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    figure.suptitle(
+        f"{summary['run']}: held-out {summary['score_start']:.2f} → {summary['score_end']:.2f} "
+        f"in {summary['steps']} steps, {summary['seconds']:.0f} s"
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def print_summary(config: RunConfig, summary: dict[str, Any], history: History) -> None:
+    console = Console()
+    table = Table(title="summary", show_header=False, min_width=60)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row("held-out score", f"{summary['score_start']:.3f} → {summary['score_end']:.3f}", style="bold green")
+    for label, key in (
+        ("seconds", "seconds"), ("steps", "steps"), ("policy version", "policy_version"),
+        ("groups trained", "groups_trained"), ("staleness, mean", "staleness_mean"), ("staleness, max", "staleness_max"),
+        ("trained tokens/s", "tokens_per_second"), ("updates in flight", "in_flight_updates"),
+        ("trajectories with several versions", "mixed_version_trajectories"),
+        ("conservation error", "conservation_error"), ("engine", "engine"),
+    ):  # fmt: skip
+        table.add_row(label, str(summary[key]))
+    console.print(table)
+    console.print(f"reward {sparkline([row['reward_mean'] for row in history], 60)}", style="green")
+    console.print(f"plot     {config.folder / 'plot.png'}\nsummary  {config.folder / 'summary.json'}", soft_wrap=True)
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    means = []
+    for index in range(len(values)):
+        recent = values[max(0, index - window + 1) : index + 1]
+        means.append(sum(recent) / len(recent))
+    return means

@@ -1,0 +1,409 @@
+"""What engines/engine.py promises, asked of every engine against plain Hugging Face forwards."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from numpy.typing import NDArray
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, WeightPushFailed
+from penstock.trajectory import Sampling
+from penstock.v1 import weights_pb2
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum
+from penstock.weights.snapshot import write_snapshot
+from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+TOLERANCE = 1e-3
+LONG = Sampling(max_tokens=400)
+
+
+def load_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, prompt: tuple[int, ...], chunks: list[TokenChunk]) -> Answer:
+        versions: list[int] = []
+        for segment in (segment for chunk in chunks for segment in chunk.segments):
+            assert segment.start == len(versions), "segments leave no gap and do not overlap"
+            versions += [segment.policy_version] * (segment.end - segment.start)
+        assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+        log_probs = tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs)
+        assert len(token_ids) == len(log_probs) == len(versions)
+        return cls(prompt, token_ids, log_probs, tuple(versions), chunks[-1].finish_reason)
+
+
+def expected_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor([answer.prompt + answer.token_ids])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(answer.prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+
+def assert_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> None:
+    expected = expected_log_probs(model, answer, temperature)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=TOLERANCE, rtol=0)
+
+
+@dataclass(frozen=True)
+class Push:
+    manifest: weights_pb2.WeightManifest
+    buckets: list[NDArray[np.uint8]]
+
+    @property
+    def checksums(self) -> list[str]:
+        return [checksum(bucket) for bucket in self.buckets]
+
+    @classmethod
+    def of(cls, model: Any, version: int) -> Push:
+        """Small buckets, so that there are several."""
+        weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+        shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
+        manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
+        buckets = allocate_buckets(manifest)
+        for spec in manifest.tensors:
+            raw = weights[spec.name].reshape(-1).view(np.uint8)
+            buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
+        return cls(manifest, buckets)
+
+
+class Publisher:
+    """Rank 0 of a gloo group with one member, in a thread."""
+
+    def __init__(self, push: Push, num_buckets: int | None = None) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._push = push
+        self._num_buckets = len(push.buckets) if num_buckets is None else num_buckets
+        self._group: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def request(self, timeout_s: float = 20.0) -> StageRequest:
+        rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}"
+        return StageRequest(self._push.manifest, "gloo", rendezvous, rank=1, world_size=2, timeout_s=timeout_s)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        prefix = f"push-{self._push.manifest.policy_version}"
+        self._group = ProcessGroupGloo(PrefixStore(prefix, self._store), 0, 2, timedelta(seconds=20))
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for bucket in self._push.buckets[: self._num_buckets]:
+            self._group.broadcast([torch.from_numpy(bucket)], options).wait()
+
+
+class Served:
+    """An engine, and the model it should be serving."""
+
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self.engine = engine
+        self.model = model
+        self._num_requests = 0
+
+    async def answer(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = False) -> Answer:
+        return Answer.of(prompt, [chunk async for chunk in self.chunks(prompt, sampling, stream)])
+
+    def chunks(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = True) -> AsyncIterator[TokenChunk]:
+        self._num_requests += 1
+        return self.engine.generate(GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream))
+
+    def next_model(self) -> Any:
+        """Other weights: those that serve, perturbed."""
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return model
+
+    async def update(self, model: Any) -> int:
+        """Push the model by gloo and commit; returns the new version."""
+        version = self.engine.policy_version + 1
+        push = Push.of(model, version)
+        publisher = Publisher(push)
+        await self.engine.stage_weights(publisher.request())
+        publisher.start()
+        report = await self.engine.commit_weights(version, push.checksums, timeout_s=20)
+        publisher.join()
+        assert 0 < report.load_s <= report.paused_s < 5
+        assert report.receive_s > 0
+        self.model = model
+        return version
+
+    async def check_serves(self, version: int) -> None:
+        await self.engine.check_health()
+        assert self.engine.policy_version == version
+        answer = await self.answer((7, 8, 9), Sampling(max_tokens=8))
+        assert set(answer.versions) == {version}
+        assert_log_probs(self.model, answer)
+
+
+async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
+    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    make_tiny_qwen2(folder, seed=0)
+    config = EngineConfig(name=kind, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)  # type: ignore[arg-type]
+    engine = create_engine(config, folder, "float32", seed=0)
+    await engine.start(policy_version=5)
+    return Served(engine, load_model(folder))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm"])
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    served = await start_engine(request.param, tmp_path_factory.mktemp("model"), keep_kv_cache=True)
+    yield served
+    await served.engine.stop()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probs_are_of_the_sampled_distribution(served: Served, temperature: float, stream: bool) -> None:
+    prompts = [tuple(range(2, 3 + index)) for index in range(12)]
+    sampling = Sampling(temperature=temperature, max_tokens=24)
+    answers = await asyncio.gather(*(served.answer(prompt, sampling, stream) for prompt in prompts))
+    for answer in answers:
+        assert_log_probs(served.model, answer, temperature)
+
+
+async def test_top_p_renormalizes_over_the_nucleus(served: Served) -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.6, max_tokens=16)
+    for answer in await asyncio.gather(*(served.answer((5, 6, index), sampling) for index in range(2, 8))):
+        plain = expected_log_probs(served.model, answer, sampling.temperature)
+        ids = torch.tensor([answer.prompt + answer.token_ids])
+        with torch.inference_mode():
+            probs = (served.model(ids).logits[0, len(answer.prompt) - 1 : -1] / sampling.temperature).softmax(-1)
+        ordered = probs.sort(dim=-1, descending=True).values
+        nucleus = torch.where(ordered.cumsum(-1) - ordered < sampling.top_p, ordered, 0).sum(-1)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), plain - nucleus.log(), atol=TOLERANCE, rtol=0)
+
+
+async def test_greedy_tokens_are_those_of_hugging_face(served: Served) -> None:
+    prompt = (11, 12, 13, 14)
+    answer = await served.answer(prompt, Sampling(temperature=0, max_tokens=20))
+    ids = torch.tensor([prompt])
+    generated = served.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+    assert list(answer.token_ids) == generated[0, len(prompt) :].tolist()
+
+
+async def test_seeds_reproduce_whatever_runs_beside(served: Served) -> None:
+    alone = await served.answer((3, 4), Sampling(max_tokens=16, seed=7))
+    crowd = await asyncio.gather(*(served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in range(20)))
+    assert crowd[7].token_ids == alone.token_ids
+    assert len({answer.token_ids for answer in crowd}) > 15
+
+
+async def test_responses_end_at_eos_or_max_tokens(served: Served) -> None:
+    answers = await asyncio.gather(*(served.answer((9, 10), Sampling(max_tokens=40)) for _ in range(128)))
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+    for answer in answers:
+        assert EOS_TOKEN_ID not in answer.token_ids[:-1]
+        if answer.finish_reason == "stop":
+            assert answer.token_ids[-1] == EOS_TOKEN_ID
+        else:
+            assert len(answer.token_ids) == 40
+
+
+async def test_prompt_that_does_not_fit_is_refused(served: Served) -> None:
+    with pytest.raises(InvalidInput):
+        await served.answer((5,) * 600, Sampling(max_tokens=4))
+    await served.check_serves(served.engine.policy_version)
+
+
+async def test_closing_the_iterator_frees_the_request(served: Served) -> None:
+    chunks = served.chunks((4, 5, 6), Sampling(temperature=0, max_tokens=400))
+    await anext(chunks)
+    assert served.engine.stats().running_requests == 1
+    await chunks.aclose()  # type: ignore[attr-defined]
+    await served.answer((8,), Sampling(max_tokens=2))
+    stats = served.engine.stats()
+    assert (stats.running_requests, stats.waiting_requests, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
+async def test_pause_holds_tokens_back_and_resume_continues(served: Served) -> None:
+    chunks = served.chunks((4, 5, 6), Sampling(temperature=0, max_tokens=40))
+    first = [await anext(chunks)]
+    await served.engine.pause()
+    waiting = asyncio.ensure_future(_rest(chunks))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+    await served.engine.resume()
+    async with asyncio.timeout(10):
+        answer = Answer.of((4, 5, 6), first + await waiting)
+    assert_log_probs(served.model, answer)
+
+
+async def _rest(chunks: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
+    return [chunk async for chunk in chunks]
+
+
+async def run_through_update(served: Served) -> tuple[list[Answer], int]:
+    """Start 24 generations, update once all have tokens, and return the finished answers and the new version."""
+    prompts = [tuple(range(2, 10 + index)) for index in range(24)]
+    streams = [served.chunks(prompt, LONG, stream=index % 2 == 0) for index, prompt in enumerate(prompts)]
+    firsts = await asyncio.gather(*(anext(stream) for stream in streams[::2]))
+    rests = [asyncio.ensure_future(_rest(stream)) for stream in streams[::2]]
+    silent = [asyncio.ensure_future(_rest(stream)) for stream in streams[1::2]]
+    await asyncio.sleep(0)
+    version = await served.update(served.next_model())
+    answers = [
+        Answer.of(prompt, [first, *await rest]) for prompt, first, rest in zip(prompts[::2], firsts, rests, strict=True)
+    ]
+    answers += [Answer.of(prompt, await rest) for prompt, rest in zip(prompts[1::2], silent, strict=True)]
+    return answers, version
+
+
+async def test_versions_are_right_across_an_in_flight_update(served: Served) -> None:
+    before = served.model
+    answers, version = await run_through_update(served)
+    spanning = [answer for answer in answers if set(answer.versions) == {version - 1, version}]
+    assert spanning, "some generation must have run through the update"
+    for answer in answers:
+        assert list(answer.versions) == sorted(answer.versions)
+        old = answer.versions.count(version - 1)
+        expected = expected_log_probs(before, answer)[:old]
+        torch.testing.assert_close(torch.tensor(answer.log_probs[:old]), expected, atol=TOLERANCE, rtol=0)
+        if old == 0:
+            assert_log_probs(served.model, answer)
+    for answer in spanning:
+        found = torch.tensor(answer.log_probs[answer.versions.index(version) :])
+        stale = expected_log_probs(before, answer)[answer.versions.index(version) :]
+        assert (found - stale).abs().max() > 0.01, "tokens stamped new must not come from the old weights"
+    await served.check_serves(version)
+
+
+async def test_requests_that_did_not_start_see_the_new_version_only(served: Served) -> None:
+    """Their prompts lie in the prefix cache of the old version, which must not be used."""
+    prompt = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(300))
+    await served.answer(prompt, Sampling(max_tokens=4))
+    await served.engine.pause()
+    waiting = [asyncio.ensure_future(served.answer(prompt, Sampling(max_tokens=8))) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    version = await served.update(served.next_model())
+    await served.engine.resume()
+    for answer in [*await asyncio.gather(*waiting), await served.answer(prompt, Sampling(max_tokens=8))]:
+        assert set(answer.versions) == {version}
+        assert_log_probs(served.model, answer)
+
+
+async def test_corrupt_buckets_are_refused(served: Served) -> None:
+    version = served.engine.policy_version
+    push = Push.of(served.next_model(), version + 1)
+    announced = push.checksums
+    push.buckets[1][100] ^= 1
+    publisher = Publisher(push)
+    await served.engine.stage_weights(publisher.request())
+    publisher.start()
+    with pytest.raises(WeightPushFailed, match="bucket 1 is corrupt"):
+        await served.engine.commit_weights(version + 1, announced, timeout_s=20)
+    publisher.join()
+    await served.check_serves(version)
+
+
+async def test_weights_of_another_model_are_refused(served: Served) -> None:
+    version = served.engine.policy_version
+    push = Push.of(served.next_model(), version + 1)
+    push.manifest.tensors[3].name = "model.layers.7.mlp.up_proj.weight"
+    with pytest.raises(WeightPushFailed, match="lacks 1 tensors"):
+        await served.engine.stage_weights(Publisher(push).request())
+    with pytest.raises(WeightPushFailed, match="not staged"):
+        await served.engine.commit_weights(version + 1, push.checksums, timeout_s=1)
+    await served.check_serves(version)
+
+
+@pytest.mark.parametrize("num_buckets", [None, 1], ids=["never comes", "stalls after a bucket"])
+async def test_publisher_that_fails_leaves_the_engine_healthy(served: Served, num_buckets: int | None) -> None:
+    version = served.engine.policy_version
+    push = Push.of(served.next_model(), version + 1)
+    publisher = Publisher(push, num_buckets)
+    await served.engine.stage_weights(publisher.request(timeout_s=0.5))
+    if num_buckets is not None:
+        publisher.start()
+    started = time.monotonic()
+    with pytest.raises(WeightPushFailed, match="took longer than 0.5 s"):
+        await served.engine.commit_weights(version + 1, push.checksums, timeout_s=20)
+    assert time.monotonic() - started < 3
+    await served.check_serves(version)
+
+
+async def test_aborted_stage_is_forgotten(served: Served) -> None:
+    version = served.engine.policy_version
+    push = Push.of(served.next_model(), version + 1)
+    await served.engine.stage_weights(Publisher(push).request(timeout_s=30))
+    await served.engine.abort_weights()
+    await served.engine.abort_weights()
+    with pytest.raises(WeightPushFailed, match="not staged"):
+        await served.engine.commit_weights(version + 1, push.checksums, timeout_s=5)
+    await served.check_serves(version)
+    await served.check_serves(await served.update(served.next_model()))
+
+
+async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
+    version = served.engine.policy_version + 1
+    model = served.next_model()
+    push = Push.of(model, version)
+    write_snapshot(tmp_path, push.manifest, push.buckets)
+    await served.engine.stage_weights(StageRequest(push.manifest, "snapshot", str(tmp_path), 0, 1, 10.0))
+    await served.engine.commit_weights(version, push.checksums, timeout_s=20)
+    served.model = model
+    await served.check_serves(version)
+
+
+async def test_snapshot_that_is_not_there_is_refused(served: Served, tmp_path: Path) -> None:
+    version = served.engine.policy_version
+    push = Push.of(served.next_model(), version + 1)
+    await served.engine.stage_weights(StageRequest(push.manifest, "snapshot", str(tmp_path), 0, 1, 10.0))
+    with pytest.raises(WeightPushFailed, match="is not there"):
+        await served.engine.commit_weights(version + 1, push.checksums, timeout_s=20)
+    await served.check_serves(version)
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"])
+async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
+    served = await start_engine(kind, tmp_path, keep_kv_cache=False)
+    try:
+        answers, version = await run_through_update(served)
+    finally:
+        await served.engine.stop()
+    assert any(set(answer.versions) == {version - 1, version} for answer in answers)
+    for answer in answers:
+        new = answer.versions.count(version)
+        expected = expected_log_probs(served.model, answer)[len(answer.versions) - new :]
+        found = torch.tensor(answer.log_probs[len(answer.versions) - new :])
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

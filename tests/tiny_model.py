@@ -1,0 +1,56 @@
+"""A random Qwen2 that loads in a moment: the model of every engine test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 64
+EOS_TOKEN_ID = 1
+
+
+def make_tiny_qwen2(folder: Path, seed: int) -> Path:
+    """Write a model folder, with a tokenizer of one word a token, and return it. Weights are scaled up so that the
+    distributions are far from uniform and differ between seeds. head_dim 32 is the least vLLM's CPU attention takes."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.15,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = Qwen2ForCausalLM(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.1)
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, VOCAB_SIZE)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w2"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))

@@ -1,0 +1,112 @@
+"""Algorithm configuration and the registry of names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from penstock_learner.algorithms.advantages import ADVANTAGES
+from penstock.config.algorithms import (
+    ADVANTAGE_NAMES,
+    LOSS_NAMES,
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    OverlongConfig,
+    RejectionName,
+    ValueLossConfig,
+    WeightName,
+)
+from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
+from penstock_learner.algorithms.losses import LOSSES
+
+MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]
+
+
+def test_config_is_importable_without_torch() -> None:
+    code = "import sys, penstock.config.algorithms; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode
+        == 0
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_is_documented_and_unknown_ones_are_refused(model: type[BaseModel]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        model.model_validate({"max_num_tokens": 5000, "no_such_key": 1})
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        AdvantageConfig().name = "gae"
+
+
+def test_names_of_config_and_registry_are_the_same() -> None:
+    assert ADVANTAGES.names == ADVANTAGE_NAMES
+    assert LOSSES.names == LOSS_NAMES
+    assert WEIGHTS.names == get_args(WeightName)
+    assert REJECTIONS.names == get_args(RejectionName)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ValidationError, match="unknown advantage 'gropo': did you mean 'grpo'"):
+        AdvantageConfig(name="gropo")
+    with pytest.raises(ValidationError, match="unknown loss 'clip_so': did you mean 'cispo'"):
+        LossConfig(name="clip_so")
+    with pytest.raises(ValueError, match="known are ppo, gspo, cispo, reinforce; a custom one is"):
+        LOSSES.get("zzz")
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    ppo, gspo = LossConfig(), LossConfig(name="gspo")
+    assert (ppo.epsilon_low, ppo.epsilon_high, ppo.dual_clip, ppo.aggregation_mode) == (0.2, 0.2, 3.0, "token-mean")
+    assert (gspo.epsilon_low, gspo.epsilon_high, gspo.aggregation_mode) == (3e-4, 4e-4, "seq-mean-token-mean")
+    assert LossConfig(name="reinforce").ratio_cap == 2
+    assert (CorrectionConfig().cap, CorrectionConfig().weight_name) == (2, "token_truncation")
+    assert (KLConfig().coefficient, KLConfig().target, KLConfig().horizon) == (1e-3, 0.1, 10000)
+    assert ValueLossConfig().clip == 0.5
+    assert OverlongConfig(max_num_tokens=8192).buffer_num_tokens == 4096
+    assert (AdvantageConfig().gamma, AdvantageConfig().lam) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        (CorrectionConfig, {"mode": "bypass", "weight": "band"}, "decoupled only"),
+        (CorrectionConfig, {"band_low": 6}, "band_low must be below"),
+        (CorrectionConfig, {"rejection_high": 0.1}, "rejection_low must be below"),
+        (LossConfig, {"aggregation": "seq-mean-token-sum-norm"}, "needs constant_length"),
+        (LossConfig, {"dual_clip": 1.0}, "greater than 1"),
+        (ValueLossConfig, {"aggregation": "seq-mean-token-sum-norm"}, "needs constant_length"),
+        (OverlongConfig, {"max_num_tokens": 100}, "must not exceed max_num_tokens"),
+        (AlgorithmConfig, {"loss": {"name": "reinforce"}}, "set correction.mode to bypass"),
+    ],
+)
+def test_contradictions_are_refused(model: type[BaseModel], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        model.model_validate(values)
+
+
+def test_a_custom_function_is_reached_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "custom_advantages_for_test.py").write_text(
+        "def flat(inputs, config):\n    return 'flat'\n\nTABLE = {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = AdvantageConfig(name="custom_advantages_for_test:flat").name
+    function: Any = ADVANTAGES.get(name)
+    assert function(None, None) == "flat"
+    with pytest.raises(ValueError, match="has no attribute 'round'"):
+        ADVANTAGES.get("custom_advantages_for_test:round")
+    with pytest.raises(ValueError, match="not a function"):
+        ADVANTAGES.get("custom_advantages_for_test:TABLE")
+    with pytest.raises(ValueError, match="is it on PYTHONPATH"):
+        ADVANTAGES.get("no_such_module_for_test:flat")

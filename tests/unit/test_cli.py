@@ -1,0 +1,176 @@
+"""The `penstock` command: what it imports, what it answers, how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cli import main as cli
+from penstock.cli.submit import batch_key, submit_all
+from penstock.client import SyncPenstockClient
+from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
+from penstock.trajectory import Prompt, Sampling
+
+HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
+LIGHT_COMMANDS = ("submit", "status", "policies", "gateway")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`command(error)` makes `penstock fake` raise it."""
+
+    def install(error: BaseException) -> None:
+        def main(argv: list[str]) -> int:
+            raise error
+
+        monkeypatch.setitem(sys.modules, "penstock_services.fake", SimpleNamespace(main=main))
+        monkeypatch.setitem(cli.COMMANDS, "fake", ("penstock_services.fake", ""))
+
+    return install
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in LIGHT_COMMANDS)])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    script = f"""
+import sys
+from penstock.cli.main import main
+try:
+    code = main({words!r})
+except SystemExit as exit:
+    code = exit.code
+heavy = sorted(set({HEAVY!r}) & set(sys.modules))
+assert not code and not heavy, (code, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: penstock")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("statsu", "did you mean `status`?"), ("polices", "did you mean `policies`?"), ("xyzzy", "demo")]
+)
+def test_an_unknown_command_suggests_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("bad config"), 2),
+        (InvalidInput("a.b", "bad input"), 2),
+        (Unavailable("no gateway"), 1),
+        (PenstockError("anything"), 1),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    command: Any, error: PenstockError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(error)
+    assert cli.main(["fake"]) == code
+    assert capsys.readouterr().err == f"penstock: error: {error}\n"
+
+
+def test_interruption_and_missing_extras(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command(KeyboardInterrupt())
+    assert cli.main(["fake"]) == 130
+    command(ModuleNotFoundError("No module named 'fastapi'", name="fastapi"))
+    assert cli.main(["fake"]) == 1
+    error = capsys.readouterr().err
+    assert "needs the extra [services]" in error and "pip install 'penstock[all]'" in error
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    script = "import sys; from penstock.cli.main import main; sys.exit(main(['--help']))"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stderr:
+        assert stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.parametrize("name", ["status", "policies"])
+def test_a_run_that_is_not_up_says_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'gateway.json'} does not exist; is the run up?" in capsys.readouterr().err
+
+
+def test_a_bad_file_stops_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n")
+    assert cli.main(["submit", str(path), "--url", "http://127.0.0.1:1"]) == 2
+    assert f"{path} line 1: prompt: must be" in capsys.readouterr().err
+
+
+def prompts(count: int, temperature: float = 1.0) -> list[Prompt]:
+    return [Prompt(messages=(("user", str(i)),), sampling=Sampling(temperature=temperature)) for i in range(count)]
+
+
+class FakeGateway:
+    """Answers submissions as the gateway does; the first `failures` requests are lost after they were accepted."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.accepted: dict[str, list[int]] = {}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        key = body["idempotency_key"]
+        replayed = key in self.accepted
+        first = 1 + sum(map(len, self.accepted.values()))
+        ids = self.accepted.setdefault(key, list(range(first, first + len(body["prompts"]))))
+        if self.failures:
+            self.failures -= 1
+            raise httpx.ReadError("reset", request=request)
+        return httpx.Response(200, json={"prompt_ids": ids, "replayed": replayed})
+
+
+def test_rerunning_a_submission_is_harmless() -> None:
+    gateway = FakeGateway()
+    with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(gateway)) as client:
+        assert submit_all(client, prompts(600), epoch=0) == (0, 1, 600)
+        assert submit_all(client, prompts(600), epoch=0) == (600, 1, 600)
+        assert submit_all(client, prompts(600), epoch=1) == (0, 601, 1200)
+    assert [len(ids) for ids in gateway.accepted.values()] == [256, 256, 88] * 2
+
+
+def test_a_lost_answer_is_retried_with_the_same_key() -> None:
+    gateway = FakeGateway(failures=2)
+    with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(gateway)) as client:
+        submission = client.submit(prompts(3))
+    assert submission.prompt_ids == (1, 2, 3) and submission.replayed
+    assert len(gateway.accepted) == 1
+
+
+def test_retries_end_at_the_deadline_with_the_last_error() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    with (
+        SyncPenstockClient("http://gateway", deadline_s=0.3, transport=httpx.MockTransport(refuse)) as client,
+        pytest.raises(Unavailable, match="no gateway answers at http://gateway"),
+    ):
+        client.get_run()
+
+
+def test_the_key_of_a_batch_depends_on_all_that_is_submitted() -> None:
+    key = batch_key(prompts(2), 0, 0)
+    assert key == batch_key(prompts(2), 0, 0)
+    others = [batch_key(prompts(3), 0, 0), batch_key(prompts(2, 0.5), 0, 0), batch_key(prompts(2), 256, 0)]
+    assert len({key, *others, batch_key(prompts(2), 0, 1)}) == 5

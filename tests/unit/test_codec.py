@@ -1,0 +1,145 @@
+"""The stored form of prompts and groups: what goes in comes out, and every kind of damage is named."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.codec import (
+    MAGIC,
+    SCHEMA_VERSION,
+    check_group,
+    decode_group,
+    decode_prompt,
+    encode_group,
+    encode_prompt,
+    group_from_proto,
+    group_to_proto,
+)
+from penstock.errors import PoisonGroup
+from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
+
+
+def make_trajectory(**changes: Any) -> Trajectory:
+    trajectory = Trajectory(
+        token_ids=np.array([11, 12, 13, 14], dtype=np.int32),
+        loss_mask=np.array([1, 1, 0, 1], dtype=np.uint8),
+        log_probs=np.array([-0.1, -2.5, 0.0, -0.75], dtype=np.float32),
+        segments=(VersionSegment(0, 1, 7), VersionSegment(1, 4, 8)),
+        reward=0.5,
+        finish_reason="length",
+        reward_parts={"format": 0.25, "answer": 0.25},
+    )
+    return replace(trajectory, **changes)
+
+
+def make_group(*trajectories: Trajectory) -> Group:
+    return Group(
+        run="r",
+        prompt_id=2**40,
+        attempt=3,
+        server_id="rollout-0",
+        data_source="gsm8k",
+        sampling=Sampling(temperature=0.5, top_p=0.25, max_tokens=4, seed=9),
+        prompt_token_ids=np.array([1, 2, 3], dtype=np.int32),
+        trajectories=trajectories or (make_trajectory(), make_trajectory(reward=-1.0, finish_reason="stop")),
+        agent_name="tool_agent",
+        finished_at_ms=1_700_000_000_123,
+    )
+
+
+def poison_kind(data: bytes) -> str:
+    with pytest.raises(PoisonGroup) as caught:
+        decode_group(data)
+    return caught.value.kind
+
+
+def test_a_prompt_comes_back_as_it_was() -> None:
+    prompt = Prompt(
+        messages=(("system", "Be brief."), ("user", "Wie viel ist 2+2? \N{SNOWMAN}")),
+        sampling=Sampling(temperature=0.5, top_p=0.75, max_tokens=12, seed=-1),
+        num_samples=8,
+        agent_name="tool_agent",
+        data_source="gsm8k",
+        ground_truth=["4", 4, None],
+        extra_info={"index": 3, "nested": {"a": [1.5]}},
+        priority=-2,
+        evaluation_id="heldout",
+    )
+    assert decode_prompt(encode_prompt(prompt)) == prompt
+    tokenized = Prompt(token_ids=(0, 2**31 - 1))
+    assert decode_prompt(encode_prompt(tokenized)) == tokenized
+
+
+def test_a_group_comes_back_as_it_was() -> None:
+    group = make_group()
+    decoded = decode_group(encode_group(group))
+    assert group_to_proto(decoded) == group_to_proto(group)
+    assert decoded.sampling == group.sampling
+    first = decoded.trajectories[0]
+    assert (first.token_ids.dtype, first.log_probs.dtype, first.loss_mask.dtype) == (np.int32, np.float32, np.uint8)
+    np.testing.assert_array_equal(first.log_probs, group.trajectories[0].log_probs)
+    np.testing.assert_array_equal(first.token_versions(), [7, 8, 8, 8])
+    assert (decoded.min_version, decoded.max_version, decoded.num_response_tokens) == (7, 8, 8)
+    assert decoded.mean_reward == -0.25
+
+
+def test_every_flipped_byte_is_found() -> None:
+    data = encode_group(make_group())
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x55
+        assert poison_kind(bytes(damaged)) in ("corrupt", "schema"), f"byte {position}"
+
+
+def test_every_truncation_is_found() -> None:
+    data = encode_group(make_group())
+    for length in range(len(data)):
+        assert poison_kind(data[:length]) == "corrupt", f"{length} bytes"
+
+
+def test_another_schema_version_is_told_apart_from_damage() -> None:
+    data = encode_group(make_group())
+    newer = struct.pack("<3sH", MAGIC, SCHEMA_VERSION + 1) + data[5:]
+    assert poison_kind(newer) == "schema"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"segments": (VersionSegment(0, 1, 7), VersionSegment(2, 4, 8))}, "shape"),
+        ({"segments": (VersionSegment(0, 3, 7), VersionSegment(2, 4, 8))}, "shape"),
+        ({"segments": (VersionSegment(0, 3, 7),)}, "shape"),
+        ({"segments": (VersionSegment(0, 5, 7),)}, "shape"),
+        ({"segments": (VersionSegment(0, 0, 7), VersionSegment(0, 4, 7))}, "shape"),
+        ({"segments": ()}, "shape"),
+        ({"token_ids": np.array([], dtype=np.int32)}, "shape"),
+        ({"loss_mask": np.ones(3, dtype=np.uint8)}, "shape"),
+        ({"log_probs": np.zeros(5, dtype=np.float32)}, "shape"),
+        ({"log_probs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "non_finite"),
+        ({"log_probs": np.array([0, 0, 0, -np.inf], dtype=np.float32)}, "non_finite"),
+        ({"reward": float("nan")}, "non_finite"),
+        ({"reward": float("inf")}, "non_finite"),
+    ],
+)
+def test_a_wrong_trajectory_is_poison(changes: dict[str, Any], kind: str) -> None:
+    group = make_group(make_trajectory(), make_trajectory(**changes))
+    assert poison_kind(encode_group(group)) == kind
+    with pytest.raises(PoisonGroup, match="trajectory 1"):
+        check_group(group)
+
+
+def test_a_group_without_trajectories_is_poison() -> None:
+    assert poison_kind(encode_group(replace(make_group(), trajectories=()))) == "shape"
+
+
+def test_arrays_that_are_no_whole_number_of_elements_are_poison() -> None:
+    message = group_to_proto(make_group())
+    message.trajectories[0].log_probs += b"\0"
+    with pytest.raises(PoisonGroup) as caught:
+        group_from_proto(message)
+    assert caught.value.kind == "shape"

@@ -1,0 +1,117 @@
+"""Dataset files: both formats give the same prompts, and a wrong row is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.datasets import read_prompts
+from penstock.errors import InvalidInput
+from penstock.trajectory import Prompt, Sampling
+
+SAMPLING = Sampling(temperature=0.5, max_tokens=9)
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{i}+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"index": i, "split": "train"},
+        "agent_name": "tool_agent" if i else None,
+    }
+    for i in range(3)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[Prompt]:
+    return list(read_prompts(path, num_samples=4, sampling=SAMPLING))
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_rows_become_prompts(tmp_path: Path, name: str) -> None:
+    prompts = read(write(tmp_path / name, ROWS))
+    assert prompts[1] == Prompt(
+        messages=(("system", "Be brief."), ("user", "1+1?")),
+        sampling=SAMPLING,
+        num_samples=4,
+        agent_name="tool_agent",
+        data_source="gsm8k",
+        ground_truth="2",
+        extra_info={"index": 1, "split": "train"},
+    )
+    assert [prompt.agent_name for prompt in prompts] == ["single_turn_agent", "tool_agent", "tool_agent"]
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
+    [prompt] = read(write(tmp_path / name, [{"prompt": [{"role": "user", "content": ""}]}]))
+    assert (prompt.ground_truth, prompt.extra_info, prompt.data_source) == (None, {}, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "2+2?"}, r'line 3: prompt: must be a list like \[\{"role"'),
+        ({"prompt": []}, "line 3: prompt: must be .* not empty"),
+        ({"prompt": None}, "line 3: prompt: must be .* not missing"),
+        ({"prompt": [{"role": "user"}]}, r"line 3: prompt\[0\]: must have a `role` and a `content`"),
+        ({"prompt": [{"role": "user", "content": ["image"]}]}, r"line 3: prompt\[0\]: "),
+        ({"reward_model": "4"}, "line 3: reward_model: must be an object, not str"),
+        ({"extra_info": [1]}, "line 3: extra_info: must be an object, not list"),
+        ({"extra_info": {"x": float("nan")}}, "line 3: extra_info: cannot be written as JSON"),
+        ({"data_source": 7}, "line 3: data_source: must be text, not int"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1] | change) + "\n")
+    with pytest.raises(InvalidInput, match=message):
+        read(path)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n{oops\n")
+    with pytest.raises(InvalidInput, match="train.jsonl line 2: is not JSON"):
+        read(path)
+
+
+def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [ROWS[0], ROWS[1] | {"prompt": []}])
+    with pytest.raises(InvalidInput, match="train.parquet row 1: prompt: must be"):
+        read(path)
+    path = write(tmp_path / "bytes.parquet", [ROWS[0] | {"extra_info": {"image": b"\0"}}])
+    with pytest.raises(InvalidInput, match="row 0: extra_info: cannot be written as JSON"):
+        read(path)
+
+
+def test_a_parquet_file_without_prompts_says_what_it_has(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [{"question": "2+2?", "answer": "4"}])
+    with pytest.raises(InvalidInput, match="no column `prompt`, only question, answer; rename"):
+        read(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe\n")
+    for name, message in (
+        ("absent.jsonl", "is not a file"),
+        ("train.csv", "neither .parquet nor .jsonl"),
+        ("text.parquet", "cannot be read as Parquet"),
+        ("latin.jsonl", "cannot be read as UTF-8"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            read(tmp_path / name)

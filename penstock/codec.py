@@ -90,9 +90,13 @@ def decode_group(data: bytes) -> Group:
         raise PoisonGroup("corrupt", "not a group: wrong magic bytes")
     if schema != SCHEMA_VERSION:
         raise PoisonGroup("schema", f"schema version {schema} is not {SCHEMA_VERSION}; upgrade the older side")
+    frame = data[_HEADER.size :]
     try:
-        body = _decompressor().decompress(data[_HEADER.size :], max_output_size=_MAX_GROUP_BYTES)
-        message = groups_pb2.Group.FromString(body)
+        # The checksum does not cover the frame's own header, which a damaged byte could use to ask for any memory.
+        parameters = zstandard.get_frame_parameters(frame)
+        if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
+            raise PoisonGroup("corrupt", "the frame's header is damaged")
+        message = groups_pb2.Group.FromString(_decompressor().decompress(frame, allow_extra_data=False))
     except (zstandard.ZstdError, DecodeError) as error:
         raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
     group = group_from_proto(message)

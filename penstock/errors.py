@@ -119,4 +119,4 @@ ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
         WeightPushFailed, ProcessDied,
     )
 }  # fmt: skip
-"""What a client turns a problem+json `reason` back into; the two with extra fields are rebuilt as PenstockError."""
+"""What a client turns a problem+json `reason` back into. InvalidInput is rebuilt with its field."""

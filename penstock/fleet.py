@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import redis.asyncio as redis
 
@@ -44,7 +44,7 @@ class Fleet:
     """Registry of the servers of one run."""
 
     def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client = client
+        self.client: Any = client
         self.prefix = key_prefix(run)
         self._records = f"{self.prefix}servers"
         self._states = f"{self.prefix}server_states"
@@ -54,12 +54,12 @@ class Fleet:
         await self.set_state(record.server_id, "JOINING")
 
     async def report(self, record: ServerRecord) -> ServerState | None:
-        """A server's heartbeat. Returns its state, which is None once it was removed and EVICTED when it must reload."""
+        """A server's heartbeat. Returns its state: None once it was removed, EVICTED when it must reload."""
         fields = asdict(record) | {"heartbeat_ms": int(time.time() * 1000)}
         del fields["state"]
         await self.client.hset(self._records, record.server_id, json.dumps(fields))
         state = await self.client.hget(self._states, record.server_id)
-        return state.decode() if state else None
+        return cast("ServerState", state.decode()) if state else None
 
     async def set_state(self, server_id: str, state: ServerState) -> None:
         before = await self.client.hget(self._states, server_id)
@@ -77,7 +77,7 @@ class Fleet:
         records = await self.client.hgetall(self._records)
         states = await self.client.hgetall(self._states)
         return [
-            ServerRecord(**json.loads(text), state=states.get(server_id, b"JOINING").decode())
+            ServerRecord(**json.loads(text), state=cast("ServerState", states.get(server_id, b"JOINING").decode()))
             for server_id, text in sorted(records.items())
         ]
 

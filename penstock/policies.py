@@ -28,7 +28,8 @@ class PolicyRegistry:
         record = await self.client.hget(f"{self.prefix}policies", policy_version)
         if record is None:
             raise NotFound(f"policy version {policy_version} was never published")
-        return policies_pb2.Policy.FromString(record)
+        policy: policies_pb2.Policy = policies_pb2.Policy.FromString(record)
+        return policy
 
     async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
         """Up to `limit` records with a version below `before` (None: from the newest)."""

@@ -11,8 +11,8 @@ from penstock.config.algorithms import AlgorithmConfig
 from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
-from penstock_learner.packing import SequenceBatch
 from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
+from penstock_learner.packing import SequenceBatch
 
 
 def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:

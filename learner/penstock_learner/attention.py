@@ -53,9 +53,9 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention signature: query [1, heads, N, dim] to output [1, N, heads, dim]."""
-    padded = [states[0].transpose(0, 1)[packing.gather].transpose(1, 2) for states in (query, key, value)]
+    q, k, v = (states[0].transpose(0, 1)[packing.gather].transpose(1, 2) for states in (query, key, value))
     output = functional.scaled_dot_product_attention(
-        *padded, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2)[packing.rows, packing.columns].unsqueeze(0), None
 

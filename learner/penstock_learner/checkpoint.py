@@ -1,7 +1,7 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
-A checkpoint is written to `step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`, flushed,
-and renamed to `step-N`. Only a renamed folder counts. Groups are acknowledged after the rename and never before.
+A checkpoint is written to `step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`,
+flushed, and renamed to `step-N`. Only a renamed folder counts. Groups are acknowledged after the rename, never before.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,7 +197,8 @@ class LearnerController:
         if correction.mode != "bypass" and correction.proximal == "recomputed":
             wanted["old_log_probs"] = self.policy
         results = await asyncio.gather(*(self._log_probs(role, batch) for role in wanted.values()))
-        return replace(batch, **dict(zip(wanted, results, strict=True)))
+        computed: dict[str, Any] = dict(zip(wanted, results, strict=True))
+        return replace(batch, **computed)
 
     async def _log_probs(self, role: RoleGroup, batch: SequenceBatch) -> NDArray[np.float32]:
         shards = partition(batch, role.num_ranks, self.config.learner.micro_batch_tokens)

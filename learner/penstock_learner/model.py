@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class PackedCausalLM(nn.Module):
 
     def __init__(self, lm: nn.Module, chunk_tokens: int) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm: Any = lm
         self.chunk_tokens = chunk_tokens
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
@@ -101,8 +102,7 @@ def shard(model: PackedCausalLM, *, reshard_after_forward: bool = True) -> None:
 
 def named_weights(model: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
     """Parameters under their Hugging Face names; tied ones once."""
-    for name, parameter in model.lm.named_parameters():
-        yield name, parameter
+    yield from model.lm.named_parameters()
 
 
 def full_weight(parameter: Tensor) -> Tensor:

@@ -158,4 +158,5 @@ def _balance(items: list[int], weights: list[int], num_parts: int) -> list[list[
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """`concatenate([arange(s, s + n) for s, n in zip(starts, lengths)])`, vectorised."""
     offsets = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
+    ranges: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
+    return ranges

@@ -21,8 +21,9 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
@@ -152,7 +153,7 @@ class WeightPublisher:
         return refused
 
     def _open_store(self, world_size: int) -> None:
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             self.config.learner.publish_host,
             self._store_port,
             world_size,
@@ -168,8 +169,8 @@ class WeightPublisher:
         started = time.monotonic()
         timeout = timedelta(seconds=self.config.weights.push_timeout_s)
         try:
-            store = dist.PrefixStore(self._prefix, self._store)
-            group = dist.ProcessGroupGloo(store, 0, len(members) + 1, timeout)
+            store = PrefixStore(self._prefix, self._store)
+            group: Any = ProcessGroupGloo(store, 0, len(members) + 1, timeout)
             for bucket in self.buckets:
                 group.broadcast(torch.from_numpy(bucket), 0).wait(timeout)
         except RuntimeError as error:

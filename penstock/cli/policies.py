@@ -10,9 +10,8 @@ from typing import Any
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.errors import InvalidInput
 
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 MAX_LIMIT = 1000
-_REWARD_NAMES = ("reward_mean", "reward")
 _DIGEST_LENGTH = 12
 
 
@@ -43,19 +42,19 @@ def _print(policies: list[dict[str, Any]]) -> None:
     table = Table()
     for name in ("version", "step", "reward"):
         table.add_column(name, justify="right")
-    for name in ("digest", "published (UTC)", "snapshot", "served by"):
+    for name in ("digest", "published (UTC)", "served by"):
         table.add_column(name)
     for policy in policies:
         table.add_row(
             str(policy["policy_version"]), str(policy["step"]), _reward(policy["metrics"]),
             policy["weights_digest"][:_DIGEST_LENGTH], _time(policy["published_at_ms"]),
-            "yes" if policy["snapshot_path"] else "", ", ".join(policy["server_ids"]),
+            ", ".join(policy["server_ids"]),
         )  # fmt: skip
     Console().print(table)
 
 
 def _reward(metrics: dict[str, float | None]) -> str:
-    value = next((metrics[name] for name in _REWARD_NAMES if name in metrics), None)
+    value = metrics.get("reward_mean")
     return "-" if value is None else f"{value:.4f}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 _SHOWN_METRICS = 12
 
 
@@ -31,9 +31,11 @@ def _print(run: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
+    error = run["queue"]["conservation_error"]
+    conserved = "conservation ok" if error == 0 else f"[bold red]conservation off by {error}[/]"
     console.print(
         f"run [bold]{run['run']}[/]  step [bold]{run['step']}[/]  policy version [bold]{run['policy_version']}[/]  "
-        f"term {run['term']}"
+        f"term {run['term']}  {conserved}"
     )
     console.print(_queue_table(run["queue"]))
     if run["servers"]:
@@ -49,7 +51,6 @@ def _queue_table(queue: dict[str, int]) -> Any:
     from rich.table import Table
 
     table = Table(title="groups", title_justify="left")
-    error = queue["conservation_error"]
     columns = {
         "pending": queue["pending_prompts"],
         "in flight": queue["in_flight"],
@@ -58,8 +59,7 @@ def _queue_table(queue: dict[str, int]) -> Any:
         "trained": queue["trained"],
         "expired": queue["expired"],
         "dead": queue["dead_lettered"],
-        "reclaimed": queue["reclaimed"],
-        "conservation": "ok" if error == 0 else f"[bold red]off by {error}[/]",
+        "reissued": queue["reclaimed"],
     }
     for name in columns:
         table.add_column(name, justify="right")

@@ -53,7 +53,8 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
     num_replayed = 0
     ids: list[int] = []
     columns = (TextColumn("submitting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(prompts))
         for start in range(0, len(prompts), BATCH_PROMPTS):
             batch = prompts[start : start + BATCH_PROMPTS]

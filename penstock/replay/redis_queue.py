@@ -1,7 +1,7 @@
 """The replay queue on Redis (6.2 or newer): every transition is one Lua script, so it happens whole or not at all.
 
-Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with GET: the
-large bytes never pass through Lua. All keys of a run share the hash tag `{run}`.
+Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with GET:
+the large bytes never pass through Lua. All keys of a run share the hash tag `{run}`.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ class RedisReplayQueue:
         )
 
     async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        await self._call(
-            "give_back", server_id, lease.prompt_id, lease.attempt, failure, self.config.max_attempts
-        )
+        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, self.config.max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         if not held:

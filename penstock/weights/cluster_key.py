@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
@@ -18,7 +18,8 @@ def read_key(config: WeightsConfig) -> str:
     try:
         return config.cluster_key_file.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"weights.cluster_key_file {config.cluster_key_file} cannot be read: {error.strerror}") from error
+        path = config.cluster_key_file
+        raise ConfigError(f"weights.cluster_key_file {path} cannot be read: {error.strerror}") from error
 
 
 def call_metadata(config: WeightsConfig) -> list[tuple[str, str]]:
@@ -26,7 +27,7 @@ def call_metadata(config: WeightsConfig) -> list[tuple[str, str]]:
     return [(HEADER, key)] if key else []
 
 
-def is_authorised(config: WeightsConfig, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+def is_authorised(config: WeightsConfig, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     """Constant-time check of a call's metadata."""
     wanted = read_key(config)
     given = next((value for name, value in metadata if name == HEADER), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+import multiprocessing
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -18,22 +19,24 @@ import pytest
 import pytest_asyncio
 import torch
 from numpy.typing import NDArray
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import InvalidInput, WeightPushFailed
+from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum
 from penstock.weights.snapshot import write_snapshot
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
 from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
+
+torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would spin against the engine's
 
 TOLERANCE = 1e-3
 LONG = Sampling(max_tokens=400)
@@ -148,9 +151,10 @@ class Served:
     def next_model(self) -> Any:
         """Other weights: those that serve, perturbed."""
         model = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(self.engine.policy_version)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
         return model
 
     async def update(self, model: Any) -> int:
@@ -394,13 +398,28 @@ async def test_snapshot_that_is_not_there_is_refused(served: Served, tmp_path: P
     await served.check_serves(version)
 
 
+async def stop_while_generating(served: Served) -> None:
+    """Requests that run end as aborted, with what they have; no child process stays."""
+    num_children = len(multiprocessing.active_children())
+    silent = asyncio.ensure_future(served.answer((3, 4, 5), LONG))
+    streamed = served.chunks((3, 4, 6), LONG)
+    first = await anext(streamed)
+    await served.engine.stop()
+    async with asyncio.timeout(5):
+        for answer in (await silent, Answer.of((3, 4, 6), [first, *await _rest(streamed)])):
+            assert answer.finish_reason == "aborted"
+    assert len(multiprocessing.active_children()) == num_children - (served.engine.name == "vllm")
+    with pytest.raises(Unavailable):
+        await served.answer((3,), LONG)
+
+
 @pytest.mark.parametrize("kind", ["torch", "vllm"])
 async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, keep_kv_cache=False)
     try:
         answers, version = await run_through_update(served)
     finally:
-        await served.engine.stop()
+        await stop_while_generating(served)
     assert any(set(answer.versions) == {version - 1, version} for answer in answers)
     for answer in answers:
         new = answer.versions.count(version)

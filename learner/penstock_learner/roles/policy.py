@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn.utils import clip_grad_norm_
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
@@ -108,13 +110,13 @@ class PolicyWorker(Rank):
     def save(self, folder: Path) -> None:
         """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        save_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
     def restore(self, folder: Path) -> None:
         """Load shards written by any number of ranks. Collective."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=folder)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        load_shards(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def _accumulate(

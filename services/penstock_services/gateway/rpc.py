@@ -72,7 +72,7 @@ class Servicers:
             for service, methods in services.items()
         ]
 
-    def _method(self, route: str, handler: Handler, request_type: type[Message]) -> grpc.RpcMethodHandler:
+    def _method(self, route: str, handler: Handler, request_type: type[Message]) -> grpc.RpcMethodHandler[Any, Any]:
         async def behaviour(request: Message, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
             with self.metrics.observe("grpc") as seen:
                 seen.route = route

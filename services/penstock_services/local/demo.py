@@ -113,7 +113,8 @@ def _seeded(prompts: list[Prompt], seed: int, num_samples: int) -> list[Prompt]:
 
 async def _submit(run: LocalRun, config: RunConfig, prompts: list[Prompt]) -> None:
     for start in range(0, len(prompts), SUBMIT_BATCH):
-        await run.client.submit(prompts[start : start + SUBMIT_BATCH], idempotency_key=f"{config.run}/{start}")
+        batch = prompts[start : start + SUBMIT_BATCH]
+        await run.client.submit(batch, idempotency_key=f"{config.run}/{start}+{len(batch)}")
 
 
 async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) -> float:

@@ -78,9 +78,7 @@ class LocalRun:
         if not wait_for_port("127.0.0.1", port, timeout_s=30):
             self.processes.check()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
-        self.config = self.config.model_copy(
-            update={"redis": self.config.redis.model_copy(update={"url": url})}
-        )
+        self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
 
     def _write_config(self) -> Path:
         """The resolved config, which every child reads. Readable by its owner only: it holds Redis' password."""
@@ -116,7 +114,7 @@ class LocalRun:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"run {self.config.run} in {self.folder} is already running; stop it or set --run") from error
+            raise ConfigError(f"run {self.config.run} is already running in {self.folder}; stop it first") from error
 
 
 def check_before_start(config: RunConfig) -> None:

@@ -48,8 +48,8 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Pa
         "maxmemory-policy noeviction",
         f"maxmemory {max_memory_bytes}",
         f"requirepass {password}",
-        "rename-command FLUSHALL \"\"",
-        "rename-command DEBUG \"\"",
+        'rename-command FLUSHALL ""',
+        'rename-command DEBUG ""',
         "daemonize no",
     ]
     config.write_text("\n".join(lines) + "\n")

@@ -69,17 +69,22 @@ class ProcessGroup:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def start(
-        self, name: str, command: Sequence[str], *, environment: dict[str, str] | None = None, stop_timeout_s: float = 20
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        stop_timeout_s: float = 20,
     ) -> Child:
         log = self.log_folder / f"{name}.log"
         with log.open("ab") as output:
-            process = subprocess.Popen(  # noqa: PLW1509  (the launcher has one thread when it starts children)
+            process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  (it makes one system call and takes no lock)
                 env={**os.environ, **(environment or {})},
             )
         child = Child(name, process, log, stop_timeout_s)

@@ -50,9 +50,7 @@ def summarise(
         "groups_trained": int(queue["trained"]),
         "tokens_per_second": round(num_tokens / max(training_s, 1e-9), 1),
         "in_flight_updates": int(max((row["in_flight_updates"] for row in history), default=0)),
-        "mixed_version_trajectories": round(
-            sum(row["mixed_version_ratio"] * row["num_sequences"] for row in history)
-        ),
+        "mixed_version_trajectories": round(sum(row["mixed_version_ratio"] * row["num_sequences"] for row in history)),
         "conservation_error": int(queue["conservation_error"]),
         "training_seconds": round(training_s, 1),
         "engine": ", ".join(sorted({server["engine"] for server in final["servers"]})),
@@ -83,7 +81,9 @@ def write_plot(path: Path, history: History, summary: dict[str, Any]) -> None:
     axes[1].set(ylabel="staleness (versions)", ylim=(0, None))
     axes[1].legend(loc="lower right")
     axes[2].plot(steps, [row["tokens_per_second"] for row in history], color="tab:blue", alpha=0.35, label="step")
-    axes[2].plot(steps, _smooth([row["tokens_per_second"] for row in history], 10), color="tab:blue", label="mean of 10")
+    axes[2].plot(
+        steps, _smooth([row["tokens_per_second"] for row in history], 10), color="tab:blue", label="mean of 10"
+    )
     axes[2].set(ylabel="trained tokens/s", xlabel="step", ylim=(0, None))
     axes[2].legend(loc="lower right")
     for axis in axes:
@@ -104,7 +104,8 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
     table.add_row("held-out score", f"{summary['score_start']:.3f} → {summary['score_end']:.3f}", style="bold green")
     for label, key in (
         ("seconds", "seconds"), ("steps", "steps"), ("policy version", "policy_version"),
-        ("groups trained", "groups_trained"), ("staleness, mean", "staleness_mean"), ("staleness, max", "staleness_max"),
+        ("groups trained", "groups_trained"), ("staleness, mean", "staleness_mean"),
+        ("staleness, max", "staleness_max"),
         ("trained tokens/s", "tokens_per_second"), ("updates in flight", "in_flight_updates"),
         ("trajectories with several versions", "mixed_version_trajectories"),
         ("conservation error", "conservation_error"), ("engine", "engine"),
@@ -112,7 +113,8 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
         table.add_row(label, str(summary[key]))
     console.print(table)
     console.print(f"reward {sparkline([row['reward_mean'] for row in history], 60)}", style="green")
-    console.print(f"plot     {config.folder / 'plot.png'}\nsummary  {config.folder / 'summary.json'}", soft_wrap=True)
+    for name in ("plot.png", "summary.json"):
+        console.print(str(config.folder / name), soft_wrap=True)
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

@@ -35,7 +35,7 @@ async def up(config: RunConfig) -> None:
         loop.add_signal_handler(name, stopping.set)
     async with LocalRun(config) as run:
         run.start_workers()
-        print(f"run {config.run}: REST {run.client.url}, logs and checkpoints in {run.folder}")
+        print(f"run {config.run}: REST {run.client.address.url}, logs and checkpoints in {run.folder}")
         while not stopping.is_set() and not run.learner_finished:
             run.check()
             await asyncio.sleep(POLL_S)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock.config.algorithms import AdvantageConfig
+from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 
 NAN = math.nan
 

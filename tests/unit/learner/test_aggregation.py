@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock_learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
 from penstock.config.algorithms import Aggregation, CorrectionConfig, LossConfig
+from penstock_learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
 from penstock_learner.algorithms.corrections import correct
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss

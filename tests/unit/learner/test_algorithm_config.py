@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from penstock_learner.algorithms.advantages import ADVANTAGES
 from penstock.config.algorithms import (
     ADVANTAGE_NAMES,
     LOSS_NAMES,
@@ -24,6 +23,7 @@ from penstock.config.algorithms import (
     ValueLossConfig,
     WeightName,
 )
+from penstock_learner.algorithms.advantages import ADVANTAGES
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
 from penstock_learner.algorithms.losses import LOSSES
 

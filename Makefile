@@ -1,0 +1,41 @@
+# Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON_SOURCES := penstock rollout_server learner services tests bench examples
+export PENSTOCK_VENV := $(VENV)
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test lint unit integration setup setup-dev proto clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--learner.lr 1e-4")
+	@$(VENV)/bin/penstock demo $(ARGS)
+
+test: setup-dev lint  ## everything that CI checks
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: setup-dev  ## ruff, mypy (strict), import-linter
+	$(VENV)/bin/ruff check $(PYTHON_SOURCES)
+	$(VENV)/bin/ruff format --check $(PYTHON_SOURCES)
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+unit: setup-dev  ## fast tests only
+	$(VENV)/bin/python -m pytest tests/unit $(ARGS)
+
+integration: setup-dev  ## tests that start real components
+	$(VENV)/bin/python -m pytest tests/integration tests/faults $(ARGS)
+
+proto: setup-dev  ## regenerate penstock/v1 from proto/
+	$(VENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/penstock/v1/*.proto
+
+setup:
+	@deploy/python/setup.sh run
+
+setup-dev:
+	@deploy/python/setup.sh dev
+
+clean:  ## remove the virtual environment, caches and runs
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

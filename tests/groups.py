@@ -1,0 +1,36 @@
+"""Made-up groups for tests that need training data without a rollout server."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
+
+
+def make_group(
+    prompt_id: int, *, seed: int = 0, num_samples: int = 4, vocab_size: int = 64, version: int = 0, attempt: int = 1
+) -> Group:
+    """Random tokens, plausible log-probs and rewards of 0 and 1; the same for the same arguments."""
+    random = np.random.default_rng((seed, prompt_id))
+    trajectories = []
+    for _ in range(num_samples):
+        length = int(random.integers(2, 9))
+        trajectories.append(
+            Trajectory(
+                token_ids=random.integers(2, vocab_size, length).astype(np.int32),
+                loss_mask=np.ones(length, dtype=np.uint8),
+                log_probs=-random.uniform(0.5, 4.0, length).astype(np.float32),
+                segments=(VersionSegment(0, length, version),),
+                reward=float(random.integers(0, 2)),
+            )
+        )
+    return Group(
+        run="test",
+        prompt_id=prompt_id,
+        attempt=attempt,
+        server_id="rollout-0",
+        data_source="test",
+        sampling=Sampling(),
+        prompt_token_ids=random.integers(2, vocab_size, int(random.integers(1, 6))).astype(np.int32),
+        trajectories=tuple(trajectories),
+    )

@@ -1,0 +1,57 @@
+"""The ledger and the checkpoint store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock_learner.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.ledger import Ledger
+
+
+@given(st.lists(st.sets(st.integers(1, 60), min_size=1), max_size=8))
+def test_ledger_is_a_set_of_prompt_ids(additions: list[set[int]]) -> None:
+    ledger, expected = Ledger(), set[int]()
+    for ids in additions:
+        fresh = ids - expected
+        ledger.add(fresh)
+        expected |= fresh
+        assert len(ledger) == len(expected)
+    assert {i for i in range(70) if i in ledger} == expected
+    assert Ledger(ledger.ranges).ranges == ledger.ranges
+    assert all(a[1] + 1 < b[0] for a, b in zip(ledger.ranges, ledger.ranges[1:], strict=False))
+
+
+def test_training_a_prompt_twice_is_refused() -> None:
+    ledger = Ledger([(1, 5)])
+    with pytest.raises(AssertionError, match="trained twice"):
+        ledger.add([5])
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.finish(store.partial_folder(step), TrainerState(step=step, policy_version=step, term=1, ledger=[(1, step)]))
+
+
+def test_newest_finished_checkpoint_counts_and_old_ones_go(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 10):
+        save(store, step)
+    (store.partial_folder(11) / "shard").write_text("torn by a crash")
+    found = store.newest()
+    assert found is not None
+    assert found[1] == TrainerState(step=10, policy_version=10, term=1, ledger=[(1, 10)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000002", "step-00000010", "step-00000011.partial",
+    ]  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    (tmp_path / "step-00000001" / "trainer.json").write_text("{")
+    with pytest.raises(ConfigError, match="step-00000001 is damaged"):
+        store.newest()

@@ -1,0 +1,74 @@
+"""The packed model against plain Hugging Face forwards, one sequence at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from groups import make_group
+from tiny_model import make_tiny_qwen2
+from transformers import AutoModelForCausalLM
+
+from penstock.errors import ConfigError
+from penstock_learner.model import ModelInputs, PackedCausalLM, load_model
+from penstock_learner.packing import SequenceBatch, batch_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=3)
+
+
+def some_batch() -> SequenceBatch:
+    batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
+    return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
+
+
+def log_probs(model: PackedCausalLM, batch: SequenceBatch) -> torch.Tensor:
+    return model(ModelInputs.of(batch, CPU))[0]
+
+
+def test_packed_log_probs_and_entropy_equal_separate_forwards(folder: Path) -> None:
+    batch = some_batch()
+    model = load_model(folder, torch.float32, chunk_tokens=7)
+    packed, entropy = model(ModelInputs.of(batch, CPU))
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected, expected_entropy = [], []
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    for start, length, prompt, temperature in zip(
+        starts, batch.lengths, batch.prompt_lengths, batch.temperatures, strict=True
+    ):
+        ids = torch.as_tensor(batch.token_ids[start : start + length])
+        logits = plain(ids.unsqueeze(0)).logits[0, prompt - 1 : -1] / float(temperature)
+        table = logits.log_softmax(-1)
+        expected.append(table.gather(1, ids[prompt:].unsqueeze(1)).squeeze(1))
+        expected_entropy.append(torch.distributions.Categorical(logits=logits).entropy())
+    torch.testing.assert_close(packed, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(expected_entropy), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_do_not_depend_on_the_chunk(folder: Path) -> None:
+    gradients = []
+    for chunk_tokens in (5, 10_000):
+        model = load_model(folder, torch.float32, chunk_tokens)
+        log_probs(model, some_batch()).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sequence_does_not_see_its_neighbours(folder: Path) -> None:
+    model = load_model(folder, torch.float32, chunk_tokens=1000)
+    batch = some_batch()
+    alone = log_probs(model, batch.select([4]))
+    together = log_probs(model, batch)[torch.as_tensor(batch.sequence_ids) == 4]
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        load_model(tmp_path, torch.float32, 10)

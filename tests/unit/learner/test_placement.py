@@ -1,0 +1,24 @@
+"""Which roles share a resource group."""
+
+from __future__ import annotations
+
+from penstock.config.learner import LearnerConfig, RoleConfig
+from penstock_learner.placement import active_resource_groups, bundles, num_cpus
+
+ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
+
+
+def test_standalone_gives_every_role_its_own_group() -> None:
+    groups = active_resource_groups(LearnerConfig(placement="standalone"), ROLES)
+    assert [list(group) for group in groups] == [["policy"], ["reference"]]
+    assert bundles(groups[0]) == [{"CPU": 1, "GPU": 0.5}] * 2
+
+
+def test_split_collocate_shares_bundles_rank_by_rank() -> None:
+    groups = active_resource_groups(LearnerConfig(placement="split-collocate"), ROLES)
+    assert [list(group) for group in groups] == [["policy", "reference"]]
+    assert bundles(groups[0]) == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 0.5}]
+
+
+def test_a_private_ray_offers_what_the_placement_needs() -> None:
+    assert num_cpus(LearnerConfig(placement="standalone"), ROLES) == 4

@@ -1,0 +1,82 @@
+"""Configuration: files, overrides, and errors that say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.loading import dump_config, load_config, parse_overrides
+from penstock.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("deploy/compose/*config*.yaml")])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: somewhere}\nlearner: {lr: 1e-4}\n")
+    return path
+
+
+def test_overrides_come_after_the_file(file: Path) -> None:
+    config = load_config(file, ["--learner.lr", "3e-5", "--replay.max-staleness=0", "--learner.betas", "[0.8, 0.9]"])
+    assert (config.learner.lr, config.replay.max_staleness, config.learner.betas) == (3e-5, 0, (0.8, 0.9))
+
+
+def test_scientific_notation_without_a_dot_is_a_number(file: Path) -> None:
+    assert load_config(file).learner.lr == 1e-4
+
+
+def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, ["--learner.placement", "split-collocate"])
+    dumped = tmp_path / "resolved.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--learner.num_step", "3"], "unknown key 'learner.num_step'; did you mean 'num_steps'?"),
+        (["--lerner.lr", "3"], "unknown key 'lerner'; did you mean 'learner'?"),
+        (["--learner.algorithm.loss.clip", "3"], "did you mean 'clip_low'?"),
+        (["--learner.algorithm.loss.name", "pppo"], "did you mean 'ppo'?"),
+        (["--learner.lr", "fast"], "learner.lr: Input should be a valid number"),
+        (["--learner.lr"], "--learner.lr needs a value"),
+        (["learner.lr", "1"], "'learner.lr' is not an override"),
+        (["--run", "No Spaces"], "run: String should match pattern"),
+        (["--seed.x", "1"], "seed"),
+    ],
+)
+def test_a_wrong_override_is_explained_in_one_line(file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("model: [", "is not YAML"), ("- a\n- b\n", "must hold a mapping"), ("run: x\n", "model is missing")],
+)
+def test_a_broken_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_shipped_config_loads(path: Path) -> None:
+    load_config(path)
+
+
+def test_overrides_take_both_spellings() -> None:
+    assert parse_overrides(["--a.b", "1", "--c-d=x"]) == [(["a", "b"], 1), (["c_d"], "x")]

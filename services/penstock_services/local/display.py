@@ -126,5 +126,5 @@ def _cells(status: dict[str, Any], history: History, config: RunConfig) -> list[
         f"{mean('reward_mean'):.3f}",
         f"{mean('staleness_mean'):.2f}",
         f"{mean('tokens_per_second'):,.0f}",
-        str(status["queue"]["queued"]),
+        str(status["queue"]["queued"] - status["queue"]["delivered"]),
     ]

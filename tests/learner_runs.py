@@ -1,0 +1,115 @@
+"""Runs a real learner process on recorded groups: no rollout server, the test is the producer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from groups import make_group
+
+from penstock.codec import encode_group
+from penstock.config.loading import dump_config, validate
+from penstock.config.run import RunConfig
+from penstock.policies import PolicyRegistry
+from penstock.replay.contract import QueueStat
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+
+GROUPS_PER_STEP = 2
+NUM_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run left behind."""
+
+    digests: dict[int, str]
+    """Weights digest by step; of the newest version that was made at that step."""
+    losses: list[float]
+    stat: QueueStat
+    ledger: list[list[int]]
+
+
+def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: Any) -> RunConfig:
+    return validate(
+        {
+            "run": run,
+            "run_dir": str(folder),
+            "model": {"path": str(model)},
+            "redis": {"url": redis_url},
+            "replay": {"groups_per_step": GROUPS_PER_STEP, "max_staleness": 100},
+            "learner": {
+                "num_steps": NUM_STEPS,
+                "lr": 1e-3,
+                "checkpoint": {"every_steps": 2},
+                "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
+                "batch_timeout_s": 60,
+                "rank_timeout_s": 60,
+                **learner,
+            },
+        },
+        "test",
+    )
+
+
+async def fill_queue(config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_STEPS) -> None:
+    """Submit prompts and hand in their groups, in order, as a rollout server would."""
+    client = connect(config.redis)
+    queue = RedisReplayQueue(client, config.run, config.replay)
+    await queue.submit([b""] * num_groups, [0] * num_groups, "")
+    for lease in await queue.lease("rollout-0", num_groups):
+        await queue.append(lease, encode_group(make_group(lease.prompt_id)), 0)
+    await client.aclose()
+
+
+def run_learner(config: RunConfig, crash_at: str = "") -> tuple[int, str]:
+    """Run a learner process to its end; returns exit code and output.
+
+    Whatever Ray left behind a killed learner is ended too."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    path = config.folder / "config.yaml"
+    path.write_text(dump_config(config))
+    log = config.folder / "learner.log"
+    command = [sys.executable, "-m", "penstock_learner", "--config", str(path)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"PENSTOCK_CRASH_AT": crash_at}
+        )
+    descendants: dict[int, psutil.Process] = {}
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess):
+                descendants |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+                process.wait(0.2)
+        return process.returncode, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        for leftover in descendants.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                leftover.kill()
+
+
+def outcome(config: RunConfig) -> Outcome:
+    return asyncio.run(_outcome(config))
+
+
+async def _outcome(config: RunConfig) -> Outcome:
+    client = connect(config.redis)
+    policies = await PolicyRegistry(client, config.run).newest_first(None, 100)
+    stat = await RedisReplayQueue(client, config.run, config.replay).stat()
+    await client.aclose()
+    digests: dict[int, str] = {}
+    for policy in policies:
+        digests.setdefault(policy.step, policy.weights_digest)
+    lines = (config.folder / "metrics.jsonl").read_text().splitlines()
+    newest = sorted((config.folder / "checkpoints").glob("step-*"))[-1]
+    ledger = json.loads((newest / "trainer.json").read_text())["ledger"]
+    return Outcome(digests, [json.loads(line)["loss"] for line in lines], stat, ledger)

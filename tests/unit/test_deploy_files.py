@@ -1,0 +1,257 @@
+"""The files under deploy/: configs load, dashboards ask for metrics that exist, Redis users can do their work only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from penstock.config.loading import load_config
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.errors import PenstockError
+from penstock.fleet import Fleet, ServerRecord
+from penstock.policies import PolicyRegistry
+from penstock.ports import free_port, wait_for_port
+from penstock.replay.contract import QueueStat
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.v1 import policies_pb2
+from penstock_services.local.private_redis import find_redis_server
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ROLES = ("gateway", "rollout", "learner")
+RUN = "acl"
+REFUSED = "permission|can't run this command"
+Clients = dict[str, Redis]
+
+
+# ── compose ──
+
+
+def test_the_compose_config_loads() -> None:
+    config = load_config(DEPLOY / "compose" / "run.yaml", ["--redis.url=redis://gateway:pw@redis:6379/0"])
+    assert config.gateway.api_key_file is not None and config.weights.cluster_key_file is not None
+
+
+def test_compose_starts_every_process_with_the_config_and_its_own_redis_user() -> None:
+    services = yaml.safe_load((DEPLOY / "compose" / "cpu.yaml").read_text())["services"]
+    for role in ROLES:
+        command = services[role]["command"]
+        assert command[:2] == [role, "--config=/etc/penstock/run.yaml"]
+        assert any(word.startswith(f"--redis.url=redis://{role}:${{{role.upper()}_PASSWORD") for word in command)
+        dockerfile = DEPLOY.parent / services[role]["build"]["dockerfile"]
+        assert dockerfile.is_file()
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda path: path.name)
+def test_images_are_pinned_run_without_root_and_say_how_they_are(path: Path) -> None:
+    text = path.read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
+    for image in re.findall(r"^FROM (\S+)", text, re.M):
+        base = arguments[image[2:-1]] if image.startswith("${") else image
+        assert re.search(r":v?\d+\.\d+\.\d+", base), f"{base} is not pinned"
+    last_stage = text[text.rindex("\nFROM ") :]
+    assert re.search(r"^USER 10001$", last_stage, re.M)
+    assert "HEALTHCHECK" in last_stage
+
+
+# ── dashboards ──
+
+
+def declared_names() -> set[str]:
+    from penstock_learner.metrics import LearnerMetrics
+    from penstock_rollout.metrics import RolloutMetrics
+    from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
+
+    names: set[str] = set()
+    gateway_registry = CollectorRegistry()
+    gateway = GatewayMetrics(gateway_registry, capacity_bytes=1)
+    gateway.run.snapshot = RunSnapshot(QueueStat(*[0] * len(QueueStat.__dataclass_fields__)), {"test": 1})
+    registries = [
+        gateway_registry,
+        LearnerMetrics(CollectorRegistry(), "standalone").registry,
+        RolloutMetrics(CollectorRegistry()).registry,
+    ]
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    for registry in registries:
+        for family in registry.collect():
+            names.update(family.name + suffix for suffix in suffixes[family.type])
+    return names
+
+
+def expressions(dashboard: Path) -> list[str]:
+    return [target["expr"] for panel in json.loads(dashboard.read_text())["panels"] for target in panel["targets"]]
+
+
+def test_dashboards_ask_only_for_metrics_that_the_code_declares() -> None:
+    known = declared_names()
+    dashboards = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+    assert dashboards
+    for dashboard in dashboards:
+        asked = {name for text in expressions(dashboard) for name in re.findall(r"penstock_\w+", text)}
+        assert asked and asked <= known, sorted(asked - known)
+
+
+def test_panels_have_ids_and_a_data_source_variable() -> None:
+    for path in (DEPLOY / "grafana" / "dashboards").glob("*.json"):
+        dashboard = json.loads(path.read_text())
+        assert "__inputs" not in dashboard
+        assert [v["type"] for v in dashboard["templating"]["list"]][0] == "datasource"
+        ids = [panel["id"] for panel in dashboard["panels"]]
+        assert len(set(ids)) == len(ids)
+        for panel in dashboard["panels"]:
+            assert panel["datasource"]["uid"] == "${datasource}"
+            assert all(target["refId"] for target in panel["targets"])
+
+
+# ── Redis users ──
+
+
+@pytest.fixture(scope="module")
+def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Redis as compose and the chart start it, with the password `<role>-secret` for every role."""
+    folder, port = tmp_path_factory.mktemp("acl"), free_port()
+    environment = os.environ | {f"{role.upper()}_PASSWORD": f"{role}-secret" for role in ROLES}
+    process = subprocess.Popen(
+        [
+            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder),
+            "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
+        ],
+        env=environment | {"REDIS_SERVER": find_redis_server()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
+    yield port
+    process.kill()
+    process.wait(timeout=20)
+
+
+@pytest.fixture
+async def clients(acl_redis: int) -> AsyncIterator[Clients]:
+    async with AsyncExitStack() as stack:
+        opened = {
+            role: connect(RedisConfig(url=f"redis://{role}:{role}-secret@127.0.0.1:{acl_redis}/0")) for role in ROLES
+        }
+        for client in opened.values():
+            stack.push_async_callback(client.aclose)
+        yield opened
+
+
+@pytest.fixture
+def queues(clients: Clients) -> Callable[[str], RedisReplayQueue]:
+    config = ReplayConfig(groups_per_step=8, max_staleness=1, max_attempts=2)
+    return lambda role: RedisReplayQueue(clients[role], RUN, config)
+
+
+async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue]) -> None:
+    gateway, rollout, learner = (queues(role) for role in ROLES)
+    submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids
+    await learner.take_term(0)
+    assert await learner.restore(0) == {}
+    await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
+
+    leases = await rollout.lease("r0", 8)
+    assert len(leases) == 6
+    assert await rollout.heartbeat("r0", leases) == []
+    await rollout.give_back("r0", leases[5])
+    for _ in range(2):
+        again = await rollout.lease("r0", 1)
+        await rollout.give_back("r0", again[0], failure="oops")
+    for lease in leases[:5]:
+        assert await rollout.append(lease, b"group", 0) == "accepted"
+    assert await rollout.reconcile(leases[:5]) is not None
+    assert await gateway.get_group(leases[0].prompt_id) == b"group"
+
+    taken = await learner.take(1, 4)
+    assert [delivery.payload for delivery in await learner.fetch(taken)] == [b"group"] * 4
+    await learner.expire(taken[2])
+    await learner.dead_letter(taken[3], "checksum")
+    assert await learner.commit(1, taken[:2]) == 2
+    assert await learner.allocate_version(1) == 1
+    assert (await learner.stat()).conservation_error == 0
+
+    await gateway.create_evaluation("e", [b"q"])
+    evaluation = next(lease for lease in await rollout.lease("r0", 8) if lease.prompt_id not in submitted)
+    await rollout.record_evaluation("e", evaluation, [1.0], 0, 0)
+    assert (await gateway.get_evaluation("e")).num_finished == 1
+    assert (await gateway.get_prompt(taken[0])).state == "trained"
+    assert sum((await gateway.dead_letter_reasons()).values()) == 2
+    assert (await gateway.stat()).trained == 2
+
+    fleets = {role: Fleet(clients[role], RUN) for role in ROLES}
+    await fleets["rollout"].join(ServerRecord("r0", "127.0.0.1:1", "torch"))
+    await fleets["learner"].set_state("r0", "READY")
+    assert [server.state for server in await fleets["learner"].servers()] == ["READY"]
+    assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
+    assert await fleets["gateway"].generation() > 0
+    await fleets["rollout"].leave("r0")
+    for role in ("gateway", "rollout"):
+        assert (await PolicyRegistry(clients[role], RUN).get()).policy_version == 0
+        assert await PolicyRegistry(clients[role], RUN).newest_snapshot() is None
+        assert await clients[role].ping()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "command",
+    ["FLUSHALL", "FLUSHDB", "CONFIG GET *", "DEBUG SLEEP 0", "RESTORE k 0 v", "KEYS *", "SCAN 0", "ACL LIST",
+     "SHUTDOWN", "SCRIPT FLUSH", "MIGRATE h 1 k 0 1", "MONITOR", "GET other", "HGET other:{acl}:counters term"],
+)  # fmt: skip
+async def test_nobody_reaches_beyond_the_queue(clients: Clients, role: str, command: str) -> None:
+    with pytest.raises((NoPermissionError, ResponseError), match=REFUSED):
+        await clients[role].execute_command(*command.split())
+
+
+async def test_a_producer_reads_no_groups_and_no_manifests(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue]
+) -> None:
+    prefix = f"penstock:{{{RUN}}}:"
+    await queues("gateway").submit([b"p"], [0], "")
+    rollout = queues("rollout")
+    lease = (await rollout.lease("reader", 8))[-1]
+    await rollout.append(lease, b"group", 0)
+    key = f"{prefix}group:{lease.prompt_id}:{lease.attempt}"
+    for words in (("GET", key), ("MGET", key), ("HGETALL", f"{prefix}prompts"), ("HGET", f"{prefix}manifests", "1")):
+        with pytest.raises(NoPermissionError):
+            await clients["rollout"].execute_command(*words)
+    with pytest.raises(ResponseError, match=REFUSED):
+        await clients["rollout"].eval("return redis.call('GET', KEYS[1])", 1, key)
+
+
+async def test_the_gateway_deletes_nothing_and_the_learner_leases_nothing(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue]
+) -> None:
+    with pytest.raises(NoPermissionError):
+        await clients["gateway"].unlink(f"penstock:{{{RUN}}}:prompts")
+    with pytest.raises(NoPermissionError):
+        await clients["gateway"].hdel(f"penstock:{{{RUN}}}:prompts", "1")
+    with pytest.raises(PenstockError, match=REFUSED):
+        await queues("learner").lease("l", 1)
+
+
+async def test_a_role_without_its_password_is_not_let_in(acl_redis: int) -> None:
+    for user in ("gateway:wrong", "default:", ":"):
+        client = connect(RedisConfig(url=f"redis://{user}@127.0.0.1:{acl_redis}/0"))
+        with pytest.raises(AuthenticationError):
+            await client.ping()
+        await client.aclose()
+
+
+def test_start_refuses_an_empty_password(tmp_path: Path) -> None:
+    result = subprocess.run(
+        ["sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(tmp_path)],
+        env={"PATH": os.environ["PATH"], "GATEWAY_PASSWORD": "x"}, capture_output=True, text=True, timeout=20,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "ROLLOUT_PASSWORD is empty" in result.stderr

@@ -9,11 +9,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.config.loading import load_config
-from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.logs import setup_logging
+
+if TYPE_CHECKING:
+    from penstock.config.run import RunConfig
 
 logger = logging.getLogger("penstock_learner")
 
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
+    from penstock.config.loading import load_config
+
     try:
         config = load_config(arguments.config, overrides)
         setup_logging("learner", config.run)

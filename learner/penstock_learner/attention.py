@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
 
 NAME = "penstock_packed"
 
@@ -60,4 +59,8 @@ def packed_attention(
     return output.transpose(1, 2)[packing.rows, packing.columns].unsqueeze(0), None
 
 
-AttentionInterface.register(NAME, packed_attention)
+def register() -> None:
+    """Make the name known to Hugging Face models."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 from penstock.errors import ConfigError
-from penstock_learner.attention import NAME as PACKED_ATTENTION
+from penstock_learner import attention
 from penstock_learner.attention import Packing
 from penstock_learner.packing import SequenceBatch
 
@@ -87,8 +86,11 @@ def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int) -> PackedCausa
     """Load a checkpoint folder with packed attention. Never reaches the network."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path {path} is not a model folder (no config.json); give a Hugging Face checkpoint")
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
     lm = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+        path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
     return PackedCausalLM(lm, chunk_tokens)
 

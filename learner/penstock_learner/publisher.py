@@ -64,8 +64,9 @@ class PushReport:
 class WeightPublisher:
     """Buckets of the newest gathered version. `begin`, `put` and `seal` alternate with `push`, never overlap it."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, host: str) -> None:
         self.config = config
+        self.host = host
         self.manifest = weights_pb2.WeightManifest()
         self.buckets: list[NDArray[np.uint8]] = []
         self.checksums: list[str] = []
@@ -131,7 +132,7 @@ class WeightPublisher:
         """Everyone ready, or the ones who are not, with reasons."""
         weights = self.config.weights
         self._pushes += 1
-        self._store_port = free_port(self.config.learner.publish_host)
+        self._store_port = free_port(self.host)
         self._prefix = f"push-{self._pushes}"
         if weights.transport == "snapshot":
             folder = self.config.folder / "pushes" / f"version-{self.manifest.policy_version:08d}"
@@ -139,7 +140,7 @@ class WeightPublisher:
             rendezvous = str(folder.resolve())
         else:
             self._open_store(len(members) + 1)
-            rendezvous = f"{self.config.learner.publish_host}:{self._store_port}/{self._prefix}"
+            rendezvous = f"{self.host}:{self._store_port}/{self._prefix}"
         requests = [
             weights_pb2.AnnounceRequest(
                 manifest=self.manifest, transport=weights.transport, rendezvous=rendezvous, rank=rank,
@@ -154,7 +155,7 @@ class WeightPublisher:
 
     def _open_store(self, world_size: int) -> None:
         self._store = TCPStore(
-            self.config.learner.publish_host,
+            self.host,
             self._store_port,
             world_size,
             is_master=True,

@@ -31,8 +31,9 @@ class LearnerConfig(Config):
     reference: RoleConfig = RoleConfig()
     ray_address: str = ""
     """Ray cluster to join; empty starts a private one on this machine."""
-    publish_host: str = "127.0.0.1"
-    """Address at which rollout servers meet the publisher for a weight transfer."""
+    publish_host: str = ""
+    """Address at which rollout servers meet the publisher for a weight transfer; empty takes that of the Ray node on
+    which the publisher runs."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""

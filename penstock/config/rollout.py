@@ -44,6 +44,8 @@ class RolloutConfig(Config):
     """Servers that `penstock up` starts on this machine."""
     host: str = "127.0.0.1"
     """Address of the internal gRPC listener (weights) and of /metrics."""
+    advertise_host: str = ""
+    """Address under which the learner reaches this server; empty: `host`."""
     port: int = Field(default=0, ge=0, le=65535)
     """Internal gRPC port; 0 takes a free one."""
     metrics_port: int = Field(default=0, ge=0, le=65535)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.config.loading import load_config
 from penstock.errors import PenstockError
 from penstock.logs import setup_logging
 
@@ -19,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-id", default="rollout-0", help="its name in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
+    from penstock.config.loading import load_config
+
     try:
         config = load_config(arguments.config, overrides)
         setup_logging(arguments.server_id, config.run)

@@ -23,7 +23,13 @@ class GroupMaker:
     """Generates all samples of a prompt at once, then scores them."""
 
     def __init__(
-        self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, scorer: Scorer, metrics: RolloutMetrics
+        self,
+        run: str,
+        server_id: str,
+        engine: Engine,
+        tokenization: Tokenization,
+        scorer: Scorer,
+        metrics: RolloutMetrics,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -39,8 +45,12 @@ class GroupMaker:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
-                    agent(self.engine, f"{lease.prompt_id}.{lease.attempt}.{index}", prompt_ids,
-                          replace(prompt.sampling, seed=_seed(prompt, index)))
+                    agent(
+                        self.engine,
+                        f"{lease.prompt_id}.{lease.attempt}.{index}",
+                        prompt_ids,
+                        replace(prompt.sampling, seed=_seed(prompt, index)),
+                    )
                 )  # fmt: skip
                 for index in range(prompt.num_samples)
             ]

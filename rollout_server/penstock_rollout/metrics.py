@@ -35,7 +35,9 @@ class RolloutMetrics:
         )  # fmt: skip
         self.reward_seconds = Histogram(name("reward_duration_seconds"), "Scoring one group.", registry=registry)
         self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
-        self.failures = Counter(name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry)
+        self.failures = Counter(
+            name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry
+        )
         self.append_wait = Counter(
             name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
         )

@@ -157,9 +157,7 @@ class Producer:
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
-        await self.queue.record_evaluation(
-            prompt.evaluation_id, lease, rewards, group.min_version, group.max_version
-        )
+        await self.queue.record_evaluation(prompt.evaluation_id, lease, rewards, group.min_version, group.max_version)
 
     async def _give_back(self, lease: Lease, error: BaseException) -> None:
         """Return the prompt with the kind of error as the reason; anything unexpected is logged whole."""

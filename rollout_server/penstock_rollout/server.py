@@ -12,12 +12,11 @@ import grpc
 from prometheus_client import REGISTRY
 
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, Unavailable
+from penstock.errors import ConfigError, NotFound, Unavailable
 from penstock.fleet import Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.replay.redis_queue import RedisReplayQueue, connect
-from penstock.errors import NotFound
 from penstock.v1 import weights_pb2_grpc
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
@@ -89,7 +88,7 @@ class RolloutServer:
                 f"port {rollout.port} on {rollout.host} is in use; set rollout.port to a free one or 0"
             ) from error
         await listener.start()
-        self.address = f"{rollout.host}:{port}"
+        self.address = f"{rollout.advertise_host or rollout.host}:{port}"
         metrics_port = serve_metrics(REGISTRY, rollout.host, rollout.metrics_port)
         write_endpoint(self.config.folder, self.server_id, host=rollout.host, port=port, metrics_port=metrics_port)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import grpc
 
@@ -14,6 +15,7 @@ from penstock_rollout.engines.engine import Engine, StageRequest
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
@@ -28,7 +30,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.in_flight_updates = 0
 
     async def Announce(  # noqa: N802
-        self, request: weights_pb2.AnnounceRequest, context: grpc.aio.ServicerContext
+        self, request: weights_pb2.AnnounceRequest, context: Context
     ) -> weights_pb2.AnnounceResponse:
         await self._admit(request.manifest.run, request.manifest.term, context)
         stage = StageRequest(
@@ -46,7 +48,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 
     async def Commit(  # noqa: N802
-        self, request: weights_pb2.CommitRequest, context: grpc.aio.ServicerContext
+        self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
         await self._admit(self.run, request.term, context)
         try:
@@ -69,15 +71,15 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         )
 
     async def Abort(  # noqa: N802
-        self, request: weights_pb2.AbortRequest, context: grpc.aio.ServicerContext
+        self, request: weights_pb2.AbortRequest, context: Context
     ) -> weights_pb2.AbortResponse:
         await self._admit(self.run, self.highest_term, context)
         logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
         await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 
-    async def _admit(self, run: str, term: int, context: grpc.aio.ServicerContext) -> None:
-        if not is_authorised(self.config, context.invocation_metadata() or ()):
+    async def _admit(self, run: str, term: int, context: Context) -> None:
+        if not is_authorised(self.config, tuple(context.invocation_metadata() or ())):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if run != self.run:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}, not {run!r}")

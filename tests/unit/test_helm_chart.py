@@ -213,7 +213,6 @@ def test_a_changed_config_restarts_the_pods_and_names_a_new_job() -> None:
         ("config.redis.url=redis://:secret@host", "url"),
         ("rollout.gpus=2", "tensor_parallel_size"),
         ("redis.enabled=false", "externalRedis"),
-        ("learner.groups.policy.ranksPerPod=2", "transport"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, complaint: str) -> None:

@@ -68,7 +68,8 @@ class PolicyWorker(Rank):
             eps=learner.adam_eps,
             weight_decay=learner.weight_decay,
         )
-        self.publisher = WeightPublisher(self.config) if self.rank == 0 else None
+        host = self.config.learner.publish_host or self.node_address
+        self.publisher = WeightPublisher(self.config, host) if self.rank == 0 else None
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] under the current weights: the proximal policy of the step."""

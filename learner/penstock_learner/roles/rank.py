@@ -29,8 +29,7 @@ class Rank:
 
     def rendezvous(self) -> str:
         """Called on rank 0: where the others meet it."""
-        address = ray.util.get_node_ip_address()
-        return f"tcp://{address}:{free_port()}"
+        return f"tcp://{self.node_address}:{free_port(self.node_address)}"
 
     def join(self, rendezvous: str) -> None:
         """Join the role's process group: NCCL with a GPU, gloo without."""
@@ -47,6 +46,11 @@ class Rank:
             world_size=self.world_size,
             timeout=timedelta(seconds=learner.rank_timeout_s),
         )
+
+    @property
+    def node_address(self) -> str:
+        address: str = ray.util.get_node_ip_address()
+        return address
 
     @property
     def model_dtype(self) -> torch.dtype:

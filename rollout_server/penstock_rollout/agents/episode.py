@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,5 +24,5 @@ class Episode:
     finish_reason: FinishReason
 
 
-AgentLoop = Callable[[Engine, str, tuple[int, ...], Sampling], Awaitable[Episode]]
+AgentLoop = Callable[[Engine, str, tuple[int, ...], Sampling], Coroutine[Any, Any, Episode]]
 """(engine, request id, prompt token ids, sampling with this sample's seed) to an episode."""

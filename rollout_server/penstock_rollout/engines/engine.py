@@ -117,5 +117,5 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Free everything, child processes too."""
+        """Free everything, child processes too. Requests that run end as aborted."""
         ...

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
+from penstock.weights.manifest import ITEM_BYTES, TensorShape
 
 TIED_HEAD = "lm_head.weight"
 """A push may hold it even where the output layer is the embedding."""
@@ -47,9 +48,16 @@ def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple
         raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
     if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
         raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")
-    for name, shape in pushed.items():
-        if shapes.get(name, shape) != shape:
-            raise WeightPushFailed(f"{name} has shape {shape} in the push and {shapes[name]} in the model")
+    for spec in manifest.tensors:
+        shape = tuple(spec.shape)
+        if shapes.get(spec.name, shape) != shape:
+            raise WeightPushFailed(f"{spec.name} has shape {shape} in the push and {shapes[spec.name]} in the model")
+        if spec.dtype not in ITEM_BYTES or spec.num_bytes != TensorShape(spec.name, spec.dtype, shape).num_bytes:
+            raise WeightPushFailed(f"{spec.name} is not {spec.num_bytes} bytes of {spec.dtype}")
+        if not 0 <= spec.bucket < len(manifest.buckets):
+            raise WeightPushFailed(f"{spec.name} lies in bucket {spec.bucket}, and there are {len(manifest.buckets)}")
+        if spec.offset_bytes < 0 or spec.offset_bytes + spec.num_bytes > manifest.buckets[spec.bucket].num_bytes:
+            raise WeightPushFailed(f"{spec.name} does not lie inside its bucket")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

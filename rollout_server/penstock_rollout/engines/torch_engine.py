@@ -35,7 +35,6 @@ STOP_TIMEOUT_S = 10.0
 IDLE_S = 1.0
 
 _T = TypeVar("_T")
-_Delivery = tuple[Row, TokenChunk | Unavailable]
 
 
 class TorchEngine:
@@ -213,11 +212,11 @@ class TorchEngine:
         try:
             while not self._stopping:
                 self._turn()
-            self._end("the engine was stopped")
+            self._abort_all()
         except Exception as error:
             logger.exception("the torch engine failed")
             self._broken = repr(error)
-            self._end(self._broken)
+            self._loop.call_soon_threadsafe(self._fail_all)
 
     def _turn(self) -> None:
         """Wait for something to do, then do the actions, admit what fits, and step once."""
@@ -250,24 +249,22 @@ class TorchEngine:
         return admitted
 
     def _deliver(self, rows: list[Row]) -> None:
+        """One wake-up of the event loop for a whole step."""
         ready = [row for row in rows if row.finish_reason is not None or row.request.stream]
         if ready:
-            self._hand_over([(row, row.take_chunk()) for row in ready])
+            self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])
 
-    def _end(self, why: str) -> None:
-        """The last thing the thread does: nobody may be left waiting."""
-        with self._changed:
-            rows = [*self._batch.rows, *self._waiting]
-            actions = list(self._actions)
-        for action in actions:
-            action()
-        self._hand_over([(row, Unavailable(why)) for row in rows])
+    def _abort_all(self) -> None:
+        rows = [*self._batch.release(), *self._waiting]
+        for row in rows:
+            row.finish_reason = "aborted"
+        self._deliver(rows)
 
-    def _hand_over(self, deliveries: list[_Delivery]) -> None:
-        """One wake-up of the event loop for a whole step."""
-        self._loop.call_soon_threadsafe(self._put, deliveries)
-
-    def _put(self, deliveries: list[_Delivery]) -> None:
-        for row, chunk in deliveries:
+    def _put(self, chunks: list[tuple[Row, TokenChunk]]) -> None:
+        for row, chunk in chunks:
             if (queue := self._queues.get(row)) is not None:
                 queue.put_nowait(chunk)
+
+    def _fail_all(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(Unavailable(f"the torch engine failed: {self._broken}"))

@@ -283,6 +283,7 @@ class VllmEngine:
             return
         self._broken = "it was stopped"
         llm, self._llm = self._llm, None
+        await self._core(llm.abort(list(self._running)))
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)

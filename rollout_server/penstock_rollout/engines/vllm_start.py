@@ -85,13 +85,15 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
 def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
     """Blocks until EngineCore has loaded the model.
 
-    On CPU the child is forked, which saves importing vLLM again; creating the config forces spawn there, so the method
-    is set after it."""
+    On CPU the child is forked, which saves importing vLLM again. It must happen before this process computes with
+    several OpenMP threads, which do not survive a fork; VLLM_WORKER_MULTIPROC_METHOD=spawn is the slow way around.
+    Creating the config overwrites that variable, so it is set after it."""
     prepare_environment()
+    start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if is_cpu_build():
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
     return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])

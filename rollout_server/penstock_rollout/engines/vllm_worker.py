@@ -6,6 +6,7 @@ between two decode steps, so none of them waits; arguments and results are plain
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,9 @@ from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.engines.receive import WeightStage
 
 PARENT_POLL_S = 0.5
+
+# At every reload it warns of the layers that have no weights of their own: rotary embeddings and tied heads.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class WeightStaging:

@@ -1,0 +1,31 @@
+# The learner: its driver, and the Ray nodes that hold the roles. Build from the repository's root:
+#   docker build -f deploy/docker/learner.Dockerfile -t penstock/learner:0.1.0 .
+#   … --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t penstock/learner-cpu:0.1.0 .
+FROM python:3.11.13-slim-bookworm AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+ARG RAY_VERSION=2.60.0
+WORKDIR /src
+RUN python -m venv /opt/penstock
+COPY pyproject.toml README.md LICENSE ./
+COPY penstock penstock
+COPY rollout_server rollout_server
+COPY learner learner
+COPY services services
+# KubeRay's probes ask the dashboard agent, which only ray[default] has.
+RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
+    ".[learner]" "ray[default]==${RAY_VERSION}"
+
+FROM python:3.11.13-slim-bookworm
+# wget: KubeRay's probes call it. The links: KubeRay starts Ray in a login shell, which resets PATH.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \
+  && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs \
+  && ln -s /opt/penstock/bin/ray /opt/penstock/bin/penstock /usr/local/bin/
+COPY --from=build /opt/penstock /opt/penstock
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
+USER 10001
+EXPOSE 9100
+HEALTHCHECK --start-period=120s --interval=10s --timeout=5s \
+  CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9100/metrics', timeout=4)"]
+ENTRYPOINT ["penstock"]
+CMD ["learner", "--config", "/etc/penstock/run.yaml"]

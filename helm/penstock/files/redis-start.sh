@@ -1,0 +1,31 @@
+#!/bin/sh
+# Start Redis with the users of users.acl and the passwords of the environment.
+#
+# users.acl holds rights only: its users are on, and without a password nobody can log in as one of them. Each gets the
+# SHA-256 of its variable here, so no password is on a command line or in a file. Redis' own ACL files allow no comments.
+#
+# usage: start.sh USERS_ACL FOLDER [redis.conf lines as --options ...]
+# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; REDIS_SERVER names the binary.
+set -eu
+umask 077
+users=$1 folder=$2
+shift 2
+
+hash_of() {
+  if [ -z "$2" ]; then
+    echo "start.sh: error: $1 is empty; give every role a password" >&2
+    exit 2
+  fi
+  printf %s "$2" | sha256sum | cut -d' ' -f1
+}
+
+gateway=$(hash_of GATEWAY_PASSWORD "${GATEWAY_PASSWORD:-}")
+rollout=$(hash_of ROLLOUT_PASSWORD "${ROLLOUT_PASSWORD:-}")
+learner=$(hash_of LEARNER_PASSWORD "${LEARNER_PASSWORD:-}")
+unset GATEWAY_PASSWORD ROLLOUT_PASSWORD LEARNER_PASSWORD
+
+sed -e "s/^user gateway on resetpass/& #$gateway/" \
+  -e "s/^user rollout on resetpass/& #$rollout/" \
+  -e "s/^user learner on resetpass/& #$learner/" "$users" >"$folder/users.acl"
+
+exec "${REDIS_SERVER:-redis-server}" --aclfile "$folder/users.acl" "$@"

@@ -1,0 +1,63 @@
+{{/* The run's configuration: .Values.config plus what the chart decides. Redis' URL holds a password and is no part of
+it: every process gets it as `--redis.url`, from its environment. So does a rollout server its pod's address. */}}
+{{- define "penstock.config" -}}
+{{- $decided := dict
+  "run_dir" "/runs"
+  "gateway" (dict "host" "0.0.0.0" "port" 8080 "grpc_port" 9090 "api_key_file" "/etc/penstock/keys/api-key")
+  "rollout" (dict "port" 7070 "metrics_port" 9100)
+  "weights" (dict "cluster_key_file" "/etc/penstock/keys/cluster-key")
+  "learner" (dict "ray_address" "auto" "metrics_host" "0.0.0.0" "metrics_port" 9100)
+-}}
+{{- mustMergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
+{{- end -}}
+
+{{/* The resource groups of the placement that this run needs, as penstock_learner.placement has them: a JSON list of
+{name, settings, bundles, cpus, gpus}; cpus and gpus are those of one bundle. */}}
+{{- define "penstock.resourceGroups" -}}
+{{- $learner := .Values.config.learner -}}
+{{- $layouts := dict
+  "standalone" (list (list "policy") (list "reference") (list "critic") (list "reward_model"))
+  "split-collocate" (list (list "policy" "reference") (list "critic" "reward_model"))
+-}}
+{{- $needed := dict "policy" (dig "policy" (dict) $learner) -}}
+{{- if ne (dig "algorithm" "kl" "placement" "none" $learner) "none" -}}
+{{- $_ := set $needed "reference" (dig "reference" (dict) $learner) -}}
+{{- end -}}
+{{- range list "critic" "reward_model" -}}
+{{- if hasKey $learner . -}}{{- $_ := set $needed . (index $learner .) -}}{{- end -}}
+{{- end -}}
+{{- $groups := list -}}
+{{- range $layout := index $layouts ($learner.placement | default "standalone") -}}
+{{- $names := list -}}{{- $bundles := 0 -}}{{- $cpus := 0.0 -}}{{- $gpus := 0.0 -}}
+{{- range $role := $layout -}}
+{{- if hasKey $needed $role -}}
+{{- $sizes := index $needed $role -}}
+{{- $names = append $names $role -}}
+{{- $bundles = max $bundles (dig "num_ranks" 1 $sizes | int) -}}
+{{- $cpus = addf $cpus (dig "cpus_per_rank" 1.0 $sizes | float64) -}}
+{{- $gpus = addf $gpus (dig "gpus_per_rank" 0.0 $sizes | float64) -}}
+{{- end -}}
+{{- end -}}
+{{- if $names -}}
+{{- $name := join "-" $names | replace "_" "-" -}}
+{{- $groups = append $groups (dict "name" $name "settings" (first $names) "bundles" $bundles "cpus" $cpus "gpus" $gpus) -}}
+{{- end -}}
+{{- end -}}
+{{- $groups | toJson -}}
+{{- end -}}
+
+{{/* Combinations that cannot work, refused before anything is installed. */}}
+{{- define "penstock.check" -}}
+{{- $values := .Values -}}
+{{- $tensorParallel := dig "rollout" "engine" "tensor_parallel_size" 1 $values.config | int -}}
+{{- if and $values.rollout.gpus (ne (int $values.rollout.gpus) $tensorParallel) -}}
+{{- fail (printf "rollout.gpus is %v and config.rollout.engine.tensor_parallel_size is %d; make them equal, or rollout.gpus 0 for CPU" $values.rollout.gpus $tensorParallel) -}}
+{{- end -}}
+{{- $external := or $values.externalRedis.url $values.externalRedis.existingSecret -}}
+{{- if and $values.redis.enabled $external -}}
+{{- fail "redis.enabled is true and externalRedis is set; choose one" -}}
+{{- end -}}
+{{- if not (or $values.redis.enabled $external) -}}
+{{- fail "redis.enabled is false; set externalRedis.url or externalRedis.existingSecret" -}}
+{{- end -}}
+{{- end -}}

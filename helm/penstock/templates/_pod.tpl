@@ -1,0 +1,96 @@
+{{/* What every pod and container has in common. */}}
+{{- define "penstock.podSecurity" -}}
+serviceAccountName: {{ include "penstock.fullname" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .Values.securityContext.runAsUser }}
+  runAsGroup: {{ .Values.securityContext.runAsGroup }}
+  fsGroup: {{ .Values.securityContext.fsGroup }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "penstock.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.checksums" -}}
+checksum/config: {{ include "penstock.config" . | sha256sum }}
+{{- end -}}
+
+{{/* include "penstock.env" (list . "gateway"): logs as JSON, caches where the root is read-only, and Redis' URL. */}}
+{{- define "penstock.env" -}}
+{{- $root := first . -}}
+{{- $role := last . -}}
+- {name: PENSTOCK_LOG, value: json}
+- {name: HOME, value: /tmp}
+{{- if eq $role "ray" }}
+{{- else if $root.Values.redis.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ $root.Values.secretName }}, key: redis-{{ $role }}-password}}
+- name: REDIS_URL
+  value: redis://{{ $role }}:$(REDIS_PASSWORD)@{{ include "penstock.fullname" $root }}-redis:6379/0
+{{- else if $root.Values.externalRedis.existingSecret }}
+- name: REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ $root.Values.externalRedis.existingSecret }}, key: {{ $root.Values.externalRedis.key }}}}
+{{- else }}
+- {name: REDIS_URL, value: {{ $root.Values.externalRedis.url | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.rayEnv" -}}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .Values.secretName }}, key: ray-token}}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{- define "penstock.mounts" -}}
+- {name: config, mountPath: /etc/penstock/run.yaml, subPath: run.yaml, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: runs, mountPath: /runs}
+{{- end -}}
+
+{{- define "penstock.modelMounts" -}}
+- {name: models, mountPath: {{ .Values.storage.models.mountPath }}, readOnly: true}
+- {name: shm, mountPath: /dev/shm}
+{{- end -}}
+
+{{/* include "penstock.keysVolume" (list . "cluster-key"): the one key that the pod needs. */}}
+{{- define "penstock.keysVolume" -}}
+- name: keys
+  secret:
+    secretName: {{ (first .).Values.secretName }}
+    defaultMode: 0440
+    items: [{key: {{ last . }}, path: {{ last . }}}]
+{{- end -}}
+
+{{/* include "penstock.trainingVolumes" (list . "8Gi"): config, scratch, the run's folder, models and shared memory. */}}
+{{- define "penstock.trainingVolumes" -}}
+{{- $root := first . -}}
+{{- $name := include "penstock.fullname" $root -}}
+- {name: config, configMap: {name: {{ $name }}-config}}
+- {name: tmp, emptyDir: {}}
+- {name: runs, persistentVolumeClaim: {claimName: {{ $root.Values.storage.runs.existingClaim | default (printf "%s-runs" $name) }}}}
+- {name: models, persistentVolumeClaim: {claimName: {{ $root.Values.storage.models.existingClaim }}, readOnly: true}}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ last . }}}}
+{{- end -}}

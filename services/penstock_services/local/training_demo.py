@@ -1,0 +1,105 @@
+"""The demo itself: score the held-out problems, train, score them again, and write down what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from penstock.config.run import RunConfig
+from penstock.datasets import read_prompts
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.trajectory import Prompt, Sampling
+from penstock_services.local.display import Progress, make_display
+from penstock_services.local.local_run import LocalRun
+from penstock_services.local.summary import print_summary, read_history, summarise, write_plot
+
+POLL_S = 0.5
+SUBMIT_BATCH = 512
+"""Prompts submitted at once, whenever fewer than this many wait."""
+
+
+async def demo(config: RunConfig) -> dict[str, Any]:
+    """Score, train, score again; returns the summary that is also written to the run's folder."""
+    started = time.monotonic()
+    train, heldout = _prompts(config)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, task.cancel)
+    with make_display(config) as display:
+        async with LocalRun(config) as run, asyncio.timeout(config.demo.deadline_s) as deadline:
+            try:
+                display.say("starting vLLM and the learner")
+                run.start_workers()
+                score_start = await _evaluate(run, "start", heldout)
+                display.say(f"held-out score before training: {score_start:.3f}")
+                await _train(run, train, display)
+                display.say("scoring the trained policy")
+                score_end = await _evaluate(run, "end", heldout)
+                final = await run.client.get_run()
+            except TimeoutError as error:
+                if deadline.expired():
+                    raise DeadlineExceeded(
+                        f"the demo was not done after {config.demo.deadline_s:.0f} s; see {run.folder / 'logs'}, "
+                        "or raise demo.deadline_s"
+                    ) from error
+                raise
+            display.say("stopping everything")
+    history = read_history(config.folder)
+    summary = summarise(config, history, final, score_start, score_end, time.monotonic() - started)
+    (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_plot(config.folder / "plot.png", history, summary)
+    print_summary(config, summary, history)
+    return summary
+
+
+def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
+    """Training prompts without end, in seeded order epoch by epoch, and the held-out ones."""
+    demo = config.demo
+    if demo.train_file is None or demo.heldout_file is None:
+        raise ConfigError("demo.train_file and demo.heldout_file must be set")
+    sampling = Sampling(temperature=demo.temperature, max_tokens=demo.max_tokens)
+    problems = list(read_prompts(demo.train_file, num_samples=demo.num_samples, sampling=sampling))
+    heldout = list(read_prompts(demo.heldout_file, num_samples=demo.heldout_samples, sampling=sampling))
+    order = random.Random(config.seed)
+    epochs = (order.sample(problems, len(problems)) for _ in itertools.count())
+    train = itertools.chain.from_iterable(epochs)
+    return _seeded(train, config.seed, demo.num_samples), list(_seeded(heldout, config.seed, demo.heldout_samples))
+
+
+def _seeded(prompts: Iterable[Prompt], seed: int, num_samples: int) -> Iterator[Prompt]:
+    """Each sample of each prompt draws with a seed of its own."""
+    base = seed * 1_000_003
+    for index, prompt in enumerate(prompts):
+        yield replace(prompt, sampling=replace(prompt.sampling, seed=base + index * num_samples))
+
+
+async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) -> float:
+    """Score held-out prompts by the fleet; fails as soon as a part dies."""
+    evaluation = await run.client.create_evaluation(evaluation_id, prompts)
+    while evaluation.num_finished < evaluation.num_prompts:
+        run.check()
+        await asyncio.sleep(POLL_S)
+        evaluation = await run.client.get_evaluation(evaluation_id)
+    return evaluation.score
+
+
+async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress) -> None:
+    """Keep prompts coming and show every new step, until the learner has finished."""
+    num_submitted = 0
+    while not run.learner_finished:
+        run.check()
+        status = await run.client.get_run()
+        if status["queue"]["pending_prompts"] < SUBMIT_BATCH:
+            batch = list(itertools.islice(prompts, SUBMIT_BATCH))
+            await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")
+            num_submitted += len(batch)
+        display.update(status, read_history(run.folder))
+        await asyncio.sleep(POLL_S)

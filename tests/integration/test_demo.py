@@ -1,0 +1,144 @@
+"""The whole thing, as a newcomer starts it: real Redis, gateway, vLLM, Ray, two FSDP2 ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240
+
+
+class DemoProcess:
+    """`penstock demo` in a process of its own; everything it started is ended with it, whatever happens."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.cli.main",
+            "demo",
+            "--run_dir",
+            str(folder),
+            "--run",
+            "t",
+            *overrides,
+        ]
+        self.folder = folder / "t"
+        self.output = folder / "output.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        self.seen: dict[int, psutil.Process] = {}
+
+    def descendants(self) -> list[psutil.Process]:
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen |= {process.pid: process for process in found}
+        return found
+
+    def wait(self) -> int:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text()
+            self.descendants()
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        metrics = self.folder / "metrics.jsonl"
+        while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= step):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            self.descendants()
+            time.sleep(0.1)
+
+    def orphans(self) -> list[str]:
+        """What is still alive of all it ever started; a process that is just ending gets a moment."""
+        alive = [process for process in self.seen.values() if process.is_running()]
+        _, alive = psutil.wait_procs(alive, timeout=5)
+        return [" ".join(process.cmdline()[:4]) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def end(self) -> None:
+        for process in [*self.descendants(), *self.seen.values()]:
+            if process.is_running():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DemoProcess]:
+    started = DemoProcess(tmp_path, *request.param)
+    yield started
+    started.end()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "demo", [("--learner.num_steps", "12", "--learner.checkpoint.every_steps", "5")], indirect=True
+)
+def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
+    demo.wait_for_step(3)
+    exposed = scrape(demo.folder, "rollout-0")
+    assert {"penstock_groups_produced", "vllm:num_requests_running"} <= exposed
+    assert {"penstock_learner_steps", "penstock_weight_syncs"} <= scrape(demo.folder, "learner")
+
+    assert demo.wait() == 0, demo.text()
+    summary = json.loads((demo.folder / "summary.json").read_text())
+    assert summary["steps"] == summary["policy_version"] == 12
+    assert summary["groups_trained"] == 12 * 32
+    assert summary["conservation_error"] == 0
+    assert summary["engine"] == "vllm"
+    assert 0.3 < summary["score_start"] < 0.5 < summary["score_end"] + 0.1
+    assert summary["in_flight_updates"] > 0
+    assert 0 < summary["staleness_mean"] <= summary["staleness_max"] <= 2
+    assert summary["tokens_per_second"] > 0
+    assert summary["seconds"] > 0
+    assert (demo.folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out score" in demo.text()
+    assert demo.orphans() == []
+    mismatches = [json.loads(line).get("logprob_mismatch") for line in metrics_lines(demo.folder)]
+    assert all(value < 1e-3 for value in mismatches if value is not None)
+    assert mismatches[0] is not None, "the first batch is on policy, so engine and learner can be compared"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("demo", [("--rollout.engine.name", "torch", "--learner.num_steps", "100000")], indirect=True)
+def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoProcess) -> None:
+    demo.wait_for_step(2)
+    [rollout] = [p for p in demo.descendants() if "penstock_rollout" in p.cmdline()]
+    os.kill(rollout.pid, signal.SIGKILL)
+    assert demo.wait() == 1
+    last = demo.text().strip().splitlines()[-1]
+    assert last.startswith("penstock: error: rollout-0 was killed by SIGKILL")
+    assert demo.orphans() == []
+
+
+def metrics_lines(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+def scrape(folder: Path, component: str) -> set[str]:
+    """Names of the metric families that a process exposes."""
+    import urllib.request
+
+    endpoint = json.loads((folder / f"{component}.json").read_text())
+    url = f"http://{endpoint['host']}:{endpoint['metrics_port']}/metrics"
+    with urllib.request.urlopen(url, timeout=20) as response:
+        return {family.name for family in text_string_to_metric_families(response.read().decode())}

@@ -1,0 +1,85 @@
+"""`penstock up` and `penstock demo` given something wrong: one line, a code, nothing left running."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def penstock(*words: str) -> tuple[int, str]:
+    """Exit code and error output; asserts that no child outlived the command."""
+    before = {process.pid for process in psutil.process_iter()}
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and str(ROOT) in str(p.info["cmdline"])]
+    assert left == []
+    return result.returncode, result.stderr
+
+
+def test_a_missing_config_file(tmp_path: Path) -> None:
+    code, error = penstock("up", str(tmp_path / "nowhere.yaml"))
+    assert code == 2
+    assert error.splitlines() == [
+        f"penstock: error: config file {tmp_path}/nowhere.yaml does not exist; examples are in examples/"
+    ]
+
+
+def test_a_model_folder_that_is_not_there(tmp_path: Path) -> None:
+    code, error = penstock("demo", "--run_dir", str(tmp_path), "--model.path", "/nowhere")
+    assert code == 2
+    assert error.splitlines() == [
+        "penstock: error: model.path /nowhere is not a model folder; give one with config.json in it"
+    ]
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, error = penstock("demo", "--run_dir", str(tmp_path), "--gateway.port", str(port))
+    assert code == 2
+    assert f"port {port} on 127.0.0.1 is in use; set gateway.port to a free one" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_mistyped_override(tmp_path: Path) -> None:
+    code, error = penstock("demo", "--run_dir", str(tmp_path), "--learner.Lr", "1")
+    assert code == 2
+    assert "unknown key 'learner.Lr'; did you mean 'lr'?" in error
+
+
+def test_a_missing_dataset(tmp_path: Path) -> None:
+    code, error = penstock("demo", "--run_dir", str(tmp_path), "--demo.train_file", "nowhere.parquet")
+    assert code == 2
+    assert "nowhere.parquet" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["demo", "up", "submit", "status", "policies", "gateway", "rollout", "learner"])
+def test_every_command_has_help_without_heavy_imports(command: str) -> None:
+    script = (
+        "import sys; from penstock.cli.main import main\n"
+        f"try: main([{command!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'vllm', 'ray', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "usage: penstock" in result.stdout

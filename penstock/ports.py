@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -24,10 +25,10 @@ def port_is_free(host: str, port: int) -> bool:
         return True
 
 
-def wait_for_port(host: str, port: int, timeout_s: float) -> bool:
-    """True once something accepts connections there, False when `timeout_s` passed."""
+def wait_for_port(host: str, port: int, timeout_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:
+    """True once something accepts connections there; False when `timeout_s` passed or `while_true` no longer holds."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and while_true():
         try:
             with socket.create_connection((host, port), timeout=1):
                 return True

@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
-from penstock.ports import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import call_metadata
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum, weights_digest
@@ -132,15 +131,14 @@ class WeightPublisher:
         """Everyone ready, or the ones who are not, with reasons."""
         weights = self.config.weights
         self._pushes += 1
-        self._store_port = free_port(self.host)
         self._prefix = f"push-{self._pushes}"
         if weights.transport == "snapshot":
             folder = self.config.folder / "pushes" / f"version-{self.manifest.policy_version:08d}"
             self.write_snapshot(folder)
             rendezvous = str(folder.resolve())
         else:
-            self._open_store(len(members) + 1)
-            rendezvous = f"{self.host}:{self._store_port}/{self._prefix}"
+            self._store = self._open_store(len(members) + 1)
+            rendezvous = f"{self.host}:{self._store.port}/{self._prefix}"
         requests = [
             weights_pb2.AnnounceRequest(
                 manifest=self.manifest, transport=weights.transport, rendezvous=rendezvous, rank=rank,
@@ -153,10 +151,11 @@ class WeightPublisher:
         )
         return refused
 
-    def _open_store(self, world_size: int) -> None:
-        self._store = TCPStore(
+    def _open_store(self, world_size: int) -> TCPStore:
+        """A store on a free port, which it binds itself."""
+        return TCPStore(
             self.host,
-            self._store_port,
+            0,
             world_size,
             is_master=True,
             timeout=timedelta(seconds=self.config.weights.push_timeout_s),

@@ -74,7 +74,7 @@ class MetricsFile:
         self._file.writelines(kept)
 
     def write(self, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({name: round(value, 6) for name, value in metrics.items()}) + "\n")
+        self._file.write(json.dumps({name: float(f"{value:.7g}") for name, value in metrics.items()}) + "\n")
 
     def close(self) -> None:
         self._file.close()

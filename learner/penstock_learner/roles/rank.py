@@ -8,10 +8,10 @@ from datetime import timedelta
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
-from penstock.ports import free_port
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,8 +28,12 @@ class Rank:
         self.world_size = world_size
 
     def rendezvous(self) -> str:
-        """Called on rank 0: where the others meet it."""
-        return f"tcp://{self.node_address}:{free_port(self.node_address)}"
+        """Called on rank 0: opens the store at which the others meet it, on a port that it binds itself."""
+        timeout = timedelta(seconds=self.config.learner.rank_timeout_s)
+        self.store = TCPStore(
+            self.node_address, 0, self.world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        return f"{self.node_address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:
         """Join the role's process group: NCCL with a GPU, gloo without."""
@@ -39,12 +43,16 @@ class Rank:
         torch.manual_seed(self.config.seed)
         use_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        timeout = timedelta(seconds=learner.rank_timeout_s)
+        if self.rank != 0:
+            host, _, port = rendezvous.rpartition(":")
+            self.store = TCPStore(host, int(port), self.world_size, is_master=False, timeout=timeout)
         dist.init_process_group(
             "nccl" if use_gpu else "gloo",
-            init_method=rendezvous,
+            store=self.store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=learner.rank_timeout_s),
+            timeout=timeout,
         )
 
     @property

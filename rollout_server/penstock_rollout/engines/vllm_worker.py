@@ -22,9 +22,8 @@ from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.engines.receive import WeightStage
 
 PARENT_POLL_S = 0.5
-
-# At every reload it warns of the layers that have no weights of their own: rotary embeddings and tied heads.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns, at every reload, of the layers that have no weights of their own: rotary embeddings and tied heads."""
 
 
 class WeightStaging:
@@ -67,6 +66,7 @@ class WeightStaging:
         stage = self._penstock_current()
         assert stage is not None
         started = time.monotonic()
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         model = self.model_runner.model
         initialize_layerwise_reload(model)
         model.load_weights(stage.tensors())

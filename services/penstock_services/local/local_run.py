@@ -74,8 +74,8 @@ class LocalRun:
             return
         port = free_port()
         redis_config, url = write_config(self.folder / "redis", port)
-        self.processes.start("redis", [find_redis_server(), str(redis_config)])
-        if not wait_for_port("127.0.0.1", port, timeout_s=30):
+        redis = self.processes.start("redis", [find_redis_server(), str(redis_config)])
+        if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             self.processes.check()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
         self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})

@@ -44,7 +44,6 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.ray_environment import prepare_environment
 
     prepare_environment(config)
-    import ray
     from prometheus_client import CollectorRegistry
 
     from penstock.fleet import Fleet
@@ -52,8 +51,8 @@ async def serve(config: RunConfig) -> None:
     from penstock.replay.redis_queue import RedisReplayQueue, connect
     from penstock_learner.controller import LearnerController, needed_roles
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.placement import Placement
-    from penstock_learner.ray_cluster import start_ray
+    from penstock_learner.placement import place_roles
+    from penstock_learner.ray_cluster import ray_cluster
     from penstock_learner.roles.policy import PolicyWorker
     from penstock_learner.roles.reference import ReferenceWorker
 
@@ -63,21 +62,19 @@ async def serve(config: RunConfig) -> None:
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
     client = connect(config.redis)
     roles = needed_roles(config)
-    start_ray(config, roles)
-    placement = Placement(config)
     try:
-        workers = {"policy": PolicyWorker, "reference": ReferenceWorker}
-        groups = await placement.create(roles, workers, timeout_s=learner.rank_timeout_s)
-        queue = RedisReplayQueue(client, config.run, config.replay)
-        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics)
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, controller.stopping.set)
-        await controller.run()
-        logger.info("finished")
+        with ray_cluster(config, roles):
+            workers = {"policy": PolicyWorker, "reference": ReferenceWorker}
+            groups = await place_roles(config, roles, workers, timeout_s=learner.rank_timeout_s)
+            queue = RedisReplayQueue(client, config.run, config.replay)
+            controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics)
+            loop = asyncio.get_running_loop()
+            for name in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(name, controller.stopping.set)
+            await controller.run()
+            logger.info("finished")
     finally:
         await client.aclose()
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.config.learner import LearnerConfig, RoleConfig
@@ -54,48 +54,38 @@ def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
     return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
-class Placement:
-    """The placement groups and role groups of one run."""
+async def place_roles(
+    config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
+) -> dict[str, RoleGroup]:
+    """Reserve resources for all roles, then start their actors. Raises DeadlineExceeded when they do not fit."""
+    placed: dict[str, RoleGroup] = {}
+    for group in active_resource_groups(config.learner, roles):
+        reserved = placement_group(bundles(group), strategy="PACK")
+        try:
+            await asyncio.wait_for(_ready(reserved), timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
+                "add nodes, or lower learner.*.num_ranks"
+            ) from error
+        for name, role in group.items():
+            placed[name] = _start_role(config, name, role, workers[name], reserved)
+    return placed
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.placement_groups: list[PlacementGroup] = []
 
-    async def create(
-        self, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
-    ) -> dict[str, RoleGroup]:
-        """Reserve resources for all roles, then start their actors. Raises DeadlineExceeded when they do not fit."""
-        created: dict[str, RoleGroup] = {}
-        for group in active_resource_groups(self.config.learner, roles):
-            reserved = placement_group(bundles(group), strategy="PACK")
-            self.placement_groups.append(reserved)
-            try:
-                await asyncio.wait_for(_ready(reserved), timeout_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
-                    "add nodes, or lower learner.*.num_ranks"
-                ) from error
-            for name, role in group.items():
-                created[name] = self._start(name, role, workers[name], reserved)
-        return created
-
-    def remove(self) -> None:
-        for group in self.placement_groups:
-            remove_placement_group(group)
-
-    def _start(self, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup) -> RoleGroup:
-        remote: Any = ray.remote(concurrency_groups={"push": 1})(worker)
-        actors = [
-            remote.options(
-                name=f"{self.config.run}-{name}-{rank}",
-                num_cpus=role.cpus_per_rank,
-                num_gpus=role.gpus_per_rank,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
-            ).remote(self.config, rank, role.num_ranks)
-            for rank in range(role.num_ranks)
-        ]
-        return RoleGroup(name, actors, self.config.learner.rank_timeout_s)
+def _start_role(config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup) -> RoleGroup:
+    """One actor a rank; `push` calls get a thread of their own in each."""
+    remote: Any = ray.remote(concurrency_groups={"push": 1})(worker)
+    actors = [
+        remote.options(
+            name=f"{config.run}-{name}-{rank}",
+            num_cpus=role.cpus_per_rank,
+            num_gpus=role.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
+        ).remote(config, rank, role.num_ranks)
+        for rank in range(role.num_ranks)
+    ]
+    return RoleGroup(name, actors, config.learner.rank_timeout_s)
 
 
 async def _ready(reserved: PlacementGroup) -> None:

@@ -26,7 +26,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.config.run import RunConfig
-from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import call_metadata
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum, weights_digest
@@ -72,6 +71,7 @@ class WeightPublisher:
         self._specs: dict[str, weights_pb2.TensorSpec] = {}
         self._channels: dict[str, grpc.Channel] = {}
         self._pushes = 0
+        self._push_folder: Path | None = None
 
     def begin(self, policy_version: int, term: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         shapes = [
@@ -116,6 +116,8 @@ class WeightPublisher:
             failed |= refused
             self._abort(members, "another member failed; the push starts again without it")
             members = [member for member in members if member.server_id not in refused]
+        if self._push_folder is not None:
+            shutil.rmtree(self._push_folder, ignore_errors=True)
         return PushReport(
             policy_version=self.manifest.policy_version,
             weights_digest=weights_digest(self.checksums),
@@ -133,9 +135,9 @@ class WeightPublisher:
         self._pushes += 1
         self._prefix = f"push-{self._pushes}"
         if weights.transport == "snapshot":
-            folder = self.config.folder / "pushes" / f"version-{self.manifest.policy_version:08d}"
-            self.write_snapshot(folder)
-            rendezvous = str(folder.resolve())
+            self._push_folder = self.config.folder / "pushes" / f"version-{self.manifest.policy_version:08d}"
+            self.write_snapshot(self._push_folder)
+            rendezvous = str(self._push_folder.resolve())
         else:
             self._store = self._open_store(len(members) + 1)
             rendezvous = f"{self.host}:{self._store.port}/{self._prefix}"
@@ -163,7 +165,8 @@ class WeightPublisher:
         )
 
     def _transfer(self, members: list[PushTarget], seconds: dict[str, float]) -> dict[str, str]:
-        """Broadcast every bucket. A broken group cannot tell who broke it: those who do not answer an abort did."""
+        """Broadcast every bucket. A broken group cannot tell who broke it: those who do not answer an abort did, and
+        when all answer, all leave the push and come back as latecomers."""
         if self.config.weights.transport == "snapshot":
             return {}
         started = time.monotonic()
@@ -175,9 +178,7 @@ class WeightPublisher:
                 group.broadcast(torch.from_numpy(bucket), 0).wait(timeout)
         except RuntimeError as error:
             silent = self._abort(members, "the transfer broke")
-            if not silent:
-                raise WeightPushFailed(f"transfer of version {self.manifest.policy_version} failed: {error}") from error
-            return silent
+            return silent or {member.server_id: f"transfer: {error}" for member in members}
         finally:
             seconds["transfer"] += time.monotonic() - started
         return {}

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 
 import grpc
 from prometheus_client import REGISTRY
+from redis.exceptions import RedisError
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, Unavailable
@@ -114,7 +115,7 @@ class RolloutServer:
         while True:
             try:
                 self.state = await self._next_state(await self.fleet.report(self._record()))
-            except OSError as error:
+            except (RedisError, Unavailable) as error:
                 logger.warning("cannot report to the fleet: %s", error)
             await asyncio.sleep(REPORT_S)
 

@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(arguments.config or _default_config(), overrides)
     if not any(word.split("=")[0] == "--run" for word in overrides):
         config = config.model_copy(update={"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
-    asyncio.run(demo(config))
+    try:
+        asyncio.run(demo(config))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     return 0
 
 

@@ -2,10 +2,11 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples
+BENCHES := codec
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint unit integration setup setup-dev proto clean
+.PHONY: help demo test lint unit integration bench setup setup-dev proto clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +31,11 @@ integration: setup-dev  ## tests that start real components
 
 proto: setup-dev  ## regenerate penstock/v1 from proto/
 	$(VENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/penstock/v1/*.proto
+
+bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or one: bench-codec)
+
+bench-%: setup-dev
+	$(VENV)/bin/python bench/$*.py
 
 setup:
 	@deploy/python/setup.sh run

@@ -130,6 +130,42 @@ def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoPro
     assert demo.orphans() == []
 
 
+@pytest.mark.timeout(400)
+def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Path) -> None:
+    """Nothing that was acknowledged is lost: the second start continues the first one's queue and checkpoint."""
+    overrides = ("--rollout.engine.name", "torch", "--learner.num_steps", "8", "--learner.checkpoint.every_steps", "3")
+    first = DemoProcess(tmp_path, *overrides)
+    try:
+        first.wait_for_step(5)
+        [learner] = [p for p in first.descendants() if "penstock_learner" in p.cmdline()]
+        os.kill(learner.pid, signal.SIGKILL)
+        assert first.wait() == 1
+        assert "learner was killed by SIGKILL" in first.text()
+        assert first.orphans() == []
+    finally:
+        first.end()
+    second = DemoProcess(tmp_path, *overrides)
+    try:
+        assert second.wait() == 0, second.text()
+        assert "resuming from" in (second.folder / "logs" / "learner.log").read_text()
+        summary = json.loads((second.folder / "summary.json").read_text())
+        assert (summary["steps"], summary["groups_trained"], summary["conservation_error"]) == (8, 8 * 32, 0)
+        assert summary["policy_version"] > 8, "a version is never used twice, not even after a crash"
+    finally:
+        second.end()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("demo", [("--rollout.engine.name", "torch", "--learner.num_steps", "100000")], indirect=True)
+def test_an_interrupted_demo_stops_everything(demo: DemoProcess) -> None:
+    demo.wait_for_step(1)
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.wait() == 130
+    assert "Traceback" not in demo.text()
+    assert demo.orphans() == []
+    assert list((demo.folder / "checkpoints").glob("step-*")), "the learner took a checkpoint before it stopped"
+
+
 def metrics_lines(folder: Path) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
 

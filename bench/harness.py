@@ -1,0 +1,98 @@
+"""What every benchmark shares: alternate the contenders in one run, take medians, judge bars, print and save.
+
+The machine is shared and noisy, so nothing is judged by absolute time: a bar is a ratio between two contenders whose
+rounds alternate in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Measurement:
+    """Rates of one contender, one a round."""
+
+    name: str
+    unit: str
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        if len(self.rates) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.rates, n=4)
+        return (high - low) / 2 / self.median
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    goal: float
+    at_most: bool = False
+    """True where smaller is better."""
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+
+def alternate(contenders: dict[str, Callable[[], float]], num_rounds: int, unit: str) -> dict[str, Measurement]:
+    """Run every contender once a round, in turn; each returns its rate. A warm-up round is thrown away."""
+    measured = {name: Measurement(name, unit) for name in contenders}
+    for round_index in range(num_rounds + 1):
+        for name, run in contenders.items():
+            rate = run()
+            if round_index > 0:
+                measured[name].rates.append(rate)
+    return measured
+
+
+def median_ratio(ours: Measurement, limit: Measurement) -> float:
+    """Median over rounds of the ratio within each round: noise that hits both cancels."""
+    return statistics.median(a / b for a, b in zip(ours.rates, limit.rates, strict=True))
+
+
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
+    """Print both tables, write results/NAME.json, and say whether every bar is met."""
+    console = Console()
+    table = Table(title=title)
+    for column in ("contender", "median", "spread", "unit"):
+        table.add_column(column, justify="left" if column in ("contender", "unit") else "right")
+    for m in measurements:
+        table.add_row(m.name, f"{m.median:,.1f}", f"±{m.spread:.0%}", m.unit)
+    console.print(table)
+    judged = Table(title="bars")
+    for column in ("bar", "value", "goal", "met"):
+        judged.add_column(column, justify="left" if column == "bar" else "right")
+    for bar in bars:
+        sign = "≤" if bar.at_most else "≥"
+        judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
+    console.print(judged)
+    RESULTS.mkdir(exist_ok=True)
+    result = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "measurements": [
+            {"name": m.name, "unit": m.unit, "median": m.median, "spread": m.spread, "rates": m.rates}
+            for m in measurements
+        ],
+        "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "ok": b.ok} for b in bars],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return all(bar.ok for bar in bars)

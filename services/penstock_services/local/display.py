@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -75,7 +76,7 @@ class TerminalDisplay:
             parts = [
                 self.body,
                 Text(f"reward {sparkline(rewards, 64)}", style="green"),
-                ProgressBar(total=num_steps, completed=min(self.step, num_steps), width=72),
+                Padding(ProgressBar(total=num_steps, completed=min(self.step, num_steps), width=72)),
             ]
         self._live.update(Group(*parts, Text(self.message, style="dim")))
 

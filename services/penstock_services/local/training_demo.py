@@ -36,9 +36,10 @@ async def demo(config: RunConfig) -> dict[str, Any]:
     with make_display(config) as display:
         async with LocalRun(config) as run, asyncio.timeout(config.demo.deadline_s) as deadline:
             try:
-                display.say("starting vLLM and the learner")
+                display.say("starting the rollout server and the learner")
                 run.start_workers()
                 score_start = await _evaluate(run, "start", heldout)
+                await _name_fallback(run, display)
                 display.say(f"held-out score before training: {score_start:.3f}")
                 await _train(run, train, display)
                 display.say("scoring the trained policy")
@@ -89,6 +90,13 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) ->
         await asyncio.sleep(POLL_S)
         evaluation = await run.client.get_evaluation(evaluation_id)
     return evaluation.score
+
+
+async def _name_fallback(run: LocalRun, display: Progress) -> None:
+    """Say so where `auto` did not find vLLM."""
+    engines = {server["engine"] for server in await run.client.servers()}
+    if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
+        display.say("vLLM has no build for this platform: the torch engine generates instead")
 
 
 async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress) -> None:

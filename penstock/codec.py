@@ -108,6 +108,8 @@ def check_group(group: Group) -> None:
     """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite."""
     if not group.trajectories:
         raise PoisonGroup("shape", "a group without trajectories")
+    if not len(group.prompt_token_ids):
+        raise PoisonGroup("shape", "a group without prompt tokens: nothing predicts its first response token")
     for index, trajectory in enumerate(group.trajectories):
         num_tokens = len(trajectory.token_ids)
         if num_tokens == 0:

@@ -12,13 +12,17 @@ Kept in Redis, one record a server. States, and who moves them:
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 import redis.asyncio as redis
 
+from penstock.redis_errors import guarded
 from penstock.replay.redis_queue import key_prefix
+
+# A full Redis lets a script through that begins with a delete: a fleet must not fall apart over memory.
+_HSET = "redis.call('HDEL', KEYS[1], '') return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+_INCREMENT = "redis.call('HDEL', KEYS[2], '') return redis.call('INCRBY', KEYS[1], 1)"
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
 SERVING_STATES: tuple[ServerState, ...] = ("READY", "LOADING")
@@ -33,11 +37,8 @@ class ServerRecord:
     state: ServerState = "JOINING"
     policy_version: int = -1
     running_groups: int = 0
-    heartbeat_ms: int = 0
-
-    @property
-    def heartbeat_age_ms(self) -> int:
-        return max(0, int(time.time() * 1000) - self.heartbeat_ms)
+    heartbeat_age_ms: int = 0
+    """By Redis' clock, when the record was read."""
 
 
 class Fleet:
@@ -55,31 +56,45 @@ class Fleet:
 
     async def report(self, record: ServerRecord) -> ServerState | None:
         """A server's heartbeat. Returns its state: None once it was removed, EVICTED when it must reload."""
-        fields = asdict(record) | {"heartbeat_ms": int(time.time() * 1000)}
-        del fields["state"]
-        await self.client.hset(self._records, record.server_id, json.dumps(fields))
-        state = await self.client.hget(self._states, record.server_id)
+        fields = asdict(record) | {"heartbeat_ms": await self._now_ms()}
+        del fields["state"], fields["heartbeat_age_ms"]
+        await self._set(self._records, record.server_id, json.dumps(fields))
+        state = await guarded(self.client.hget(self._states, record.server_id))
         return cast("ServerState", state.decode()) if state else None
 
     async def set_state(self, server_id: str, state: ServerState) -> None:
-        before = await self.client.hget(self._states, server_id)
-        await self.client.hset(self._states, server_id, state)
+        before = await guarded(self.client.hget(self._states, server_id))
+        await self._set(self._states, server_id, state)
         was_serving = before is not None and before.decode() in SERVING_STATES
         if was_serving != (state in SERVING_STATES):
-            await self.client.incr(f"{self.prefix}generation")
+            await self._next_generation()
 
     async def leave(self, server_id: str) -> None:
-        await self.client.hdel(self._states, server_id)
-        await self.client.hdel(self._records, server_id)
-        await self.client.incr(f"{self.prefix}generation")
+        await guarded(self.client.hdel(self._states, server_id))
+        await guarded(self.client.hdel(self._records, server_id))
+        await self._next_generation()
 
     async def servers(self) -> list[ServerRecord]:
-        records = await self.client.hgetall(self._records)
-        states = await self.client.hgetall(self._states)
-        return [
-            ServerRecord(**json.loads(text), state=cast("ServerState", states.get(server_id, b"JOINING").decode()))
-            for server_id, text in sorted(records.items())
-        ]
+        records = await guarded(self.client.hgetall(self._records))
+        states = await guarded(self.client.hgetall(self._states))
+        now_ms = await self._now_ms()
+        servers = []
+        for server_id, text in sorted(records.items()):
+            fields = json.loads(text)
+            age_ms = max(0, now_ms - fields.pop("heartbeat_ms"))
+            state = cast("ServerState", states.get(server_id, b"JOINING").decode())
+            servers.append(ServerRecord(**fields, state=state, heartbeat_age_ms=age_ms))
+        return servers
 
     async def generation(self) -> int:
-        return int(await self.client.get(f"{self.prefix}generation") or 0)
+        return int(await guarded(self.client.get(f"{self.prefix}generation")) or 0)
+
+    async def _set(self, key: str, field: str, value: str) -> None:
+        await guarded(self.client.eval(_HSET, 1, key, field, value))
+
+    async def _next_generation(self) -> None:
+        await guarded(self.client.eval(_INCREMENT, 2, f"{self.prefix}generation", self._states))
+
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await guarded(self.client.time())
+        return int(seconds) * 1000 + int(microseconds) // 1000

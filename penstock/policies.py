@@ -7,6 +7,7 @@ from typing import Any
 import redis.asyncio as redis
 
 from penstock.errors import NotFound
+from penstock.redis_errors import guarded
 from penstock.replay.redis_queue import key_prefix
 from penstock.v1 import policies_pb2
 
@@ -21,11 +22,11 @@ class PolicyRegistry:
     async def get(self, policy_version: int | None = None) -> policies_pb2.Policy:
         """The record of a version, or of the current one."""
         if policy_version is None:
-            current = await self.client.hget(f"{self.prefix}counters", "policy_version")
+            current = await guarded(self.client.hget(f"{self.prefix}counters", "policy_version"))
             if current is None:
                 raise NotFound("no policy version was published yet; the learner has not started")
             policy_version = int(current)
-        record = await self.client.hget(f"{self.prefix}policies", policy_version)
+        record = await guarded(self.client.hget(f"{self.prefix}policies", policy_version))
         if record is None:
             raise NotFound(f"policy version {policy_version} was never published")
         policy: policies_pb2.Policy = policies_pb2.Policy.FromString(record)
@@ -34,10 +35,12 @@ class PolicyRegistry:
     async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
         """Up to `limit` records with a version below `before` (None: from the newest)."""
         top = "+inf" if before is None else f"({before}"
-        versions = await self.client.zrevrangebyscore(f"{self.prefix}policy_versions", top, "-inf", start=0, num=limit)
+        versions = await guarded(
+            self.client.zrevrangebyscore(f"{self.prefix}policy_versions", top, "-inf", start=0, num=limit)
+        )
         if not versions:
             return []
-        records = await self.client.hmget(f"{self.prefix}policies", versions)
+        records = await guarded(self.client.hmget(f"{self.prefix}policies", versions))
         return [policies_pb2.Policy.FromString(record) for record in records if record is not None]
 
     async def newest_snapshot(self) -> policies_pb2.Policy | None:

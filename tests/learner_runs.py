@@ -110,6 +110,6 @@ async def _outcome(config: RunConfig) -> Outcome:
     for policy in policies:
         digests.setdefault(policy.step, policy.weights_digest)
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
-    newest = sorted((config.folder / "checkpoints").glob("step-*"))[-1]
+    newest = sorted((config.folder / "checkpoints").glob("term-*-step-*"))[-1]
     ledger = json.loads((newest / "trainer.json").read_text())["ledger"]
     return Outcome(digests, [json.loads(line)["loss"] for line in lines], stat, ledger)

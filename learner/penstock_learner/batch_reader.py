@@ -26,7 +26,6 @@ POLL_S = 0.02
 class Batch:
     step: int
     groups: tuple[Group, ...]
-    wait_s: float
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -34,7 +33,9 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another. `ledger` is shared with the controller and only read here."""
+    """Completes one batch after another. `ledger` is shared with the controller and only read here.
+
+    Invariant: no prompt is in two batches, even where Redis lost the tail in which it had been taken."""
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
@@ -45,12 +46,14 @@ class BatchReader:
         self.learner = learner
         self.ledger = ledger
         self.manifests = manifests
+        self._in_batches: set[int] = set()
+        """Handed out, and not yet in the ledger."""
 
     async def read(self, step: int, policy_version: int) -> Batch:
         """The batch of `step`: first what an earlier learner had taken for it, then the queue."""
-        started = time.monotonic()
+        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
-        deadline = started + self.learner.batch_timeout_s
+        deadline = time.monotonic() + self.learner.batch_timeout_s
         while (missing := self.replay.groups_per_step - len(groups)) > 0:
             taken = await self.queue.take(step, missing)
             groups += await self._accept(taken, policy_version)
@@ -61,20 +64,23 @@ class BatchReader:
                         f"{self.learner.batch_timeout_s:.0f} s; are prompts submitted and rollout servers READY?"
                     )
                 await asyncio.sleep(POLL_S)
-        return Batch(step, tuple(groups), time.monotonic() - started)
+        return Batch(step, tuple(groups))
 
     async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
         accepted = []
         for delivery in await self.queue.fetch(prompt_ids):
             group = await self._check(delivery, policy_version)
             if group is not None:
+                self._in_batches.add(group.prompt_id)
                 accepted.append(group)
         return accepted
 
     async def _check(self, delivery: Delivery, policy_version: int) -> Group | None:
-        """Decode; set aside what is trained already, poisonous or, by policy, too old."""
-        if delivery.prompt_id in self.ledger:
-            await self.queue.commit(0, [delivery.prompt_id])
+        """Decode; set aside what is trained already, poisonous or, by policy, too old or without reward spread."""
+        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
+            # What no checkpoint covers yet must stay: the next one's commit takes it.
+            if self.ledger.is_durable(delivery.prompt_id):
+                await self.queue.commit(0, [delivery.prompt_id])
             return None
         try:
             group = decode_group(delivery.payload)
@@ -86,4 +92,12 @@ class BatchReader:
         if self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness:
             await self.queue.expire(group.prompt_id)
             return None
+        if self.replay.dynamic_sampling and not _has_spread(group):
+            await self.queue.discard(group.prompt_id, "no_spread")
+            return None
         return group
+
+
+def _has_spread(group: Group) -> bool:
+    """Whether the samples can be told apart by reward. A group of one sample is not compared within itself."""
+    return len(group.trajectories) == 1 or len({trajectory.reward for trajectory in group.trajectories}) > 1

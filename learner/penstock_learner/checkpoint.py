@@ -1,7 +1,8 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
-A checkpoint is written to `step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`,
-flushed, and renamed to `step-N`. Only a renamed folder counts. Groups are acknowledged after the rename, never before.
+A checkpoint is written to `term-T-step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`,
+flushed, and renamed to `term-T-step-N`. Only a renamed folder counts. Groups are acknowledged after the rename, never
+before. The term comes first: what a learner writes that was fenced off is never newer than its successor's.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
 
-    def partial_folder(self, step: int) -> Path:
+    def partial_folder(self, step: int, term: int) -> Path:
         """Where the ranks write. Emptied first: what lies there is from a crash."""
-        partial = self.folder / f"step-{step:08d}.partial"
+        partial = self.folder / f"term-{term:06d}-step-{step:08d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
@@ -77,7 +78,7 @@ class CheckpointStore:
             ) from error
 
     def _finished(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")
+        return sorted(path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
 
 
 def _flush(path: Path) -> None:

@@ -12,7 +12,6 @@ carries this learner's term.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.cancellation import end_task
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.fleet import Fleet
@@ -81,13 +81,11 @@ class LearnerController:
             training = asyncio.create_task(self._train(reader, state.step))
             await asyncio.wait({latecomers, training}, return_when=asyncio.FIRST_COMPLETED)
             if latecomers.done():
-                training.cancel()
+                await end_task(training)
                 latecomers.result()
             await training
         finally:
-            latecomers.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await latecomers
+            await end_task(latecomers)
             self.file.close()
 
     async def _resume(self) -> TrainerState:
@@ -104,6 +102,8 @@ class LearnerController:
     async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
         """Fence every earlier learner, acknowledge what the checkpoint covers, and get the open batches back."""
         self.term = await self.queue.take_term(state.term)
+        # A term that Redis could still lose must not be acted under: the one before would hold again.
+        await asyncio.sleep(self.config.replay.settle_s)
         manifests = await self.queue.restore(state.step)
         covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in self.ledger]
         if covered:
@@ -112,7 +112,9 @@ class LearnerController:
 
     async def _publish_start(self, state: TrainerState) -> None:
         """Version 0 is the model folder that servers load themselves; a resumed policy gets a number of its own."""
-        version = await self.queue.allocate_version(state.policy_version + 1) if state.step else 0
+        was_published = (await self.queue.stat()).policy_version > 0
+        is_new = state.step == 0 and not was_published
+        version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
         await self.publication.gather(version)
         await self.publication.publish(version, state.step, {})
 
@@ -128,13 +130,14 @@ class LearnerController:
                 started = time.monotonic()
                 reading = reading or asyncio.create_task(reader.read(step, version))
                 batch = await self._or_stop(reading)
+                wait_s = time.monotonic() - started
                 if batch is None:
                     step -= 1
                     break
                 crash_point("after_read")
                 is_last = step == num_steps
                 reading = None if is_last else asyncio.create_task(reader.read(step + 1, version + 1))
-                metrics = await self._step(batch, step, version)
+                metrics = {"wait_s": wait_s} | await self._step(batch, step, version)
                 crash_point("mid_step")
                 if publishing is not None:
                     await publishing
@@ -154,9 +157,7 @@ class LearnerController:
         finally:
             for task in (publishing, reading):
                 if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+                    await end_task(task)
 
     async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
         """The batch, or None when the learner is asked to stop while it waits."""
@@ -168,7 +169,7 @@ class LearnerController:
     async def _step(self, batch: Batch, step: int, version: int) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         sequences = batch_of(batch.groups)
-        metrics = {"step": float(step), "wait_s": batch.wait_s} | batch_metrics(sequences, version)
+        metrics = {"step": float(step)} | batch_metrics(sequences, version)
         forward_started = time.monotonic()
         sequences = await self._with_forwards(sequences)
         sequences = with_advantages(sequences, self.config.learner.algorithm, self.kl.coefficient)
@@ -223,11 +224,12 @@ class LearnerController:
         if not self.uncommitted:
             return
         started = time.monotonic()
-        partial = self.checkpoints.partial_folder(step)
+        partial = self.checkpoints.partial_folder(step, self.term)
         await self.policy.call_all("save", partial)
         crash_point("before_flush")
         state = TrainerState(step, version, self.term, self.ledger.ranges, self.kl.coefficient)
         self.checkpoints.finish(partial, state)
+        self.ledger.mark_durable()
         crash_point("after_flush")
         await self.queue.commit(step, self.uncommitted)
         crash_point("after_commit")

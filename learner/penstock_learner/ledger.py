@@ -15,6 +15,8 @@ class Ledger:
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._ranges = [(int(first), int(last)) for first, last in ranges]
+        self._volatile: set[int] = set()
+        """Added since the last checkpoint."""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -27,6 +29,14 @@ class Ledger:
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in self._ranges)
 
+    def is_durable(self, prompt_id: int) -> bool:
+        """A checkpoint covers the prompt, so its group may be acknowledged."""
+        return prompt_id in self and prompt_id not in self._volatile
+
+    def mark_durable(self) -> None:
+        """A checkpoint with all of the ledger is on disk."""
+        self._volatile.clear()
+
     def add(self, prompt_ids: Iterable[int]) -> None:
         """Adding an id twice is an error of the caller: a group would have been trained twice."""
         fresh = sorted(prompt_ids)
@@ -38,3 +48,4 @@ class Ledger:
             else:
                 merged.append((first, last))
         self._ranges = merged
+        self._volatile.update(fresh)

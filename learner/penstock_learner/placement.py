@@ -62,7 +62,8 @@ async def place_roles(
     for group in active_resource_groups(config.learner, roles):
         reserved = placement_group(bundles(group), strategy="PACK")
         try:
-            await asyncio.wait_for(_ready(reserved), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await reserved.ready()
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
@@ -86,7 +87,3 @@ def _start_role(config: RunConfig, name: str, role: RoleConfig, worker: type, re
         for rank in range(role.num_ranks)
     ]
     return RoleGroup(name, actors, config.learner.rank_timeout_s)
-
-
-async def _ready(reserved: PlacementGroup) -> None:
-    await reserved.ready()

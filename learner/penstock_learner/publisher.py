@@ -197,7 +197,9 @@ class WeightPublisher:
 
     def _abort(self, members: list[PushTarget], reason: str) -> dict[str, str]:
         """Tell everyone to forget the stage; returns those who did not answer."""
-        request = weights_pb2.AbortRequest(policy_version=self.manifest.policy_version, reason=reason)
+        request = weights_pb2.AbortRequest(
+            policy_version=self.manifest.policy_version, reason=reason, term=self.manifest.term
+        )
         _, silent = self._call_all(members, lambda stub: stub.Abort, [request] * len(members), 5.0, "abort", {})
         return silent
 

@@ -49,7 +49,8 @@ class RoleGroup:
 
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
         try:
-            return await asyncio.wait_for(asyncio.gather(*references), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.gather(*references)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{self.name}.{method} did not finish in {timeout_s:.0f} s; a rank hangs or is overloaded "

@@ -70,8 +70,10 @@ class MetricsFile:
                 except (ValueError, KeyError):
                     continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", buffering=1)
-        self._file.writelines(kept)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.rename(path)
+        self._file = path.open("a", buffering=1)
 
     def write(self, metrics: dict[str, float]) -> None:
         self._file.write(json.dumps({name: float(f"{value:.7g}") for name, value in metrics.items()}) + "\n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import Config
@@ -59,3 +59,10 @@ class LearnerConfig(Config):
     """Deadline of one call to a role's ranks, collectives included."""
     threads_per_rank: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
+
+    @model_validator(mode="after")
+    def _advantage_has_what_it_needs(self) -> Self:
+        needs = {"gae": "a critic role", "remax": "a greedy sample in each group"}.get(self.algorithm.advantage.name)
+        if needs:
+            raise ValueError(f"advantage {self.algorithm.advantage.name} needs {needs}, which this version has not")
+        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,8 +17,8 @@ from penstock.config.weights import WeightsConfig
 class ModelConfig(Config):
     path: Path
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
-    dtype: str = "float32"
-    """Compute type of the engines: float32, bfloat16 or float16."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute type of the engines, and what weights are pushed in."""
 
 
 class RunConfig(Config):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config.base import Config
 
@@ -15,6 +16,35 @@ class RedisConfig(Config):
     """redis://, rediss:// or unix:// address. Empty: `penstock up` starts a private server with an append-only file."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one command."""
+    username: str = ""
+    """User to log in as, where the URL names none."""
+    password_file: Path | None = None
+    """File with the password, where the URL holds none."""
+    tls_ca_file: Path | None = None
+    """Certificates to check the server of a rediss:// URL against. None: those of the system."""
+    tls_cert_file: Path | None = None
+    """Certificate to show the server, where it asks for one."""
+    tls_key_file: Path | None = None
+    """Key of `tls_cert_file`."""
+    cluster: bool = False
+    """The URL names a node of a Redis Cluster. A run lives on one of its shards, which its name selects."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RedisConfig:
+        url = urlsplit(self.url)
+        if self.url and url.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError(f"url: {url.scheme or self.url!r} is none of redis://, rediss:// and unix://")
+        if (url.username or url.password) and (self.username or self.password_file):
+            raise ValueError("url: holds credentials, and so do username and password_file; give one of the two")
+        if self.username and self.password_file is None:
+            raise ValueError("username: set password_file as well")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file: set tls_key_file as well, or neither")
+        if (self.tls_ca_file or self.tls_cert_file) and self.url and url.scheme != "rediss":
+            raise ValueError("tls_ca_file: only a rediss:// url uses TLS")
+        if self.cluster and url.scheme == "unix":
+            raise ValueError("cluster: the nodes of a cluster have redis:// or rediss:// addresses")
+        return self
 
 
 class ReplayConfig(Config):
@@ -24,18 +54,40 @@ class ReplayConfig(Config):
     """A prompt is leased only while its group can be trained at most this many steps after the policy it starts
     with. 0 is synchronous training."""
     stale_policy: Literal["wait", "drop", "correct"] = "correct"
-    """What the learner does with a group older than the bound: train it anyway (`wait`: admission alone holds the
-    bound; `correct`: and weigh it off-policy), or drop it and admit its prompt again."""
+    """What is done about groups that would be trained past the bound. `wait`: groups are trained strictly in order of
+    admission, so none is ever older, and a slow prompt holds up those after it. `drop`: slow prompts are passed by;
+    their groups are dropped when they arrive, and the prompts admitted again. `correct`: they are passed by, and
+    their groups trained as they are, weighed off-policy."""
     selection: Literal["fifo", "freshest"] = "fifo"
-    """Order in which the learner takes ready groups."""
+    """Which ready groups the learner takes first: those admitted first, or those of the newest policy version."""
+    dynamic_sampling: bool = False
+    """Replace groups whose samples all have the same reward, which teach nothing (DAPO): the group is discarded, its
+    prompt is finished, and another one is admitted in its place."""
     capacity_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """Bytes of ready groups at which producers wait."""
+    """Bytes of ready groups at which producers wait. Redis' own `maxmemory` must hold more: the waiting prompts, and
+    the groups that were taken since the last checkpoint."""
     lease_ttl_s: float = Field(default=15.0, gt=0)
     """A server silent for this long loses its leases."""
     max_attempts: int = Field(default=5, ge=1)
     """Leases of one prompt before it goes to the dead letters."""
     append_timeout_s: float = Field(default=600.0, gt=0)
     """How long a producer waits for room before it gives the prompt back."""
+    settle_s: float = Field(default=0.0, ge=0)
+    """What Redis may lose when its machine goes down: 2 with `appendfsync everysec`. A new prompt is leased, and a new
+    learner acts, only after this long. 0 trusts Redis to lose nothing that it has answered."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplayConfig:
+        if self.stale_policy == "wait" and self.selection == "freshest":
+            raise ValueError(
+                "selection: `wait` trains in order of admission; use fifo, or stale_policy drop or correct"
+            )
+        return self
+
+    @property
+    def take_order(self) -> Literal["admission", "fifo", "freshest"]:
+        """`admission` is `fifo` that waits for prompts in flight."""
+        return "admission" if self.stale_policy == "wait" else self.selection
 
 
 class GatewayConfig(Config):

@@ -5,14 +5,27 @@ A prompt passes through these places, and is in exactly one of them at any time:
     pending ──lease──► leased ──append──► ready ──take──► delivered ──commit──► trained
        ▲                 │                  └──────┬──────────┤
        └── give back, ───┘                         │          └─ dead_letter ─► dead letters
-           lease expiry                            └─ expire (the prompt is pending again)
+           lease expiry                            ├─ expire (the prompt is pending again)
+                                                   └─ discard (the prompt is finished, untrained)
 
-    lease, append, give_back, heartbeat   rollout servers
-    take, commit, expire, dead_letter     the learner that holds the current term
-    submit                                the gateway
+    lease, append, give_back, heartbeat            rollout servers
+    take, commit, expire, discard, dead_letter     the learner that holds the current term
+    submit                                         the gateway
 
 `admitted` counts first leases, and leases after an expiry; a prompt whose lease was lost is still in flight. So
-`admitted = trained + expired + dead_lettered + queued + in_flight` at every moment (queued = ready + delivered).
+`admitted = trained + expired + dead_lettered + queued + in_flight` at every moment (queued = ready + delivered;
+expired counts the discarded too).
+
+Every admission has a number. Ready groups are taken in this order (`fifo`) or newest version first (`freshest`). What
+happens to a group that would be trained past the staleness bound is `replay.stale_policy`:
+
+    wait      take stops before a prompt that is still in flight, so groups are trained exactly in order of admission.
+              With that the limiter alone holds the bound: the k-th admission that is not dropped is trained in step
+              k / groups_per_step, at most max_staleness steps after the one it was admitted in. A straggler stalls
+              training until its lease is reclaimed or it is dead-lettered.
+    drop      take passes stragglers by; the learner expires what is too old when it arrives, and its prompt is
+              admitted again.
+    correct   take passes stragglers by; the learner trains what is too old as it is, weighed off-policy.
 
 Evaluation prompts take the lane beside this one: leased without admission, recorded in their evaluation, never queued.
 """
@@ -93,13 +106,26 @@ class QueueStat:
     dead_lettered: int
     redelivered: int
     reclaimed: int
+    discarded: int
+    """Part of expired: dropped for good, their prompts are not admitted again."""
+    inserted: int
+    """Groups that append accepted."""
     step: int
     policy_version: int
     term: int
+    admission_limit: int
+    """What trained, queued and in flight may add up to."""
+    admission_room: int
+    """Prompts that may be admitted now, as far as staleness goes."""
 
     @property
     def conservation_error(self) -> int:
         return self.admitted - self.trained - self.expired - self.dead_lettered - self.queued - self.in_flight
+
+    @property
+    def samples_per_insert(self) -> float:
+        """Groups trained for each group inserted: 1 in the long run, less what is queued or was dropped."""
+        return self.trained / self.inserted if self.inserted else 0.0
 
 
 class PromptIntake(Protocol):
@@ -121,6 +147,14 @@ class PromptIntake(Protocol):
 
     async def stat(self) -> QueueStat: ...
 
+    async def dead_letter_reasons(self) -> dict[str, int]:
+        """How many were dead-lettered, by the first word of the reason."""
+        ...
+
+    async def expired_reasons(self) -> dict[str, int]:
+        """How many groups were expired (`stale`) or discarded, by the first word of the reason."""
+        ...
+
 
 class GroupProducer(Protocol):
     """What a rollout server needs."""
@@ -128,8 +162,9 @@ class GroupProducer(Protocol):
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         """Lease up to `max_prompts` as far as admission and the byte limit allow, in one atomic call.
 
-        Training prompts are leased while `accepted + running < (max_staleness + step + 1) · groups_per_step`.
-        Leases that ran out are taken back first."""
+        Training prompts are leased while `accepted + running < (max_staleness + step + 1) · groups_per_step`, and
+        while there are fewer bytes than `capacity_bytes`. Leases that ran out are taken back first, and leased again
+        before anything new: they are admitted already, so neither bound holds them back."""
         ...
 
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
@@ -137,7 +172,10 @@ class GroupProducer(Protocol):
         ...
 
     async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
-        """Hand in a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate."""
+        """Hand in a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate.
+
+        `full`: over `capacity_bytes`; try again later. A queue from which nothing can be taken is never full for the
+        group that unblocks it. Raises QueueFull where the store itself is out of memory."""
         ...
 
     async def record_evaluation(
@@ -167,17 +205,27 @@ class GroupConsumer(Protocol):
         ...
 
     async def take(self, step: int, max_groups: int) -> list[int]:
-        """Move ready groups into the manifest of `step` and return their prompt ids."""
+        """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
+
+        Under `wait` none is taken that was admitted after a prompt still in flight."""
         ...
 
-    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]: ...
+    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
+        """The groups of these prompts that are still queued; the others are left out."""
+        ...
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
-        """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there."""
+        """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there.
+
+        Closes the manifests up to `step`. What they hold besides (the reply of its take was lost) is ready again."""
         ...
 
     async def expire(self, prompt_id: int) -> None:
         """Drop a group that is too old and admit its prompt again."""
+        ...
+
+    async def discard(self, prompt_id: int, reason: str) -> None:
+        """Drop a group that is not worth training and forget its prompt; another one may be admitted in its place."""
         ...
 
     async def dead_letter(self, prompt_id: int, reason: str) -> None: ...

@@ -6,19 +6,19 @@ the large bytes never pass through Lua. All keys of a run share the hash tag `{r
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from collections.abc import Sequence
-from functools import cache
-from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import redis.asyncio as redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import NoScriptError
 
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.errors import Fenced, NotFound, PenstockError, QueueFull, Unavailable
+from penstock.errors import ConfigError, NotFound
+from penstock.redis_errors import guarded
+from penstock.replay.admission import admission
 from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
@@ -29,15 +29,42 @@ from penstock.replay.contract import (
     QueueStat,
     Submission,
 )
+from penstock.replay.scripts import call_script, load_script
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+_STAT_FIELDS = [field.name for field in dataclasses.fields(QueueStat) if not field.name.startswith("admission_")]
+"""What stat.lua answers, in its order."""
 
 
 def connect(config: RedisConfig) -> redis.Redis:
-    """A client with a deadline on every command. Does not connect yet."""
-    return redis.Redis.from_url(
-        config.url, socket_timeout=config.timeout_s, socket_connect_timeout=config.timeout_s, health_check_interval=30
-    )
+    """A client with a deadline on every command. Does not connect yet.
+
+    A cluster's client has the same commands, which it sends to the shard of the run's hash tag."""
+    options: dict[str, Any] = {
+        "socket_timeout": config.timeout_s,
+        "socket_connect_timeout": config.timeout_s,
+        "health_check_interval": 30,
+    }
+    if config.username:
+        options["username"] = config.username
+    if config.password_file is not None:
+        options["password"] = _read_password(config.password_file)
+    for name, path in (
+        ("ssl_ca_certs", config.tls_ca_file), ("ssl_certfile", config.tls_cert_file),
+        ("ssl_keyfile", config.tls_key_file),
+    ):  # fmt: skip
+        if path is not None:
+            options[name] = str(path)
+    if config.cluster:
+        return cast("redis.Redis", RedisCluster.from_url(config.url, **options))
+    return redis.Redis.from_url(config.url, **options)
+
+
+def _read_password(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"redis.password_file: cannot read {path} ({error.strerror})") from error
 
 
 def key_prefix(run: str) -> str:
@@ -65,7 +92,7 @@ class RedisReplayQueue:
         return await self.get_evaluation(evaluation_id)
 
     async def get_evaluation(self, evaluation_id: str) -> Evaluation:
-        fields = await self._guard(self.client.hgetall(f"{self.prefix}evaluation:{evaluation_id}"))
+        fields = await guarded(self.client.hgetall(f"{self.prefix}evaluation:{evaluation_id}"))
         if not fields:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
@@ -81,7 +108,7 @@ class RedisReplayQueue:
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         answer = await self._call("get_prompt", prompt_id)
         if not answer:
-            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered")
+            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
         return PromptStatus(prompt_id, answer[0].decode(), answer[1], answer[2])
 
     async def get_group(self, prompt_id: int) -> bytes:
@@ -91,11 +118,18 @@ class RedisReplayQueue:
         return deliveries[0].payload
 
     async def stat(self) -> QueueStat:
-        return QueueStat(*await self._call("stat"))
+        numbers = dict(zip(_STAT_FIELDS, await self._call("stat"), strict=True))
+        state = admission(
+            step=numbers["step"], trained=numbers["trained"], queued=numbers["queued"], in_flight=numbers["in_flight"],
+            max_staleness=self.config.max_staleness, groups_per_step=self.config.groups_per_step,
+        )  # fmt: skip
+        return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
     async def dead_letter_reasons(self) -> dict[str, int]:
-        reasons = await self._guard(self.client.hgetall(f"{self.prefix}dead_reasons"))
-        return {reason.decode(): int(count) for reason, count in reasons.items()}
+        return await self._reasons("dead_reasons")
+
+    async def expired_reasons(self) -> dict[str, int]:
+        return await self._reasons("expired_reasons")
 
     # ── rollout server ──
 
@@ -103,7 +137,7 @@ class RedisReplayQueue:
         config = self.config
         flat = await self._call(
             "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
-            config.capacity_bytes, config.max_attempts,
+            config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
         )  # fmt: skip
         return [Lease(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
 
@@ -114,20 +148,24 @@ class RedisReplayQueue:
         return lost
 
     async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
-        script = _script("append")
-        arguments = (lease.prompt_id, lease.attempt, len(payload), min_version, self.config.capacity_bytes)
+        script = load_script("append")
+        config = self.config
+        arguments = (
+            lease.prompt_id, lease.attempt, len(payload), min_version, config.capacity_bytes, config.take_order
+        )  # fmt: skip
 
         async def transaction() -> Any:
             pipeline = self.client.pipeline(transaction=True)
             pipeline.set(f"{self.prefix}group:{lease.prompt_id}:{lease.attempt}", payload)
-            pipeline.evalsha(script.sha, 1, self.prefix, *arguments)
+            # By name: the method is not offered in a transaction of a cluster.
+            pipeline.execute_command("EVALSHA", script.sha, 1, self.prefix, *arguments)
             return (await pipeline.execute())[1]
 
         try:
-            outcome = await self._guard(transaction())
+            outcome = await guarded(transaction())
         except NoScriptError:
-            await self._guard(self.client.script_load(script.text))
-            outcome = await self._guard(transaction())
+            await guarded(self.client.script_load(script.text))
+            outcome = await guarded(transaction())
         result: AppendOutcome = outcome.decode()
         return result
 
@@ -158,7 +196,7 @@ class RedisReplayQueue:
         return {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
 
     async def take(self, step: int, max_groups: int) -> list[int]:
-        taken: list[int] = await self._call("take", self.term, step, max_groups, self.config.selection)
+        taken: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order)
         return taken
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -168,7 +206,7 @@ class RedisReplayQueue:
         found = [(prompt_id, key) for prompt_id, key in zip(prompt_ids, located, strict=True) if key]
         if not found:
             return []
-        payloads = await self._guard(self.client.mget([key for _, key in found]))
+        payloads = await guarded(self.client.mget([key for _, key in found]))
         return [
             Delivery(prompt_id, payload)
             for (prompt_id, _), payload in zip(found, payloads, strict=True)
@@ -181,6 +219,9 @@ class RedisReplayQueue:
 
     async def expire(self, prompt_id: int) -> None:
         await self._call("expire", self.term, prompt_id)
+
+    async def discard(self, prompt_id: int, reason: str) -> None:
+        await self._call("discard", self.term, prompt_id, reason)
 
     async def dead_letter(self, prompt_id: int, reason: str) -> None:
         await self._call("dead_letter", self.term, prompt_id, reason)
@@ -198,47 +239,13 @@ class RedisReplayQueue:
     def _lease_ttl_ms(self) -> int:
         return int(self.config.lease_ttl_s * 1000)
 
+    async def _reasons(self, name: str) -> dict[str, int]:
+        reasons = await guarded(self.client.hgetall(self.prefix + name))
+        return {reason.decode(): int(count) for reason, count in reasons.items()}
+
     async def _call(self, name: str, *arguments: Any) -> Any:
-        script = _script(name)
-        try:
-            return await self._guard(self.client.evalsha(script.sha, 1, self.prefix, *arguments))
-        except NoScriptError:
-            return await self._guard(self.client.eval(script.text, 1, self.prefix, *arguments))
-
-    async def _guard(self, awaitable: Any) -> Any:
-        """Translate what Redis answers into the error tree."""
-        try:
-            return await awaitable
-        except NoScriptError:
-            raise
-        except (RedisConnectionError, RedisTimeoutError) as error:
-            raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
-        except ResponseError as error:
-            raise _translate(error) from error
-        except RedisError as error:
-            raise PenstockError(f"Redis: {error}") from error
-
-
-class _Script:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-@cache
-def _script(name: str) -> _Script:
-    folder = resources.files("penstock.replay") / "lua"
-    return _Script((folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text())
+        return await call_script(self.client, self.prefix, name, *arguments)
 
 
 def _pairs(leases: Sequence[Lease]) -> list[int]:
     return [number for lease in leases for number in (lease.prompt_id, lease.attempt)]
-
-
-def _translate(error: ResponseError) -> PenstockError:
-    message = str(error)
-    if "FENCED" in message:
-        return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
-    if message.startswith("OOM") or "OOM command not allowed" in message:
-        return QueueFull("Redis is out of memory; producers wait until the learner has committed")
-    return PenstockError(f"Redis refused a command: {message}")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import prompts_pb2 as penstock_dot_v1_dot_prompts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/runs.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xf3\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12%\n\x05queue\x18\x05 \x01(\x0b\x32\x16.penstock.v1.QueueStat\x12.\n\x07metrics\x18\x06 \x03(\x0b\x32\x1d.penstock.v1.Run.MetricsEntry\x12$\n\x07servers\x18\x07 \x03(\x0b\x32\x13.penstock.v1.Server\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xff\x01\n\tQueueStat\x12\x17\n\x0fpending_prompts\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x64mitted\x18\x02 \x01(\x03\x12\x11\n\tin_flight\x18\x03 \x01(\x03\x12\x0e\n\x06queued\x18\x04 \x01(\x03\x12\x11\n\tdelivered\x18\x05 \x01(\x03\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07trained\x18\x07 \x01(\x03\x12\x0f\n\x07\x65xpired\x18\x08 \x01(\x03\x12\x15\n\rdead_lettered\x18\t \x01(\x03\x12\x1a\n\x12\x63onservation_error\x18\n \x01(\x03\x12\x13\n\x0bredelivered\x18\x0b \x01(\x03\x12\x11\n\treclaimed\x18\x0c \x01(\x03\"!\n\x12ListServersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"O\n\x13ListServersResponse\x12$\n\x07servers\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Server\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\x8d\x02\n\x06Server\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.penstock.v1.Server.State\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\x03\x12\x16\n\x0erunning_groups\x18\x06 \x01(\x05\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\"[\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07JOINING\x10\x01\x12\t\n\x05READY\x10\x02\x12\x0b\n\x07LOADING\x10\x03\x12\t\n\x05STALE\x10\x04\x12\x0b\n\x07\x45VICTED\x10\x05\"c\n\x17\x43reateEvaluationRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Prompt\":\n\x14GetEvaluationRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\"\x95\x01\n\nEvaluation\x12\x15\n\revaluation_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x03 \x01(\x05\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x1a\n\x12policy_version_min\x18\x05 \x01(\x03\x12\x1a\n\x12policy_version_max\x18\x06 \x01(\x03\x32\xb6\x02\n\nRunService\x12\x36\n\x06GetRun\x12\x1a.penstock.v1.GetRunRequest\x1a\x10.penstock.v1.Run\x12P\n\x0bListServers\x12\x1f.penstock.v1.ListServersRequest\x1a .penstock.v1.ListServersResponse\x12Q\n\x10\x43reateEvaluation\x12$.penstock.v1.CreateEvaluationRequest\x1a\x17.penstock.v1.Evaluation\x12K\n\rGetEvaluation\x12!.penstock.v1.GetEvaluationRequest\x1a\x17.penstock.v1.Evaluationb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/runs.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xf3\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12%\n\x05queue\x18\x05 \x01(\x0b\x32\x16.penstock.v1.QueueStat\x12.\n\x07metrics\x18\x06 \x03(\x0b\x32\x1d.penstock.v1.Run.MetricsEntry\x12$\n\x07servers\x18\x07 \x03(\x0b\x32\x13.penstock.v1.Server\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd5\x02\n\tQueueStat\x12\x17\n\x0fpending_prompts\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x64mitted\x18\x02 \x01(\x03\x12\x11\n\tin_flight\x18\x03 \x01(\x03\x12\x0e\n\x06queued\x18\x04 \x01(\x03\x12\x11\n\tdelivered\x18\x05 \x01(\x03\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07trained\x18\x07 \x01(\x03\x12\x0f\n\x07\x65xpired\x18\x08 \x01(\x03\x12\x15\n\rdead_lettered\x18\t \x01(\x03\x12\x1a\n\x12\x63onservation_error\x18\n \x01(\x03\x12\x13\n\x0bredelivered\x18\x0b \x01(\x03\x12\x11\n\treclaimed\x18\x0c \x01(\x03\x12\x11\n\tdiscarded\x18\r \x01(\x03\x12\x17\n\x0f\x61\x64mission_limit\x18\x0e \x01(\x03\x12\x16\n\x0e\x61\x64mission_room\x18\x0f \x01(\x03\x12\x10\n\x08inserted\x18\x10 \x01(\x03\"!\n\x12ListServersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"O\n\x13ListServersResponse\x12$\n\x07servers\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Server\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\x8d\x02\n\x06Server\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.penstock.v1.Server.State\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x18\n\x10heartbeat_age_ms\x18\x05 \x01(\x03\x12\x16\n\x0erunning_groups\x18\x06 \x01(\x05\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\"[\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07JOINING\x10\x01\x12\t\n\x05READY\x10\x02\x12\x0b\n\x07LOADING\x10\x03\x12\t\n\x05STALE\x10\x04\x12\x0b\n\x07\x45VICTED\x10\x05\"c\n\x17\x43reateEvaluationRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Prompt\":\n\x14GetEvaluationRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\"\x95\x01\n\nEvaluation\x12\x15\n\revaluation_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x03 \x01(\x05\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x1a\n\x12policy_version_min\x18\x05 \x01(\x03\x12\x1a\n\x12policy_version_max\x18\x06 \x01(\x03\x32\xb6\x02\n\nRunService\x12\x36\n\x06GetRun\x12\x1a.penstock.v1.GetRunRequest\x1a\x10.penstock.v1.Run\x12P\n\x0bListServers\x12\x1f.penstock.v1.ListServersRequest\x1a .penstock.v1.ListServersResponse\x12Q\n\x10\x43reateEvaluation\x12$.penstock.v1.CreateEvaluationRequest\x1a\x17.penstock.v1.Evaluation\x12K\n\rGetEvaluation\x12!.penstock.v1.GetEvaluationRequest\x1a\x17.penstock.v1.Evaluationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN_METRICSENTRY']._serialized_start=294
   _globals['_RUN_METRICSENTRY']._serialized_end=340
   _globals['_QUEUESTAT']._serialized_start=343
-  _globals['_QUEUESTAT']._serialized_end=598
-  _globals['_LISTSERVERSREQUEST']._serialized_start=600
-  _globals['_LISTSERVERSREQUEST']._serialized_end=633
-  _globals['_LISTSERVERSRESPONSE']._serialized_start=635
-  _globals['_LISTSERVERSRESPONSE']._serialized_end=714
-  _globals['_SERVER']._serialized_start=717
-  _globals['_SERVER']._serialized_end=986
-  _globals['_SERVER_STATE']._serialized_start=895
-  _globals['_SERVER_STATE']._serialized_end=986
-  _globals['_CREATEEVALUATIONREQUEST']._serialized_start=988
-  _globals['_CREATEEVALUATIONREQUEST']._serialized_end=1087
-  _globals['_GETEVALUATIONREQUEST']._serialized_start=1089
-  _globals['_GETEVALUATIONREQUEST']._serialized_end=1147
-  _globals['_EVALUATION']._serialized_start=1150
-  _globals['_EVALUATION']._serialized_end=1299
-  _globals['_RUNSERVICE']._serialized_start=1302
-  _globals['_RUNSERVICE']._serialized_end=1612
+  _globals['_QUEUESTAT']._serialized_end=684
+  _globals['_LISTSERVERSREQUEST']._serialized_start=686
+  _globals['_LISTSERVERSREQUEST']._serialized_end=719
+  _globals['_LISTSERVERSRESPONSE']._serialized_start=721
+  _globals['_LISTSERVERSRESPONSE']._serialized_end=800
+  _globals['_SERVER']._serialized_start=803
+  _globals['_SERVER']._serialized_end=1072
+  _globals['_SERVER_STATE']._serialized_start=981
+  _globals['_SERVER_STATE']._serialized_end=1072
+  _globals['_CREATEEVALUATIONREQUEST']._serialized_start=1074
+  _globals['_CREATEEVALUATIONREQUEST']._serialized_end=1173
+  _globals['_GETEVALUATIONREQUEST']._serialized_start=1175
+  _globals['_GETEVALUATIONREQUEST']._serialized_end=1233
+  _globals['_EVALUATION']._serialized_start=1236
+  _globals['_EVALUATION']._serialized_end=1385
+  _globals['_RUNSERVICE']._serialized_start=1388
+  _globals['_RUNSERVICE']._serialized_end=1698
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,7 @@ class Run(_message.Message):
     def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ...) -> None: ...
 
 class QueueStat(_message.Message):
-    __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed")
+    __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted")
     PENDING_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,10 @@ class QueueStat(_message.Message):
     CONSERVATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     REDELIVERED_FIELD_NUMBER: _ClassVar[int]
     RECLAIMED_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_ROOM_FIELD_NUMBER: _ClassVar[int]
+    INSERTED_FIELD_NUMBER: _ClassVar[int]
     pending_prompts: int
     admitted: int
     in_flight: int
@@ -65,7 +69,11 @@ class QueueStat(_message.Message):
     conservation_error: int
     redelivered: int
     reclaimed: int
-    def __init__(self, pending_prompts: _Optional[int] = ..., admitted: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ..., delivered: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., trained: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., conservation_error: _Optional[int] = ..., redelivered: _Optional[int] = ..., reclaimed: _Optional[int] = ...) -> None: ...
+    discarded: int
+    admission_limit: int
+    admission_room: int
+    inserted: int
+    def __init__(self, pending_prompts: _Optional[int] = ..., admitted: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ..., delivered: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., trained: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., conservation_error: _Optional[int] = ..., redelivered: _Optional[int] = ..., reclaimed: _Optional[int] = ..., discarded: _Optional[int] = ..., admission_limit: _Optional[int] = ..., admission_room: _Optional[int] = ..., inserted: _Optional[int] = ...) -> None: ...
 
 class ListServersRequest(_message.Message):
     __slots__ = ("run",)

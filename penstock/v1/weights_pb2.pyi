@@ -93,12 +93,14 @@ class CommitResponse(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., paused_s: _Optional[float] = ..., running_requests: _Optional[int] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("policy_version", "reason")
+    __slots__ = ("policy_version", "reason", "term")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     reason: str
-    def __init__(self, policy_version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    term: int
+    def __init__(self, policy_version: _Optional[int] = ..., reason: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ()

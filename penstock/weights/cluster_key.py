@@ -16,10 +16,13 @@ def read_key(config: WeightsConfig) -> str:
     if config.cluster_key_file is None:
         return ""
     try:
-        return config.cluster_key_file.read_text().strip()
+        key = config.cluster_key_file.read_text().strip()
     except OSError as error:
         path = config.cluster_key_file
         raise ConfigError(f"weights.cluster_key_file {path} cannot be read: {error.strerror}") from error
+    if not key:
+        raise ConfigError(f"weights.cluster_key_file {config.cluster_key_file} is empty; write a secret into it")
+    return key
 
 
 def call_metadata(config: WeightsConfig) -> list[tuple[str, str]]:

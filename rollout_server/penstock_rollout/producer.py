@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
@@ -62,7 +63,7 @@ class Producer:
             if free > 0 and self.may_lease():
                 try:
                     leases = await self.queue.lease(self.server_id, free)
-                except Unavailable as error:
+                except (QueueFull, Unavailable) as error:
                     logger.warning("cannot lease: %s", error)
                     await asyncio.sleep(RETRY_S)
             for lease in leases:
@@ -81,7 +82,7 @@ class Producer:
             await asyncio.sleep(self.replay.lease_ttl_s / 3)
             try:
                 lost = await self.queue.heartbeat(self.server_id, list(self._leases.values()))
-            except Unavailable as error:
+            except (QueueFull, Unavailable) as error:
                 logger.warning("heartbeat failed: %s", error)
                 continue
             for prompt_id in lost:
@@ -102,19 +103,17 @@ class Producer:
                     lease, payload, min_version = self._outbox[prompt_id]
                     logger.warning("Redis lost the group of prompt %d; handing it in again", prompt_id)
                     await self.queue.append(lease, payload, min_version)
-            except Unavailable as error:
+            except (QueueFull, Unavailable) as error:
                 logger.warning("cannot reconcile: %s", error)
             self.metrics.outbox.set(len(self._outbox))
 
     async def drain(self) -> None:
         """Give back every prompt that is not finished, uncounted."""
-        for worker in list(self._workers.values()):
-            worker.cancel()
-        await asyncio.gather(*self._workers.values(), return_exceptions=True)
+        await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
         for lease in list(self._leases.values()):
             try:
                 await self.queue.give_back(self.server_id, lease)
-            except Unavailable:
+            except (QueueFull, Unavailable):
                 break
         self._leases.clear()
 
@@ -122,30 +121,38 @@ class Producer:
         started = time.monotonic()
         try:
             prompt = decode_prompt(lease.payload)
-            group = await asyncio.wait_for(self.maker.make(lease, prompt), self.rollout.prompt_timeout_s)
+            async with asyncio.timeout(self.rollout.prompt_timeout_s):
+                group = await self.maker.make(lease, prompt)
             if prompt.evaluation_id:
                 await self._record_evaluation(lease, prompt, group)
             else:
                 await self._hand_in(lease, group)
             self.metrics.episode_seconds.observe(time.monotonic() - started)
-            self._leases.pop(lease.prompt_id, None)
+            self._drop(lease)
         except Exception as error:
             await self._give_back(lease, error)
         finally:
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
 
+    def _drop(self, lease: Lease) -> None:
+        """Forget a lease, unless the prompt was leased again meanwhile."""
+        if self._leases.get(lease.prompt_id) is lease:
+            del self._leases[lease.prompt_id]
+
     async def _hand_in(self, lease: Lease, group: Group) -> None:
         """Append, waiting for room up to the deadline."""
         payload, waited_from = encode_group(group), time.monotonic()
+        counted_to = waited_from
         while True:
             try:
                 outcome = await self.queue.append(lease, payload, group.min_version)
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot hand in prompt %d yet: %s", lease.prompt_id, error)
                 outcome = "full"
-            if outcome == "accepted":
+            if outcome in ("accepted", "duplicate"):  # a duplicate may be our own, whose first answer was lost
                 self._outbox[lease.prompt_id] = (lease, payload, group.min_version)
+            if outcome == "accepted":
                 self.metrics.produced.labels(group.data_source or "default").inc()
             if outcome != "full":
                 return
@@ -153,7 +160,8 @@ class Producer:
             if waited_s > self.replay.append_timeout_s:
                 raise DeadlineExceeded(f"no room in the queue for {waited_s:.0f} s; is the learner running?")
             await asyncio.sleep(RETRY_S)
-            self.metrics.append_wait.inc(RETRY_S)
+            self.metrics.append_wait.inc(time.monotonic() - counted_to)
+            counted_to = time.monotonic()
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
@@ -167,8 +175,8 @@ class Producer:
         expected = isinstance(error, PenstockError | TimeoutError)
         logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
         self.metrics.failures.labels(reason).inc()
-        self._leases.pop(lease.prompt_id, None)
+        self._drop(lease)
         try:
             await self.queue.give_back(self.server_id, lease, failure=reason)
-        except Unavailable as unavailable:
-            logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, unavailable)
+        except (QueueFull, Unavailable) as refused:
+            logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, refused)

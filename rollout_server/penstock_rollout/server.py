@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from ipaddress import ip_address
 
 import grpc
 from prometheus_client import REGISTRY
-from redis.exceptions import RedisError
 
+from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, Unavailable
-from penstock.fleet import Fleet, ServerRecord, ServerState
+from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.replay.redis_queue import RedisReplayQueue, connect
@@ -30,6 +31,7 @@ from penstock_rollout.weight_member import WeightMember
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5
 HEALTH_S = 2.0
+MAX_MANIFEST_BYTES = 64 * 2**20
 
 
 class RolloutServer:
@@ -39,6 +41,7 @@ class RolloutServer:
         self.config = config
         self.server_id = server_id
         self.state: ServerState = "JOINING"
+        self.reported_at = 0.0
         self.stopping = asyncio.Event()
         self.metrics = RolloutMetrics(REGISTRY)
         self.engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
@@ -56,9 +59,9 @@ class RolloutServer:
         maker = GroupMaker(config.run, self.server_id, self.engine, tokenization, scorer, self.metrics)
         self.producer = Producer(
             queue, self.server_id, maker, config.rollout, config.replay, self.metrics,
-            may_lease=lambda: self.state in ("READY", "LOADING"),
+            may_lease=self._may_lease,
         )  # fmt: skip
-        listener = grpc.aio.server()
+        listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:
             await asyncio.wait_for(self.engine.start(policy_version=0), config.rollout.start_timeout_s)
             self.metrics.version.labels("rollout").set(0)
@@ -107,15 +110,20 @@ class RolloutServer:
                 )
             ]
             await self.stopping.wait()
-            for task in loops:
-                task.cancel()
+            await asyncio.gather(*(end_task(task) for task in loops))
+
+    def _may_lease(self) -> bool:
+        """Serving, by a registry that was asked recently: a server that slept must look again before it leases."""
+        is_fresh = time.monotonic() - self.reported_at < self.config.replay.lease_ttl_s
+        return is_fresh and self.state in SERVING_STATES
 
     async def _report_loop(self) -> None:
         """Tell the fleet this server lives, and follow what the registry says of it."""
         while True:
             try:
                 self.state = await self._next_state(await self.fleet.report(self._record()))
-            except (RedisError, Unavailable) as error:
+                self.reported_at = time.monotonic()
+            except Unavailable as error:
                 logger.warning("cannot report to the fleet: %s", error)
             await asyncio.sleep(REPORT_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ class Tokenization:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
+        self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if prompt.token_ids:
+            if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
+                raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
             return prompt.token_ids
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         try:

@@ -27,7 +27,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.config = config
         self.metrics = metrics
         self.highest_term = 0
-        self.in_flight_updates = 0
+        self.announced_version: int | None = None
 
     async def Announce(  # noqa: N802
         self, request: weights_pb2.AnnounceRequest, context: Context
@@ -41,6 +41,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             world_size=request.world_size,
             timeout_s=request.deadline_s,
         )
+        self.announced_version = request.manifest.policy_version
         try:
             await self.engine.stage_weights(stage)
         except PenstockError as error:
@@ -60,8 +61,6 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
-        if report.running_requests:
-            self.in_flight_updates += 1
         return weights_pb2.CommitResponse(
             policy_version=self.engine.policy_version,
             paused_s=report.paused_s,
@@ -73,9 +72,10 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     async def Abort(  # noqa: N802
         self, request: weights_pb2.AbortRequest, context: Context
     ) -> weights_pb2.AbortResponse:
-        await self._admit(self.run, self.highest_term, context)
-        logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
-        await self.engine.abort_weights()
+        await self._admit(self.run, request.term, context)
+        if request.policy_version == self.announced_version:
+            logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
+            await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 
     async def _admit(self, run: str, term: int, context: Context) -> None:

@@ -163,7 +163,7 @@ def test_an_interrupted_demo_stops_everything(demo: DemoProcess) -> None:
     assert demo.wait() == 130
     assert "Traceback" not in demo.text()
     assert demo.orphans() == []
-    assert list((demo.folder / "checkpoints").glob("step-*")), "the learner took a checkpoint before it stopped"
+    assert list((demo.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
 
 
 def metrics_lines(folder: Path) -> list[str]:

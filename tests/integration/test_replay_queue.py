@@ -1,33 +1,67 @@
-"""The replay queue on a real Redis: every transition of the diagram in penstock/replay/contract.py."""
+"""The conformance suite of replay backends: every transition of the diagram in penstock/replay/contract.py.
+
+A backend is whatever makes queue objects over one shared store; add it to `BACKENDS`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import redis.asyncio as redis
 
+from penstock.config.service import ReplayConfig
 from penstock.errors import Fenced, NotFound
 from penstock.replay.contract import Lease
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
 
+BACKENDS = ("redis", "memory")
+ReplayQueue = RedisReplayQueue | MemoryReplayQueue
+MakeQueue = Callable[..., ReplayQueue]
 
-async def submit(queue: RedisReplayQueue, count: int, key: str = "") -> list[int]:
+
+@pytest.fixture(params=BACKENDS)
+def make_queue(request: pytest.FixtureRequest) -> MakeQueue:
+    """Makes queue objects that share a store: 2 groups a step, staleness 1, three attempts, unless told otherwise."""
+    store = MemoryStore() if request.param == "memory" else None
+    client: redis.Redis | None = request.getfixturevalue("redis_client") if request.param == "redis" else None
+
+    def make(**overrides: Any) -> ReplayQueue:
+        fields = {"groups_per_step": 2, "max_staleness": 1, "max_attempts": 3, "lease_ttl_s": 30} | overrides
+        if store is not None:
+            return MemoryReplayQueue(store, ReplayConfig(**fields))
+        assert client is not None
+        return RedisReplayQueue(client, "test", ReplayConfig(**fields))
+
+    return make
+
+
+@pytest.fixture
+def queue(make_queue: MakeQueue) -> ReplayQueue:
+    return make_queue()
+
+
+async def submit(queue: ReplayQueue, count: int, key: str = "") -> list[int]:
     payloads = [f"prompt {i}".encode() for i in range(count)]
     return list((await queue.submit(payloads, [0] * count, key)).prompt_ids)
 
 
-async def finish(queue: RedisReplayQueue, leases: list[Lease], version: int = 0) -> None:
+async def finish(queue: ReplayQueue, leases: list[Lease], version: int = 0) -> None:
     for lease in leases:
         assert await queue.append(lease, b"group of %d" % lease.prompt_id, version) == "accepted"
 
 
-async def assert_conserved(queue: RedisReplayQueue) -> None:
+async def assert_conserved(queue: ReplayQueue) -> None:
     stat = await queue.stat()
     assert stat.conservation_error == 0, stat
 
 
-async def test_submission_with_the_same_key_is_accepted_once(queue: RedisReplayQueue) -> None:
+async def test_submission_with_the_same_key_is_accepted_once(queue: ReplayQueue) -> None:
     first = await queue.submit([b"a", b"b"], [0, 0], "key")
     again = await queue.submit([b"a", b"b"], [0, 0], "key")
     assert again.prompt_ids == first.prompt_ids
@@ -35,13 +69,13 @@ async def test_submission_with_the_same_key_is_accepted_once(queue: RedisReplayQ
     assert (await queue.stat()).pending == 2
 
 
-async def test_higher_priority_is_leased_first(queue: RedisReplayQueue) -> None:
+async def test_higher_priority_is_leased_first(queue: ReplayQueue) -> None:
     await queue.submit([b"low", b"high", b"low too"], [0, 5, 0], "")
     leases = await queue.lease("s", 3)
     assert [lease.payload for lease in leases] == [b"high", b"low", b"low too"]
 
 
-async def test_admission_holds_the_staleness_bound(queue: RedisReplayQueue) -> None:
+async def test_admission_holds_the_staleness_bound(queue: ReplayQueue) -> None:
     """(max_staleness 1 + step 0 + 1) · 2 groups = 4, until a step is published."""
     await submit(queue, 20)
     assert len(await queue.lease("s", 10)) == 4
@@ -52,8 +86,8 @@ async def test_admission_holds_the_staleness_bound(queue: RedisReplayQueue) -> N
     await assert_conserved(queue)
 
 
-async def test_staleness_zero_is_synchronous(queue: RedisReplayQueue) -> None:
-    queue.config = queue.config.model_copy(update={"max_staleness": 0})
+async def test_staleness_zero_is_synchronous(make_queue: MakeQueue) -> None:
+    queue = make_queue(max_staleness=0)
     await submit(queue, 10)
     await queue.take_term(0)
     leases = await queue.lease("s", 10)
@@ -65,7 +99,7 @@ async def test_staleness_zero_is_synchronous(queue: RedisReplayQueue) -> None:
     assert len(await queue.lease("s", 10)) == 2
 
 
-async def test_a_group_is_trained_once_from_lease_to_commit(queue: RedisReplayQueue) -> None:
+async def test_a_group_is_trained_once_from_lease_to_commit(queue: ReplayQueue) -> None:
     ids = await submit(queue, 2)
     leases = await queue.lease("s", 2)
     await finish(queue, leases)
@@ -81,7 +115,7 @@ async def test_a_group_is_trained_once_from_lease_to_commit(queue: RedisReplayQu
     await assert_conserved(queue)
 
 
-async def test_second_append_is_a_duplicate_and_leaves_the_first_group_as_it_was(queue: RedisReplayQueue) -> None:
+async def test_second_append_is_a_duplicate_and_leaves_the_first_group_as_it_was(queue: ReplayQueue) -> None:
     await submit(queue, 1)
     [lease] = await queue.lease("s", 1)
     await finish(queue, [lease])
@@ -92,18 +126,18 @@ async def test_second_append_is_a_duplicate_and_leaves_the_first_group_as_it_was
     await assert_conserved(queue)
 
 
-async def test_append_after_commit_is_a_duplicate(queue: RedisReplayQueue) -> None:
+async def test_append_after_commit_is_a_duplicate(queue: ReplayQueue) -> None:
     await submit(queue, 1)
     [lease] = await queue.lease("s", 1)
     await finish(queue, [lease])
     await queue.take_term(0)
     await queue.commit(1, await queue.take(1, 1))
     assert await queue.append(lease, b"late", 0) == "duplicate"
-    assert await queue.client.exists(f"{queue.prefix}group:{lease.prompt_id}:{lease.attempt}") == 0
+    assert await queue.fetch([lease.prompt_id]) == []
 
 
-async def test_an_expired_lease_goes_to_another_server(queue: RedisReplayQueue) -> None:
-    queue.config = queue.config.model_copy(update={"lease_ttl_s": 0.05})
+async def test_an_expired_lease_goes_to_another_server(make_queue: MakeQueue) -> None:
+    queue = make_queue(lease_ttl_s=0.05)
     await submit(queue, 1)
     [first] = await queue.lease("dies", 1)
     second = await lease_again(queue, "lives")
@@ -115,8 +149,8 @@ async def test_an_expired_lease_goes_to_another_server(queue: RedisReplayQueue) 
     await assert_conserved(queue)
 
 
-async def test_the_first_server_to_finish_wins(queue: RedisReplayQueue) -> None:
-    queue.config = queue.config.model_copy(update={"lease_ttl_s": 0.05})
+async def test_the_first_server_to_finish_wins(make_queue: MakeQueue) -> None:
+    queue = make_queue(lease_ttl_s=0.05)
     await submit(queue, 1)
     [slow] = await queue.lease("slow", 1)
     fast = await lease_again(queue, "fast")
@@ -125,7 +159,7 @@ async def test_the_first_server_to_finish_wins(queue: RedisReplayQueue) -> None:
     await assert_conserved(queue)
 
 
-async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: RedisReplayQueue) -> None:
+async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: ReplayQueue) -> None:
     [prompt_id] = await submit(queue, 1)
     for _ in range(3):
         [lease] = await queue.lease("s", 1)
@@ -138,7 +172,7 @@ async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: RedisReplayQu
     await assert_conserved(queue)
 
 
-async def test_giving_back_without_a_failure_costs_no_attempt(queue: RedisReplayQueue) -> None:
+async def test_giving_back_without_a_failure_costs_no_attempt(queue: ReplayQueue) -> None:
     await submit(queue, 1)
     for attempt in range(1, 8):
         [lease] = await queue.lease("s", 1)
@@ -147,22 +181,23 @@ async def test_giving_back_without_a_failure_costs_no_attempt(queue: RedisReplay
     await assert_conserved(queue)
 
 
-async def test_an_older_term_is_fenced_from_every_learner_call(queue: RedisReplayQueue) -> None:
-    zombie = RedisReplayQueue(queue.client, "test", queue.config)
+async def test_an_older_term_is_fenced_from_every_learner_call(make_queue: MakeQueue) -> None:
+    zombie, queue = make_queue(), make_queue()
     await zombie.take_term(0)
     await submit(queue, 1)
     await finish(queue, await queue.lease("s", 1))
     await queue.take_term(0)
     for call in (
-        zombie.take(1, 1), zombie.commit(1, [1]), zombie.expire(1), zombie.dead_letter(1, "x"),
-        zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.restore(0),
+        zombie.take(1, 1), zombie.commit(1, [1]), zombie.expire(1), zombie.discard(1, "x"),
+        zombie.dead_letter(1, "x"), zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.restore(0),
     ):  # fmt: skip
         with pytest.raises(Fenced):
             await call
     assert await queue.take(1, 1) == [1]
 
 
-async def test_a_new_learner_gets_the_same_batches_again(queue: RedisReplayQueue) -> None:
+async def test_a_new_learner_gets_the_same_batches_again(make_queue: MakeQueue) -> None:
+    queue, successor = make_queue(), make_queue()
     ids = await submit(queue, 4)
     await finish(queue, await queue.lease("s", 4))
     await queue.take_term(0)
@@ -170,7 +205,6 @@ async def test_a_new_learner_gets_the_same_batches_again(queue: RedisReplayQueue
     assert await queue.take(2, 2) == ids[2:]
     await queue.commit(1, ids[:2])
 
-    successor = RedisReplayQueue(queue.client, "test", queue.config)
     assert await successor.take_term(0) == queue.term + 1
     assert await successor.restore(1) == {2: ids[2:]}
     assert (await successor.stat()).redelivered == 2
@@ -178,7 +212,7 @@ async def test_a_new_learner_gets_the_same_batches_again(queue: RedisReplayQueue
     await assert_conserved(queue)
 
 
-async def test_expiry_admits_the_prompt_again_and_tells_the_outbox(queue: RedisReplayQueue) -> None:
+async def test_expiry_admits_the_prompt_again_and_tells_the_outbox(queue: ReplayQueue) -> None:
     [prompt_id] = await submit(queue, 1)
     [lease] = await queue.lease("s", 1)
     await finish(queue, [lease])
@@ -194,20 +228,20 @@ async def test_expiry_admits_the_prompt_again_and_tells_the_outbox(queue: RedisR
     await assert_conserved(queue)
 
 
-async def test_dead_letter_keeps_the_bytes(queue: RedisReplayQueue) -> None:
-    [prompt_id] = await submit(queue, 1)
-    await finish(queue, await queue.lease("s", 1))
+async def test_a_dead_letter_is_counted_by_the_first_word_of_its_reason(queue: ReplayQueue) -> None:
+    ids = await submit(queue, 2)
+    await finish(queue, await queue.lease("s", 2))
     await queue.take_term(0)
-    await queue.take(1, 1)
-    await queue.dead_letter(prompt_id, "corrupt: bad magic")
-    [(_, fields)] = await queue.client.xrange(f"{queue.prefix}dead")
-    assert fields[b"group"] == b"group of %d" % prompt_id
-    assert fields[b"prompt"] == b"prompt 0"
+    await queue.take(1, 2)
+    await queue.dead_letter(ids[0], "corrupt: bad magic")
+    await queue.dead_letter(ids[1], "")
+    await queue.dead_letter(ids[1], "twice")
+    assert await queue.dead_letter_reasons() == {"corrupt": 1, "other": 1}
     await assert_conserved(queue)
 
 
-async def test_a_full_queue_refuses_and_accepts_again_after_a_take(queue: RedisReplayQueue) -> None:
-    queue.config = queue.config.model_copy(update={"capacity_bytes": 2**20})
+async def test_a_full_queue_refuses_and_accepts_again_after_a_take(make_queue: MakeQueue) -> None:
+    queue = make_queue(capacity_bytes=2**20)
     await submit(queue, 3)
     leases = await queue.lease("s", 3)
     big = b"x" * 700_000
@@ -219,7 +253,7 @@ async def test_a_full_queue_refuses_and_accepts_again_after_a_take(queue: RedisR
     await assert_conserved(queue)
 
 
-async def test_reconcile_names_groups_that_redis_lost(queue: RedisReplayQueue) -> None:
+async def test_reconcile_names_groups_that_redis_lost(queue: ReplayQueue) -> None:
     await submit(queue, 2)
     lost, kept = await queue.lease("s", 2)
     await finish(queue, [kept])
@@ -227,8 +261,8 @@ async def test_reconcile_names_groups_that_redis_lost(queue: RedisReplayQueue) -
     assert (outbox.settled, outbox.missing) == ((), (lost.prompt_id,))
 
 
-async def test_freshest_first_takes_the_newest_version(queue: RedisReplayQueue) -> None:
-    queue.config = queue.config.model_copy(update={"selection": "freshest"})
+async def test_freshest_first_takes_the_newest_version(make_queue: MakeQueue) -> None:
+    queue = make_queue(selection="freshest")
     await submit(queue, 3)
     for version, lease in zip([4, 9, 2], await queue.lease("s", 3), strict=True):
         await finish(queue, [lease], version)
@@ -236,7 +270,7 @@ async def test_freshest_first_takes_the_newest_version(queue: RedisReplayQueue) 
     assert await queue.take(1, 1) + await queue.take(1, 2) == [2, 1, 3]
 
 
-async def test_versions_are_never_reused(queue: RedisReplayQueue) -> None:
+async def test_versions_are_never_reused(queue: ReplayQueue) -> None:
     await queue.take_term(0)
     assert [await queue.allocate_version(0), await queue.allocate_version(0)] == [1, 2]
     await queue.take_term(0)
@@ -244,7 +278,7 @@ async def test_versions_are_never_reused(queue: RedisReplayQueue) -> None:
     assert await queue.allocate_version(10) == 10
 
 
-async def test_evaluations_are_scored_and_never_queued(queue: RedisReplayQueue) -> None:
+async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> None:
     await queue.create_evaluation("heldout", [b"q1", b"q2"])
     assert (await queue.create_evaluation("heldout", [b"other"])).num_prompts == 2
     first, second = await queue.lease("s", 5)
@@ -260,7 +294,169 @@ async def test_evaluations_are_scored_and_never_queued(queue: RedisReplayQueue) 
     assert (stat.admitted, stat.in_flight) == (0, 0)
 
 
-async def lease_again(queue: RedisReplayQueue, server_id: str) -> Lease:
+async def test_a_discarded_prompt_is_finished_and_makes_room_for_another(queue: ReplayQueue) -> None:
+    ids = await submit(queue, 5)
+    leases = await queue.lease("s", 5)
+    await finish(queue, leases)
+    assert len(leases) == 4 and (await queue.stat()).admission_room == 0
+    await queue.take_term(0)
+    await queue.take(1, 2)
+    await queue.discard(ids[0], "no_spread: all rewards are 1")
+    await queue.discard(ids[0], "no_spread")
+    stat = await queue.stat()
+    assert (stat.expired, stat.discarded, stat.queued, stat.admission_room) == (1, 1, 3, 1)
+    assert await queue.expired_reasons() == {"no_spread": 1}
+    assert [lease.prompt_id for lease in await queue.lease("s", 5)] == [ids[4]]
+    with pytest.raises(NotFound):
+        await queue.get_prompt(ids[0])
+    assert (await queue.reconcile([leases[0]])).settled == (ids[0],)
+    assert await queue.append(leases[0], b"late", 0) == "unknown"
+    await assert_conserved(queue)
+
+
+async def test_a_manifest_with_discarded_groups_is_delivered_again_without_them(make_queue: MakeQueue) -> None:
+    queue, successor = make_queue(), make_queue()
+    ids = await submit(queue, 4)
+    await finish(queue, await queue.lease("s", 4))
+    await queue.take_term(0)
+    await queue.take(1, 2)
+    await queue.discard(ids[0], "no_spread")
+    await successor.take_term(0)
+    assert await successor.restore(0) == {1: ids[:2]}
+    assert [delivery.prompt_id for delivery in await successor.fetch(ids[:2])] == [ids[1]]
+    assert await successor.take(1, 1) == [ids[2]]
+    assert await successor.commit(1, ids[1:3]) == 2
+    stat = await successor.stat()
+    assert (stat.trained, stat.redelivered, stat.queued) == (2, 1, 1)
+    await assert_conserved(queue)
+
+
+async def test_what_a_closed_manifest_still_holds_is_ready_again(queue: ReplayQueue) -> None:
+    """The reply of the first take was lost: the learner has never heard of its groups."""
+    ids = await submit(queue, 4)
+    await finish(queue, await queue.lease("s", 4))
+    await queue.take_term(0)
+    lost = await queue.take(1, 2)
+    trained = await queue.take(1, 2)
+    before = (await queue.stat()).queued_bytes
+    assert await queue.commit(1, trained) == 2
+    assert (await queue.stat()).queued_bytes - before == sum(len(b"group of %d" % prompt_id) for prompt_id in lost)
+    assert await queue.take(2, 4) == lost == ids[:2]
+    await assert_conserved(queue)
+
+
+async def test_fifo_is_the_order_of_admission(queue: ReplayQueue) -> None:
+    ids = await submit(queue, 3)
+    await finish(queue, (await queue.lease("s", 3))[::-1])
+    await queue.take_term(0)
+    assert await queue.take(1, 3) == ids
+
+
+async def test_other_policies_pass_a_straggler_by(make_queue: MakeQueue) -> None:
+    for policy in ("drop", "correct"):
+        queue = make_queue(stale_policy=policy, max_staleness=9)
+        await submit(queue, 2)
+        _, fast = await queue.lease("s", 2)
+        await finish(queue, [fast])
+        await queue.take_term(0)
+        assert await queue.take(1, 2) == [fast.prompt_id]
+
+
+async def test_wait_takes_nothing_admitted_after_a_prompt_in_flight(make_queue: MakeQueue) -> None:
+    queue = make_queue(stale_policy="wait")
+    ids = await submit(queue, 4)
+    first, straggler, third, fourth = await queue.lease("s", 4)
+    await queue.take_term(0)
+    await finish(queue, [fourth, third, first])
+    assert await queue.take(1, 4) == ids[:1]
+    await queue.give_back("s", straggler, failure="oops")
+    assert await queue.take(1, 4) == []
+    [again] = await queue.lease("s", 4)
+    await finish(queue, [again])
+    assert await queue.take(1, 4) == ids[1:]
+    await assert_conserved(queue)
+
+
+async def test_wait_goes_on_when_the_straggler_is_buried(make_queue: MakeQueue) -> None:
+    queue = make_queue(stale_policy="wait", max_attempts=1)
+    ids = await submit(queue, 3)
+    straggler, *others = await queue.lease("s", 3)
+    await finish(queue, others)
+    await queue.take_term(0)
+    assert await queue.take(1, 3) == []
+    await queue.give_back("s", straggler, failure="oops")
+    assert await queue.take(1, 3) == ids[1:]
+
+
+async def test_wait_numbers_an_expired_prompt_anew(make_queue: MakeQueue) -> None:
+    queue = make_queue(stale_policy="wait", max_staleness=9)
+    ids = await submit(queue, 3)
+    await finish(queue, await queue.lease("s", 3))
+    await queue.take_term(0)
+    await queue.take(1, 1)
+    await queue.expire(ids[0])
+    assert await queue.take(1, 1) == [ids[1]]
+    [again] = await queue.lease("s", 1)
+    assert await queue.take(1, 5) == [ids[2]]
+    await finish(queue, [again])
+    assert await queue.take(1, 5) == [ids[0]]
+
+
+async def test_a_returned_prompt_is_leased_before_better_ones_without_admission(make_queue: MakeQueue) -> None:
+    """Else, under `wait`, the groups that wait for it would hold the room that those need."""
+    queue = make_queue(stale_policy="wait", max_staleness=0)
+    await queue.submit([b"slow", b"fast"], [0, 0], "")
+    slow, fast = await queue.lease("s", 2)
+    await finish(queue, [fast])
+    await queue.submit([b"urgent"], [9], "")
+    await queue.give_back("s", slow)
+    assert [lease.payload for lease in await queue.lease("s", 1)] == [b"slow"]
+    assert await queue.lease("s", 1) == []
+
+
+async def test_wait_has_room_for_the_group_that_a_full_queue_waits_for(make_queue: MakeQueue) -> None:
+    queue = make_queue(stale_policy="wait", capacity_bytes=2**20)
+    await submit(queue, 4)
+    first, second, third, fourth = await queue.lease("s", 4)
+    big = b"x" * 700_000
+    assert await queue.append(third, big, 0) == "accepted"
+    assert [await queue.append(lease, big, 0) for lease in (fourth, second)] == ["full", "full"]
+    await queue.give_back("s", first)
+    [first] = await queue.lease("s", 4)
+    assert await queue.append(first, big, 0) == "accepted"
+    assert await queue.append(second, big, 0) == "full"
+    await queue.take_term(0)
+    assert await queue.take(1, 4) == [first.prompt_id]
+    assert await queue.append(second, big, 0) == "accepted"
+    assert await queue.take(1, 4) == [second.prompt_id, third.prompt_id]
+    await assert_conserved(queue)
+
+
+async def test_a_full_queue_admits_nothing_new(make_queue: MakeQueue) -> None:
+    queue = make_queue(capacity_bytes=2**20)
+    await submit(queue, 4)
+    first, second = await queue.lease("s", 2)
+    await queue.append(first, b"x" * 2**20, 0)
+    assert await queue.lease("s", 1) == []
+    await queue.give_back("s", second)
+    assert [lease.prompt_id for lease in await queue.lease("s", 4)] == [second.prompt_id]
+
+
+async def test_stat_shows_the_limiter_as_samples_per_insert(queue: ReplayQueue) -> None:
+    await submit(queue, 8)
+    await finish(queue, await queue.lease("s", 3))
+    stat = await queue.stat()
+    assert (stat.admission_limit, stat.admission_room, stat.inserted, stat.samples_per_insert) == (4, 1, 3, 0.0)
+    await queue.take_term(0)
+    await queue.commit(1, await queue.take(1, 2))
+    await queue.publish(1, 1, b"")
+    stat = await queue.stat()
+    assert (stat.admission_limit, stat.admission_room, stat.inserted) == (6, 3, 3)
+    assert stat.samples_per_insert == pytest.approx(2 / 3)
+    assert len(await queue.lease("s", 8)) == stat.admission_room
+
+
+async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
     """Lease the one prompt as soon as its first lease has run out."""
     async with asyncio.timeout(20):
         while True:

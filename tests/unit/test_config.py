@@ -10,7 +10,7 @@ from penstock.config.loading import dump_config, load_config, parse_overrides
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("deploy/compose/*config*.yaml")])
+SHIPPED = sorted([*ROOT.glob("examples/**/*.yaml"), ROOT / "deploy/compose/run.yaml"])
 
 
 @pytest.fixture
@@ -45,6 +45,13 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--learner.algorithm.loss.name", "pppo"], "did you mean 'ppo'?"),
         (["--learner.lr", "fast"], "learner.lr: Input should be a valid number"),
         (["--learner.lr"], "--learner.lr needs a value"),
+        (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),
+        (["--redis.url=http://h"], "is none of redis://, rediss:// and unix://"),
+        (["--redis.url=redis://u:p@h", "--redis.password_file=p"], "holds credentials, and so do"),
+        (["--redis.username=u"], "set password_file as well"),
+        (["--redis.url=redis://h", "--redis.tls_ca_file=ca.pem"], "only a rediss:// url uses TLS"),
+        (["--redis.url=rediss://h", "--redis.tls_cert_file=c.pem"], "set tls_key_file as well"),
+        (["--redis.url=unix:///s", "--redis.cluster=true"], "the nodes of a cluster have"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
         (["--run", "No Spaces"], "run: String should match pattern"),
         (["--seed.x", "1"], "seed"),

@@ -30,7 +30,7 @@ from penstock_services.local.private_redis import find_redis_server
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ROLES = ("gateway", "rollout", "learner")
 RUN = "acl"
-REFUSED = "permission|can't run this command"
+REFUSED = "permission|can't run this command|can't access at least one of the keys"
 Clients = dict[str, Redis]
 
 
@@ -176,6 +176,9 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert [delivery.payload for delivery in await learner.fetch(taken)] == [b"group"] * 4
     await learner.expire(taken[2])
     await learner.dead_letter(taken[3], "checksum")
+    [straggler] = await learner.take(1, 1)
+    await learner.discard(straggler, "no_spread")
+    assert await gateway.expired_reasons() == {"stale": 1, "no_spread": 1}
     assert await learner.commit(1, taken[:2]) == 2
     assert await learner.allocate_version(1) == 1
     assert (await learner.stat()).conservation_error == 0

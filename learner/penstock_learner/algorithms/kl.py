@@ -73,7 +73,7 @@ class KLController(Protocol):
     def coefficient(self) -> float: ...
 
     def updated(self, measured_kl: float, num_sequences: int) -> KLController:
-        """The controller after a step over `num_sequences` sequences whose `mean_kl` was `measured_kl`."""
+        """The controller after a step over `num_sequences` sequences whose mean KL per token was `measured_kl`."""
         ...
 
 

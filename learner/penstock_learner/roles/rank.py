@@ -41,7 +41,7 @@ class Rank:
         learner = self.config.learner
         torch.set_num_threads(learner.threads_per_rank)
         torch.manual_seed(self.config.seed)
-        use_gpu = torch.cuda.is_available()
+        use_gpu = getattr(learner, self.role).gpus_per_rank > 0
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
         timeout = timedelta(seconds=learner.rank_timeout_s)
         if self.rank != 0:

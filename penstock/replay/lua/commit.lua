@@ -13,8 +13,18 @@ for i = 3, #ARGV do
   end
   redis.call('SETBIT', TRAINED, id, 1)
 end
+-- What a manifest of these steps still holds was neither trained nor dropped: a reply of take was lost, or Redis lost
+-- its tail. It is ready again.
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
-  if tonumber(step) <= tonumber(ARGV[2]) then redis.call('HDEL', MANIFESTS, step) end
+  if tonumber(step) <= tonumber(ARGV[2]) then
+    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+      if redis.call('SREM', DELIVERED, id) == 1 then
+        local _, bytes, admission, version = group_meta(id)
+        make_ready(id, bytes, admission, version)
+      end
+    end
+    redis.call('HDEL', MANIFESTS, step)
+  end
 end
 redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
 return found

@@ -7,5 +7,6 @@ redis.call('UNLINK', payload_key)
 -- The next attempt number: a producer that still holds the group in its outbox sees that it is not wanted.
 redis.call('HINCRBY', ATTEMPTS, ARGV[2], 1)
 count('expired', 1)
+count_reason('expired_reasons', 'stale')
 make_pending(ARGV[2])
 return 1

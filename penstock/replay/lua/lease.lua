@@ -1,7 +1,8 @@
--- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts.
+-- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts, settle ms.
 -- Returns {id, attempt, payload, id, ...}.
 local server, wanted, now = ARGV[1], tonumber(ARGV[2]), now_ms()
 local expiry = now + tonumber(ARGV[3])
+run_when_full()
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 256)) do
   count('reclaimed', 1)
@@ -13,6 +14,20 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT
   redis.call('ZADD', EVAL_PENDING, id, id)
 end
 
+-- Ids come from a counter that goes back when Redis loses its tail, and may then stand for other prompts than those that
+-- servers and ledgers know by them. So no prompt is leased before Redis can no longer lose it: what was the newest id
+-- ('settling_id') is safe ('settled_id') once it has been so for the time that Redis may lose.
+local MOST_UNSETTLED = 1024 -- looked past in one call
+local newest, settled_id, settle_ms = counter('next_prompt_id'), counter('settled_id'), tonumber(ARGV[8])
+if counter('settling_id') > settled_id and now - counter('settling_ms') >= settle_ms then
+  settled_id = counter('settling_id')
+end
+if newest > settled_id and counter('settling_id') <= settled_id then
+  redis.call('HSET', COUNTERS, 'settling_id', newest, 'settling_ms', now)
+  if settle_ms == 0 then settled_id = newest end
+end
+if settled_id > counter('settled_id') then redis.call('HSET', COUNTERS, 'settled_id', settled_id) end
+
 local leased = {}
 local function grant(id, leases)
   local attempt = redis.call('HINCRBY', ATTEMPTS, id, 1)
@@ -23,24 +38,30 @@ local function grant(id, leases)
   table.insert(leased, redis.call('HGET', PROMPTS, id))
 end
 
-local evals = redis.call('ZPOPMIN', EVAL_PENDING, wanted)
-for i = 1, #evals, 2 do grant(evals[i], EVAL_LEASES) end
+local evals = redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', settled_id, 'LIMIT', 0, wanted)
+for _, id in ipairs(evals) do
+  redis.call('ZREM', EVAL_PENDING, id)
+  grant(id, EVAL_LEASES)
+end
 
 local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local room = limit - (counter('trained') + queued() + in_flight())
--- A returned prompt holds its place in in_flight already, so it needs no room.
-local budget = wanted - #evals / 2
-if counter('queued_bytes') >= tonumber(ARGV[6]) then budget = 0 end
-while budget > 0 do
-  local next = redis.call('ZRANGE', PENDING, 0, 0)[1]
-  if not next then break end
-  if redis.call('SREM', RETURNED, next) == 0 then
-    if room <= 0 then break end
-    room = room - 1
-    count('admitted', 1)
+if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
+local budget = wanted - #evals
+local window = budget + math.min(newest - settled_id, MOST_UNSETTLED)
+for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
+  if budget == 0 then break end
+  if tonumber(id) <= settled_id then
+    -- A returned prompt holds its place in in_flight already, so it needs no room.
+    if redis.call('SREM', RETURNED, id) == 0 then
+      if room <= 0 then break end
+      room = room - 1
+      count('admitted', 1)
+      redis.call('ZADD', OPEN, next_admission(), id)
+    end
+    redis.call('ZREM', PENDING, id)
+    grant(id, LEASES)
+    budget = budget - 1
   end
-  redis.call('ZREM', PENDING, next)
-  grant(next, LEASES)
-  budget = budget - 1
 end
 return leased

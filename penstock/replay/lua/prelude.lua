@@ -3,6 +3,8 @@
 local P = KEYS[1]
 local COUNTERS, PROMPTS, ATTEMPTS, FAILURES = P .. 'counters', P .. 'prompts', P .. 'attempts', P .. 'failures'
 local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'owners', P .. 'returned'
+-- Prompts in flight (leased, or returned and to be leased again) by the number of their admission.
+local OPEN = P .. 'open'
 local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
 local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
 local EVAL_PENDING, EVAL_LEASES = P .. 'eval_pending', P .. 'eval_leases'
@@ -33,14 +35,21 @@ local function queued()
   return redis.call('ZCARD', READY) + redis.call('SCARD', DELIVERED)
 end
 
+-- A full Redis refuses a script whose first write could grow memory, and lets one run whole that begins with a delete.
+-- What frees memory, or keeps leases alive until it is freed, has to run: it deletes nothing first.
+local function run_when_full()
+  redis.call('HDEL', COUNTERS, '')
+end
+
 local function check_term(term)
   local current = counter('term')
   if tonumber(term) ~= current then
     return redis.error_reply('FENCED term ' .. term .. ' has passed; the current one is ' .. current)
   end
+  run_when_full()
 end
 
--- Priority first, then age: a prompt that came back stands where it stood.
+-- Priority first, then age: a prompt that expired stands where it stood.
 local function make_pending(id)
   local priority = tonumber(redis.call('HGET', P .. 'priorities', id) or '0')
   redis.call('ZADD', PENDING, -priority * 1e12 + id, id)
@@ -51,12 +60,18 @@ local function drop_lease(id)
   return redis.call('ZREM', LEASES, id)
 end
 
--- META holds 'attempt bytes' of each queued group. Returns nil where there is none.
+-- META holds 'attempt bytes admission min_version' of each queued group. Returns nil where there is none.
 local function group_meta(id)
   local meta = redis.call('HGET', META, id)
   if not meta then return nil end
-  local attempt, bytes = string.match(meta, '(%d+) (%d+)')
-  return attempt, tonumber(bytes)
+  local attempt, bytes, admission, version = string.match(meta, '(%d+) (%d+) (%d+) (%-?%d+)')
+  return attempt, tonumber(bytes), admission, version
+end
+
+local function make_ready(id, bytes, admission, version)
+  redis.call('ZADD', READY, admission, id)
+  redis.call('ZADD', FRESH, version, id)
+  count('queued_bytes', bytes)
 end
 
 -- Takes a queued group out of wherever it waits and returns its payload's key; nil when there is none.
@@ -70,13 +85,21 @@ local function remove_group(id)
   return group_key(id, attempt)
 end
 
--- Removes a prompt from every place before its group counts as queued, trained or dead. A prompt that was pending
--- without having been admitted (it had expired, or Redis lost its tail) is admitted by this.
+local function next_admission()
+  return redis.call('HINCRBY', COUNTERS, 'admission', 1)
+end
+
+-- Removes a prompt from every place before its group counts as queued, trained or dead, and returns the number of its
+-- admission. A prompt that was pending without having been admitted (it had expired, or Redis lost its tail) is
+-- admitted by this; a group that came past admission is numbered now.
 local function settle_admission(id)
   local was_leased = drop_lease(id) == 1
   local was_returned = redis.call('SREM', RETURNED, id) == 1
   redis.call('ZREM', PENDING, id)
   if not was_leased and not was_returned then count('admitted', 1) end
+  local admission = redis.call('ZSCORE', OPEN, id) or next_admission()
+  redis.call('ZREM', OPEN, id)
+  return admission
 end
 
 local function forget_prompt(id)
@@ -86,21 +109,28 @@ local function forget_prompt(id)
   redis.call('HDEL', P .. 'priorities', id)
 end
 
+-- A reason as a metric's label: its first word.
+local function count_reason(name, reason)
+  redis.call('HINCRBY', P .. name, string.match(reason, '^[%w_]+') or 'other', 1)
+end
+
 local function bury(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
-  redis.call('HINCRBY', P .. 'dead_reasons', string.match(reason, '^[%w_]+') or 'other', 1)
+  count_reason('dead_reasons', reason)
   count('dead_lettered', 1)
   forget_prompt(id)
 end
 
 -- A lease ended without a group. Counts a failure unless the reason is empty; past the limit the prompt is dead.
+-- Otherwise it keeps its admission and goes to the front: groups admitted after it may be waiting for its own.
 local function return_prompt(id, failure, max_attempts)
   drop_lease(id)
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
+    redis.call('ZREM', OPEN, id)
     bury(id, failure)
     return
   end
   redis.call('SADD', RETURNED, id)
-  make_pending(id)
+  redis.call('ZADD', PENDING, '-inf', id)
 end

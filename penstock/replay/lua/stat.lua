@@ -2,5 +2,6 @@
 return {
   redis.call('ZCARD', PENDING), counter('admitted'), in_flight(), queued(), redis.call('SCARD', DELIVERED),
   counter('queued_bytes'), counter('trained'), counter('expired'), counter('dead_lettered'), counter('redelivered'),
-  counter('reclaimed'), counter('step'), counter('policy_version'), counter('term'),
+  counter('reclaimed'), counter('discarded'), counter('inserted'), counter('step'), counter('policy_version'),
+  counter('term'),
 }

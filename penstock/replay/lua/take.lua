@@ -1,10 +1,14 @@
--- ARGV: term, step, max groups, selection. Returns prompt ids, which join the manifest of the step.
+-- ARGV: term, step, max groups, order. Returns prompt ids, which join the manifest of the step.
+-- In the order of admission, no group is taken while a prompt admitted before it is in flight.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local last = tonumber(ARGV[3]) - 1
 local ids
 if ARGV[4] == 'freshest' then
   ids = redis.call('ZREVRANGE', FRESH, 0, last)
+elseif ARGV[4] == 'admission' then
+  local oldest_open = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2] or '+inf'
+  ids = redis.call('ZRANGEBYSCORE', READY, '-inf', '(' .. oldest_open, 'LIMIT', 0, ARGV[3])
 else
   ids = redis.call('ZRANGE', READY, 0, last)
 end

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -283,7 +283,8 @@ class VllmEngine:
             return
         self._broken = "it was stopped"
         llm, self._llm = self._llm, None
-        await self._core(llm.abort(list(self._running)))
+        with suppress(Unavailable):
+            await self._core(llm.abort(list(self._running)))
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)

@@ -209,6 +209,10 @@ def _stat_to_proto(stat: QueueStat) -> runs_pb2.QueueStat:
         conservation_error=stat.conservation_error,
         redelivered=stat.redelivered,
         reclaimed=stat.reclaimed,
+        discarded=stat.discarded,
+        admission_limit=stat.admission_limit,
+        admission_room=stat.admission_room,
+        inserted=stat.inserted,
     )
 
 

@@ -30,7 +30,7 @@ class Observation:
 
 
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, capacity_bytes: int) -> None:
+    def __init__(self, registry: CollectorRegistry, capacity_bytes: int, max_staleness: int = 0) -> None:
         self.registry = registry
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered.", ["protocol", "route", "code"], registry=registry
@@ -42,7 +42,7 @@ class GatewayMetrics:
         self.inflight = Gauge(
             "penstock_gateway_inflight_requests", "Requests being served.", ["protocol"], registry=registry
         )
-        self.run = RunCollector(capacity_bytes)
+        self.run = RunCollector(capacity_bytes, max_staleness)
         registry.register(self.run)
 
     @contextmanager
@@ -67,20 +67,22 @@ class GatewayMetrics:
 class RunSnapshot:
     stat: QueueStat
     dead_letter_reasons: dict[str, int] = field(default_factory=dict)
+    expired_reasons: dict[str, int] = field(default_factory=dict)
     servers_by_state: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     async def take(cls, queue: RedisReplayQueue, fleet: Fleet) -> RunSnapshot:
         stat = await queue.stat()
-        reasons = await queue.dead_letter_reasons()
-        return cls(stat, reasons, dict(Tally(server.state for server in await fleet.servers())))
+        dead, expired = await queue.dead_letter_reasons(), await queue.expired_reasons()
+        return cls(stat, dead, expired, dict(Tally(server.state for server in await fleet.servers())))
 
 
 class RunCollector(Collector):
     """Series of the run. `queue="prompts"` waits for rollout servers, `queue="groups"` for the learner."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, max_staleness: int) -> None:
         self.capacity_bytes = capacity_bytes
+        self.max_staleness = max_staleness
         self.snapshot: RunSnapshot | None = None
 
     def describe(self) -> Iterable[Metric]:
@@ -95,12 +97,11 @@ class RunCollector(Collector):
         yield _by_queue("pending", "Handed out, not yet settled.", prompts=stat.in_flight, groups=stat.delivered)
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
         yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.capacity_bytes)
-        for name in ("admitted", "trained", "expired", "redelivered", "reclaimed"):
+        for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
             yield CounterMetricFamily(f"penstock_{name}", f"Groups {name}.", value=getattr(stat, name))
-        dead = CounterMetricFamily("penstock_dead_lettered", "Groups put aside as unusable.", labels=["reason"])
-        for reason, count in sorted(self.snapshot.dead_letter_reasons.items()):
-            dead.add_metric([reason], count)
-        yield dead
+        yield _by_reason("dead_lettered", "Groups put aside as unusable.", self.snapshot.dead_letter_reasons)
+        yield _by_reason("expired", "Groups dropped: too old, or not worth training.", self.snapshot.expired_reasons)
+        yield from self._limiter(stat)
         yield GaugeMetricFamily(
             "penstock_conservation_error",
             "admitted - trained - expired - dead_lettered - queued - in_flight; anything but 0 is a lost group.",
@@ -110,6 +111,23 @@ class RunCollector(Collector):
         for state in runs_pb2.Server.State.keys()[1:]:
             servers.add_metric([state], self.snapshot.servers_by_state.get(state, 0))
         yield servers
+
+    def _limiter(self, stat: QueueStat) -> Iterator[Metric]:
+        """Admission, as staleness and as samples per insert."""
+        for name, documentation, value in (
+            ("staleness_limit_versions", "Bound of staleness that admission holds.", self.max_staleness),
+            ("queue_admission_limit", "What trained, queued and in flight may add up to.", stat.admission_limit),
+            ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
+            ("queue_samples_per_insert", "Groups trained for each group handed in.", stat.samples_per_insert),
+        ):
+            yield GaugeMetricFamily(f"penstock_{name}", documentation, value=value)
+
+
+def _by_reason(name: str, documentation: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(f"penstock_{name}", documentation, labels=["reason"])
+    for reason, count in sorted(counts.items()):
+        family.add_metric([reason], count)
+    return family
 
 
 def _by_queue(name: str, documentation: str, **values: int) -> Metric:

@@ -52,7 +52,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
         handlers = Handlers.over(client, config)
-        metrics = GatewayMetrics(CollectorRegistry(), config.replay.capacity_bytes)
+        metrics = GatewayMetrics(CollectorRegistry(), config.replay.capacity_bytes, config.replay.max_staleness)
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))

@@ -32,26 +32,37 @@ def test_training_a_prompt_twice_is_refused() -> None:
         ledger.add([5])
 
 
-def save(store: CheckpointStore, step: int) -> None:
-    store.finish(store.partial_folder(step), TrainerState(step=step, policy_version=step, term=1, ledger=[(1, step)]))
+def save(store: CheckpointStore, step: int, term: int = 1) -> None:
+    state = TrainerState(step=step, policy_version=step, term=term, ledger=[(1, step)])
+    store.finish(store.partial_folder(step, term), state)
 
 
 def test_newest_finished_checkpoint_counts_and_old_ones_go(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 10):
         save(store, step)
-    (store.partial_folder(11) / "shard").write_text("torn by a crash")
+    (store.partial_folder(11, 1) / "shard").write_text("torn by a crash")
     found = store.newest()
     assert found is not None
     assert found[1] == TrainerState(step=10, policy_version=10, term=1, ledger=[(1, 10)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000002", "step-00000010", "step-00000011.partial",
+        "term-000001-step-00000002", "term-000001-step-00000010", "term-000001-step-00000011.partial",
     ]  # fmt: skip
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
-    (tmp_path / "step-00000001" / "trainer.json").write_text("{")
+    (tmp_path / "term-000001-step-00000001" / "trainer.json").write_text("{")
     with pytest.raises(ConfigError, match="step-00000001 is damaged"):
         store.newest()
+
+
+def test_a_fenced_learner_cannot_overtake_its_successor(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 10, term=1)
+    save(store, 12, term=2)
+    save(store, 14, term=1)
+    found = store.newest()
+    assert found is not None
+    assert (found[1].term, found[1].step) == (2, 12)

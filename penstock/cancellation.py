@@ -1,0 +1,20 @@
+"""Ending tasks for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+RECANCEL_S = 0.5
+
+
+async def end_task(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has ended, whatever it ends with.
+
+    One cancel is not enough: before Python 3.12 `asyncio.wait_for`, which client libraries use, can swallow it."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=RECANCEL_S)
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        task.result()

@@ -1,0 +1,315 @@
+"""`penstock queue`: look into a run's replay queue, record and replay it, and repair its dead letters.
+
+Talks to Redis itself, so it works while the gateway, the learner and every rollout server are down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.config.service import RedisConfig, ReplayConfig
+    from penstock.replay.inspection import DeadLetter, QueueInspector
+
+RUNS_FOLDER = Path("runs")
+MAX_LIMIT = 1000
+WAIT_S = 600.0
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    """Connect, do what `args.command` says, and disconnect."""
+    target = _target(args)
+    from penstock.replay.inspection import QueueInspector
+    from penstock.replay.redis_queue import connect
+
+    client = connect(target.redis)
+    try:
+        inspector = QueueInspector(client, target.run, target.replay)
+        if args.command is not _import:
+            await inspector.check_exists()
+        command: Callable[[argparse.Namespace, QueueInspector], Awaitable[int]] = args.command
+        return await command(args, inspector)
+    finally:
+        await client.aclose()
+
+
+# ── options ──
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock queue", description="Look into a run's replay queue, record and replay it, repair it."
+    )
+    parser.set_defaults(config=None, redis_url=None, run=None, json=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    _command(commands, "stat", _stat, "count every place of the queue and check that nothing is lost", can_json=True)
+
+    peek = _command(commands, "peek", _peek, "show the next ready groups without taking them", can_json=True)
+    peek.add_argument("--limit", type=int, default=10, metavar="N", help="how many (default: %(default)s)")
+    peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the group of this prompt in full")
+
+    export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
+    export.add_argument("file", type=Path)
+    export.add_argument("--all", action="store_true", help="also those the learner holds and has not committed")
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+    imports = _command(commands, "import", _import, "bring the groups of a Parquet file into a queue")
+    imports.add_argument("file", type=Path)
+    imports.add_argument("--epoch", type=int, default=0, help="another number imports the same file once more")
+    imports.add_argument(
+        "--wait-s", type=float, default=WAIT_S, metavar="S",
+        help="how long to wait for room in a full queue (default: %(default).0f)",
+    )  # fmt: skip
+
+    requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts anew", can_json=True)
+    _add_selection(requeue)
+
+    dlq = _command(commands, "dlq", _dlq_list, "list, show or purge dead letters", can_json=True)
+    dlq.set_defaults(limit=100, reason="")
+    actions = dlq.add_subparsers(metavar="ACTION")
+    listing = _command(actions, "list", _dlq_list, "the newest ones (what `dlq` alone does)", can_json=True)
+    listing.add_argument("--limit", type=int, default=100, metavar="N", help="how many (default: %(default)s)")
+    listing.add_argument("--reason", default="", help="only those with this reason, such as `corrupt`")
+    show = _command(actions, "show", _dlq_show, "one of them, decoded as far as possible", can_json=True)
+    show.add_argument("id")
+    purge = _command(actions, "purge", _dlq_purge, "delete them for good")
+    _add_selection(purge)
+    purge.add_argument("--yes", action="store_true", help="really delete")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, function: Callable[..., Awaitable[int]], text: str, *, can_json: bool = False
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    # Defaults are those of the outermost parser: an inner one would overwrite what an outer one was given.
+    where = parser.add_argument_group("which queue")
+    where.add_argument(
+        "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS,
+        help=f"config of the run (default: config.yaml of the newest run in {RUNS_FOLDER}/)",
+    )  # fmt: skip
+    where.add_argument("--redis-url", metavar="URL", default=argparse.SUPPRESS, help="instead of --config; needs --run")
+    where.add_argument("--run", metavar="NAME", default=argparse.SUPPRESS, help="run (default: that of the config)")
+    if can_json:
+        parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ids", nargs="*", metavar="ID", help="dead letters, as `penstock queue dlq` names them")
+    parser.add_argument("--reason", default="", help="every one with this reason, such as `corrupt`")
+    parser.add_argument("--all", action="store_true", help="every one")
+
+
+# ── which queue ──
+
+
+@dataclass(frozen=True)
+class _Target:
+    redis: RedisConfig
+    run: str
+    replay: ReplayConfig | None
+    """None: only an address was given."""
+
+
+def _target(args: argparse.Namespace) -> _Target:
+    if args.redis_url is not None:
+        if args.config is not None or args.run is None:
+            raise ConfigError("--redis-url needs --run NAME, and takes the place of --config")
+        return _Target(_redis_at(args.redis_url), args.run, None)
+    from penstock.config.loading import load_config
+
+    path = args.config or _newest_config()
+    config = load_config(path)
+    if not config.redis.url:
+        raise ConfigError(
+            f"{path} has no redis.url; give the config that `penstock up` wrote, {config.folder / 'config.yaml'}"
+        )
+    return _Target(config.redis, args.run or config.run, config.replay)
+
+
+def _redis_at(url: str) -> RedisConfig:
+    from pydantic import ValidationError
+
+    from penstock.config.service import RedisConfig
+
+    try:
+        return RedisConfig(url=url)
+    except ValidationError as error:
+        raise ConfigError(f"--redis-url: {error.errors()[0]['msg']}") from error
+
+
+def _newest_config() -> Path:
+    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE, or --redis-url URL and --run NAME")
+    return configs[-1]
+
+
+# ── commands ──
+
+
+async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.cli.queue_tables import print_report, report_record
+
+    report = await inspector.report()
+    if args.json:
+        _print_json(report_record(report))
+    else:
+        print_report(report)
+    return 0
+
+
+async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.cli.queue_tables import group_record, print_group, print_groups, summary_record
+
+    if args.prompt_id is not None:
+        found = await inspector.groups([args.prompt_id])
+        if not found:
+            raise NotFound(f"no group of prompt {args.prompt_id} is queued; it is not finished, or already trained")
+        if found[0].group is None:
+            raise PenstockError(
+                f"the group of prompt {args.prompt_id} cannot be decoded ({found[0].problem}); "
+                "the learner will dead-letter it"
+            )
+        if args.json:
+            _print_json(group_record(found[0].group))
+        else:
+            print_group(found[0].group)
+        return 0
+    ids = await inspector.queued_ids(inspector.queue.config.selection, _checked_limit(args.limit))
+    groups = await inspector.groups(ids)
+    if args.json:
+        _print_json([summary_record(queued) for queued in groups])
+    else:
+        print_groups(groups)
+    return 0
+
+
+async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.replay.recording import export_groups
+
+    if args.file.exists() and not args.force:
+        raise InvalidInput(str(args.file), "exists; choose another name or add --force")
+    with _progress("exporting") as advance:
+        exported = await export_groups(inspector, args.file, include_delivered=args.all, advance=advance)
+    gone = f"; {exported.num_gone} were committed meanwhile" if exported.num_gone else ""
+    print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{gone}")
+    for line in exported.unreadable:
+        print(f"left out {line}")
+    return 0
+
+
+async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.replay.recording import import_groups
+
+    with _progress("importing") as advance:
+        imported = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance)
+    print(
+        f"imported {imported.num_groups} groups into run {inspector.run}; "
+        f"{imported.num_present} of the file were there already"
+    )
+    return 0
+
+
+async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    requeued: list[dict[str, Any]] = []
+    refused: list[dict[str, str]] = []
+    for stream_id in await _selected(args, inspector):
+        try:
+            requeued.append({"id": stream_id, "prompt_id": await inspector.requeue(stream_id)})
+        except InvalidInput as error:
+            refused.append({"id": stream_id, "problem": str(error)})
+    if args.json:
+        _print_json({"requeued": requeued, "refused": refused})
+    else:
+        for entry in requeued:
+            print(f"{entry['id']} is pending as prompt {entry['prompt_id']}")
+        print(f"requeued {len(requeued)} dead-lettered prompts")
+    if refused:
+        raise PenstockError(f"{len(refused)} dead letters were left where they are; the first: {refused[0]['problem']}")
+    return 0
+
+
+async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.cli.queue_tables import dead_letter_record, print_dead_letters
+
+    limit = _checked_limit(args.limit)
+    letters: list[DeadLetter] = []
+    async for letter in inspector.dead_letters(args.reason, newest_first=True):
+        letters.append(letter)
+        if len(letters) == limit:
+            break
+    if args.json:
+        _print_json([dead_letter_record(letter) for letter in letters])
+    else:
+        print_dead_letters(letters)
+    return 0
+
+
+async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock.cli.queue_tables import contents_record, print_contents
+
+    contents = await inspector.dead_letter(args.id)
+    if args.json:
+        _print_json(contents_record(contents))
+    else:
+        print_contents(contents)
+    return 0
+
+
+async def _dlq_purge(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    ids = await _selected(args, inspector)
+    if ids and not args.yes:
+        raise InvalidInput(
+            "--yes", f"is needed to delete {len(ids)} dead letters for good; `requeue` keeps their prompts"
+        )
+    print(f"purged {await inspector.purge(ids)} dead letters")
+    return 0
+
+
+async def _selected(args: argparse.Namespace, inspector: QueueInspector) -> list[str]:
+    if bool(args.ids) + bool(args.reason) + args.all != 1:
+        raise InvalidInput("ID", "give ids of dead letters, or --reason REASON, or --all, and only one of these")
+    if args.ids:
+        return list(dict.fromkeys(args.ids))
+    return [letter.stream_id async for letter in inspector.dead_letters(args.reason)]
+
+
+def _checked_limit(limit: int) -> int:
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
+    return limit
+
+
+def _print_json(record: Any) -> None:
+    print(json.dumps(record, indent=2))
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields `advance(done, total)`, which draws a bar where there is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,44 @@
+"""What Redis raises, as the error tree has it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.errors import Fenced, PenstockError, QueueFull, Unavailable
+
+
+@contextmanager
+def redis_errors() -> Iterator[None]:
+    """Translate every RedisError raised inside, but NoScriptError, which callers answer by sending the script."""
+    try:
+        yield
+    except NoScriptError:
+        raise
+    except (RedisConnectionError, RedisTimeoutError) as error:
+        raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
+    except OutOfMemoryError as error:
+        raise QueueFull("Redis is out of memory; producers wait until the learner has committed") from error
+    except ResponseError as error:
+        raise _of_response(str(error)) from error
+    except RedisError as error:
+        raise PenstockError(f"Redis: {error}") from error
+
+
+async def guarded(call: Awaitable[Any]) -> Any:
+    """Await one call of a Redis client, with its errors translated."""
+    with redis_errors():
+        return await call
+
+
+def _of_response(message: str) -> PenstockError:
+    if "FENCED" in message:
+        return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
+    if "OOM command not allowed" in message:
+        return QueueFull("Redis is out of memory; producers wait until the learner has committed")
+    return PenstockError(f"Redis refused a command: {message}")

@@ -1,0 +1,265 @@
+"""The operator's view of a replay queue: looks into every place, and repairs what has died.
+
+Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt anew,
+`admit` submits and leases prompts whose groups are brought along (`penstock queue import`). Both are one atomic script,
+so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs the learner's
+term: they only ever add prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio as redis
+from google.protobuf.message import DecodeError
+
+from penstock.codec import decode_group, decode_prompt
+from penstock.config.service import ReplayConfig
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.redis_errors import guarded
+from penstock.replay.contract import Lease, QueueStat
+from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue, key_prefix
+from penstock.replay.scripts import call_script
+from penstock.trajectory import Group, Prompt
+
+DEAD_PAGE = 100
+DELETE_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where prompts or groups are. None: this place does not know."""
+
+    name: str
+    count: int
+    num_bytes: int | None = None
+    oldest_age_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class QueueReport:
+    run: str
+    stat: QueueStat
+    places: tuple[Place, ...]
+    """Looked at a moment after `stat`, so a busy queue may show other counts here than there."""
+    dead_letter_reasons: dict[str, int]
+    """Of all dead letters the run ever had, also of those requeued or purged since."""
+    expired_reasons: dict[str, int]
+    limits_known: bool
+    """False: `stat` says nothing true about admission."""
+
+
+@dataclass(frozen=True)
+class QueuedGroup:
+    prompt_id: int
+    num_bytes: int
+    """As stored."""
+    group: Group | None
+    problem: str = ""
+    """Why `group` is None: what the learner will dead-letter it for."""
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    stream_id: str
+    prompt_id: int
+    reason: str
+    prompt_bytes: int
+    group_bytes: int
+
+    @property
+    def time_ms(self) -> int:
+        return int(self.stream_id.partition("-")[0])
+
+    @property
+    def kind(self) -> str:
+        """The reason's first word, by which the queue counts reasons."""
+        word = re.match(r"[A-Za-z0-9_]+", self.reason)
+        return word.group() if word else "other"
+
+
+@dataclass(frozen=True)
+class DeadLetterContents:
+    letter: DeadLetter
+    prompt: Prompt | None
+    group: Group | None
+    group_problem: str
+
+
+class QueueInspector:
+    """One run's queue as an operator sees it. Without the run's `replay` config it knows nothing of limits."""
+
+    def __init__(self, client: redis.Redis, run: str, replay: ReplayConfig | None = None) -> None:
+        self.client = client
+        self.run = run
+        self.prefix = key_prefix(run)
+        self.knows_limits = replay is not None
+        self.queue = RedisReplayQueue(client, run, replay or ReplayConfig())
+
+    # ── looks ──
+
+    async def check_exists(self) -> None:
+        if not (await self._places())["exists"]:
+            raise NotFound(f"run {self.run!r} has no queue on this Redis; check the run's name and the address")
+
+    async def report(self) -> QueueReport:
+        stat = await self.queue.stat()
+        places = await self._places()
+        now_ms, dead_ms = places["now_ms"], places["oldest_dead_ms"]
+        returned, overdue = places["returned"], places["overdue"]
+        return QueueReport(
+            run=self.run,
+            stat=stat,
+            places=(
+                Place("pending", places["pending"], note=f"{returned} back from a lost lease" if returned else ""),
+                Place("leased", places["leased"], note=f"{overdue} overdue" if overdue else ""),
+                Place(
+                    "ready", places["ready"], places["ready_bytes"], await self._group_age_s("first_ready", places)
+                ),
+                Place(
+                    "delivered", places["delivered"], places["delivered_bytes"],
+                    await self._group_age_s("first_delivered", places),
+                ),
+                Place("evaluation pending", places["eval_pending"]),
+                Place("evaluation leased", places["eval_leased"]),
+                Place("dead letters", places["dead"], oldest_age_s=(now_ms - dead_ms) / 1000 if dead_ms else None),
+            ),
+            dead_letter_reasons=await self.queue.dead_letter_reasons(),
+            expired_reasons=await self.queue.expired_reasons(),
+            limits_known=self.knows_limits,
+        )  # fmt: skip
+
+    async def queued_ids(
+        self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
+    ) -> list[int]:
+        """Ready groups in the order the learner will take them, after the delivered ones if those are asked for."""
+        ids: list[int] = await self._call("queued", selection, limit, int(include_delivered))
+        return ids
+
+    async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
+        """Decoded, in the given order. Those committed in the meantime are left out."""
+        return [_decode(d.prompt_id, d.payload) for d in await self.queue.fetch(prompt_ids)]
+
+    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
+        """Encoded; empty where the prompt is gone."""
+        payloads: list[bytes] = await self._call("prompts", *prompt_ids) if prompt_ids else []
+        return payloads
+
+    # ── dead letters ──
+
+    async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
+        """Those there are now, without their payloads. What is buried while this runs is left out."""
+        last = await self._newest_dead_letter()
+        first = "-"
+        while last:
+            flat = await self._call("dead", first, last, DEAD_PAGE, int(newest_first))
+            page = [
+                DeadLetter(flat[i].decode(), flat[i + 1], flat[i + 2].decode(errors="replace"), *flat[i + 3 : i + 5])
+                for i in range(0, len(flat), 5)
+            ]
+            for letter in page:
+                if not kind or letter.kind == kind:
+                    yield letter
+            if len(page) < DEAD_PAGE:
+                return
+            if newest_first:
+                last = f"({page[-1].stream_id}"
+            else:
+                first = f"({page[-1].stream_id}"
+
+    async def dead_letter(self, stream_id: str) -> DeadLetterContents:
+        _check_stream_id(stream_id)
+        entries = await guarded(self.client.xrange(f"{self.prefix}dead", stream_id, stream_id))
+        if not entries:
+            raise _no_dead_letter(stream_id)
+        fields = {name.decode(): value for name, value in entries[0][1].items()}
+        prompt, payload = fields.get("prompt", b""), fields.get("group", b"")
+        prompt_id, reason = int(fields.get("prompt_id", 0)), fields.get("reason", b"").decode(errors="replace")
+        decoded = _decode(prompt_id, payload) if payload else None
+        return DeadLetterContents(
+            letter=DeadLetter(stream_id, prompt_id, reason, len(prompt), len(payload)),
+            prompt=_decode_prompt(prompt),
+            group=decoded.group if decoded else None,
+            group_problem=decoded.problem if decoded else "no group was kept with it",
+        )
+
+    async def requeue(self, stream_id: str) -> int:
+        """Submit the letter's prompt under a new id and delete the letter, in one step; returns the new id."""
+        prompt = (await self.dead_letter(stream_id)).prompt
+        if prompt is None:
+            raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
+        prompt_id: int = await self._call("requeue", stream_id, prompt.priority)
+        if not prompt_id:
+            raise _no_dead_letter(stream_id)
+        return prompt_id
+
+    async def purge(self, stream_ids: Sequence[str]) -> int:
+        """Delete dead letters for good; returns how many were still there."""
+        for stream_id in stream_ids:
+            _check_stream_id(stream_id)
+        num_deleted = 0
+        for start in range(0, len(stream_ids), DELETE_PAGE):
+            page = stream_ids[start : start + DELETE_PAGE]
+            num_deleted += await guarded(self.client.xdel(f"{self.prefix}dead", *page))
+        return num_deleted
+
+    # ── import ──
+
+    async def admit(
+        self, key: str, server_id: str, lease_ttl_s: float, rows: Sequence[tuple[int, bytes, int]]
+    ) -> list[Lease]:
+        """Submit (row, encoded prompt, priority) and lease each at once, without asking for admission.
+
+        The same row under the same key gets the same prompt id for a week; its attempt is 0 once its group was brought.
+        """
+        flat = [item for row in rows for item in row]
+        answer = await self._call("admit", key, IDEMPOTENCY_TTL_S, server_id, int(lease_ttl_s * 1000), *flat)
+        return [Lease(answer[2 * i], answer[2 * i + 1], rows[i][1]) for i in range(len(rows))]
+
+    # ── how ──
+
+    async def _places(self) -> dict[str, int]:
+        flat = await self._call("places")
+        return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+    async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
+        """Time since a group was finished; None where there is none or its producer did not say."""
+        found = await self.groups([places[which]]) if places[which] else []
+        if not found or found[0].group is None or not found[0].group.finished_at_ms:
+            return None
+        return max(0.0, (places["now_ms"] - found[0].group.finished_at_ms) / 1000)
+
+    async def _newest_dead_letter(self) -> str:
+        flat = await self._call("dead", "-", "+", 1, 1)
+        return flat[0].decode() if flat else ""
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await call_script(self.client, self.prefix, f"inspect_{name}", *arguments)
+
+
+def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
+    try:
+        return QueuedGroup(prompt_id, len(payload), decode_group(payload))
+    except PoisonGroup as error:
+        return QueuedGroup(prompt_id, len(payload), None, f"{error.kind}: {error}")
+
+
+def _decode_prompt(payload: bytes) -> Prompt | None:
+    try:
+        return decode_prompt(payload) if payload else None
+    except (DecodeError, ValueError):
+        return None
+
+
+def _check_stream_id(stream_id: str) -> None:
+    milliseconds, dash, sequence = stream_id.partition("-")
+    if not (dash and milliseconds.isdecimal() and sequence.isdecimal()):
+        raise InvalidInput(repr(stream_id), "is not the id of a dead letter; `penstock queue dlq` lists them")
+
+
+def _no_dead_letter(stream_id: str) -> NotFound:
+    return NotFound(f"there is no dead letter {stream_id}; `penstock queue dlq` lists them")

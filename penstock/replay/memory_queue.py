@@ -1,0 +1,315 @@
+"""The replay queue in memory: for tests, and as the plainest account of what the Lua scripts do.
+
+Nothing here waits, so every call is atomic within one event loop. Several queue objects, each with a term of its own,
+may share one `MemoryStore`, as a learner and its successor share Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config.service import ReplayConfig
+from penstock.errors import Fenced, NotFound
+from penstock.replay.admission import admission
+from penstock.replay.contract import (
+    AppendOutcome,
+    Delivery,
+    Evaluation,
+    Lease,
+    Outbox,
+    PromptStatus,
+    QueueStat,
+    Submission,
+)
+from penstock.replay.memory_store import (
+    NEVER,
+    MemoryEvaluation,
+    MemoryGroup,
+    MemoryPrompt,
+    MemoryStore,
+    Ordered,
+    reason_label,
+)
+
+
+class MemoryReplayQueue:
+    """PromptIntake, GroupProducer and GroupConsumer over a store. `term` is 0 until this object takes one."""
+
+    def __init__(self, store: MemoryStore, config: ReplayConfig) -> None:
+        self.store = store
+        self.config = config
+        self.term = 0
+
+    # ── gateway ──
+
+    async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
+        store = self.store
+        if idempotency_key and idempotency_key in store.submissions:
+            return Submission(tuple(store.submissions[idempotency_key]), replayed=True)
+        last = store.count("next_prompt_id", len(payloads))
+        ids = range(last - len(payloads) + 1, last + 1)
+        for prompt_id, payload, priority in zip(ids, payloads, priorities, strict=True):
+            store.prompts[prompt_id] = MemoryPrompt(payload, priority)
+            store.make_pending(prompt_id)
+        if idempotency_key:
+            store.submissions[idempotency_key] = ids
+        return Submission(tuple(ids), replayed=False)
+
+    async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
+        store = self.store
+        if evaluation_id not in store.evaluations:
+            store.evaluations[evaluation_id] = MemoryEvaluation(len(payloads))
+            for payload in payloads:
+                prompt_id = store.count("next_prompt_id")
+                store.prompts[prompt_id] = MemoryPrompt(payload, evaluation_id=evaluation_id)
+                store.eval_pending.put(prompt_id, prompt_id)
+        return await self.get_evaluation(evaluation_id)
+
+    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+        found = self.store.evaluations.get(evaluation_id)
+        if found is None:
+            raise NotFound(f"evaluation {evaluation_id!r} does not exist")
+        score = sum(found.rewards) / len(found.rewards) if found.rewards else 0.0
+        low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
+        return Evaluation(evaluation_id, found.num_prompts, found.num_finished, score, low, high)
+
+    async def get_prompt(self, prompt_id: int) -> PromptStatus:
+        store = self.store
+        if prompt_id in store.trained:
+            return PromptStatus(prompt_id, "trained", 0, b"")
+        prompt = store.prompts.get(prompt_id)
+        if prompt is None:
+            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
+        if prompt_id in store.groups:
+            return PromptStatus(prompt_id, "queued", prompt.attempt, prompt.payload)
+        return PromptStatus(prompt_id, "leased" if prompt.owner else "pending", prompt.attempt, prompt.payload)
+
+    async def get_group(self, prompt_id: int) -> bytes:
+        if prompt_id not in self.store.groups:
+            raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
+        return self.store.groups[prompt_id].payload
+
+    async def stat(self) -> QueueStat:
+        store, count, config = self.store, self.store.counters, self.config
+        state = admission(
+            step=count["step"], trained=count["trained"], queued=store.queued, in_flight=store.in_flight,
+            max_staleness=config.max_staleness, groups_per_step=config.groups_per_step,
+        )  # fmt: skip
+        return QueueStat(
+            pending=len(store.pending), in_flight=store.in_flight, queued=store.queued, delivered=len(store.delivered),
+            admission_limit=state.limit, admission_room=state.room,
+            **{
+                name: count[name]
+                for name in (
+                    "admitted", "queued_bytes", "trained", "expired", "dead_lettered", "redelivered", "reclaimed",
+                    "discarded", "inserted", "step", "policy_version", "term",
+                )
+            },
+        )  # fmt: skip
+
+    async def dead_letter_reasons(self) -> dict[str, int]:
+        return dict(self.store.dead_reasons)
+
+    async def expired_reasons(self) -> dict[str, int]:
+        return dict(self.store.expired_reasons)
+
+    # ── rollout server ──
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        store, config = self.store, self.config
+        self._reclaim()
+        evaluations = store.eval_pending.lowest(max_prompts)
+        for prompt_id in evaluations:
+            store.eval_pending.remove(prompt_id)
+        leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
+        room = (await self.stat()).admission_room
+        if store.counters["queued_bytes"] >= config.capacity_bytes:
+            room = 0
+        for prompt_id in store.pending.lowest(max_prompts - len(leases)):
+            if prompt_id not in store.returned:
+                if room <= 0:
+                    break
+                room -= 1
+                store.count("admitted")
+                store.open.put(prompt_id, store.count("admission"))
+            store.returned.discard(prompt_id)
+            store.pending.remove(prompt_id)
+            leases.append(self._grant(server_id, prompt_id, store.leases))
+        return leases
+
+    async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
+        expiry, lost = self.store.clock() + self.config.lease_ttl_s, []
+        for lease in leases:
+            if not self._holds(server_id, lease):
+                lost.append(lease.prompt_id)
+            elif lease.prompt_id in self.store.leases:
+                self.store.leases.put(lease.prompt_id, expiry)
+            else:
+                self.store.eval_leases.put(lease.prompt_id, expiry)
+        return lost
+
+    async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
+        store, prompt_id = self.store, lease.prompt_id
+        if prompt_id in store.groups:
+            return "duplicate"
+        if prompt_id not in store.prompts:
+            return "duplicate" if prompt_id in store.trained else "unknown"
+        in_queue = store.counters["queued_bytes"]
+        is_over = in_queue > 0 and in_queue + len(payload) > self.config.capacity_bytes
+        if is_over and not self._is_waited_for(prompt_id):
+            return "full"
+        number = store.settle_admission(prompt_id)
+        store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version)
+        store.make_ready(prompt_id)
+        store.count("inserted")
+        return "accepted"
+
+    async def record_evaluation(
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
+    ) -> None:
+        if self.store.prompts.pop(lease.prompt_id, None) is None:
+            return
+        self.store.eval_leases.remove(lease.prompt_id)
+        self.store.eval_pending.remove(lease.prompt_id)
+        evaluation = self.store.evaluations[evaluation_id]
+        evaluation.num_finished += 1
+        evaluation.rewards += rewards
+        evaluation.versions += (min_version, max_version)
+
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
+        if not self._holds(server_id, lease):
+            return
+        if lease.prompt_id in self.store.eval_leases:
+            self.store.return_evaluation(lease.prompt_id)
+        else:
+            self.store.return_prompt(lease.prompt_id, failure, self.config.max_attempts)
+
+    async def reconcile(self, held: Sequence[Lease]) -> Outbox:
+        settled, missing = [], []
+        for lease in held:
+            prompt = self.store.prompts.get(lease.prompt_id)
+            if prompt is None or (lease.prompt_id not in self.store.groups and prompt.attempt > lease.attempt):
+                settled.append(lease.prompt_id)
+            elif lease.prompt_id not in self.store.groups:
+                missing.append(lease.prompt_id)
+        return Outbox(tuple(settled), tuple(missing))
+
+    # ── learner ──
+
+    async def take_term(self, at_least: int) -> int:
+        self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1
+        return self.term
+
+    async def restore(self, step: int) -> dict[int, list[int]]:
+        self._check_term()
+        self.store.counters["step"] = step
+        for of_step, ids in self.store.manifests.items():
+            if of_step > step:
+                self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
+        return {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+
+    async def take(self, step: int, max_groups: int) -> list[int]:
+        self._check_term()
+        store, order = self.store, self.config.take_order
+        if order == "freshest":
+            ids = store.fresh.highest(max_groups)
+        else:
+            ids = store.ready.lowest(max_groups, store.open.lowest_score if order == "admission" else NEVER)
+        for prompt_id in ids:
+            store.unready(prompt_id)
+            store.delivered.add(prompt_id)
+        if ids:
+            store.manifests.setdefault(step, []).extend(ids)
+        return ids
+
+    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
+        groups = self.store.groups
+        return [Delivery(prompt_id, groups[prompt_id].payload) for prompt_id in prompt_ids if prompt_id in groups]
+
+    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
+        self._check_term()
+        store, found = self.store, 0
+        for prompt_id in prompt_ids:
+            if prompt_id in store.prompts:
+                if store.remove_group(prompt_id) is None:
+                    store.settle_admission(prompt_id)
+                del store.prompts[prompt_id]
+                store.count("trained")
+                found += 1
+            store.trained.add(prompt_id)
+        for of_step in [of_step for of_step in store.manifests if of_step <= step]:
+            for prompt_id in store.manifests.pop(of_step):
+                if prompt_id in store.delivered:
+                    store.delivered.remove(prompt_id)
+                    store.make_ready(prompt_id)
+        return found
+
+    async def expire(self, prompt_id: int) -> None:
+        self._check_term()
+        if self.store.remove_group(prompt_id) is not None:
+            self.store.prompts[prompt_id].attempt += 1
+            self.store.count("expired")
+            self.store.expired_reasons["stale"] += 1
+            self.store.make_pending(prompt_id)
+
+    async def discard(self, prompt_id: int, reason: str) -> None:
+        self._check_term()
+        if self.store.remove_group(prompt_id) is not None:
+            del self.store.prompts[prompt_id]
+            self.store.count("expired")
+            self.store.count("discarded")
+            self.store.expired_reasons[reason_label(reason)] += 1
+
+    async def dead_letter(self, prompt_id: int, reason: str) -> None:
+        self._check_term()
+        group = self.store.remove_group(prompt_id)
+        if group is not None:
+            self.store.bury(prompt_id, reason, group.payload)
+
+    async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
+        self._check_term()
+        self.store.counters["policy_version"] = policy_version
+        self.store.counters["step"] = step
+        self.store.policies[policy_version] = policy
+
+    async def allocate_version(self, at_least: int) -> int:
+        self._check_term()
+        count = self.store.counters
+        count["allocated_version"] = max(count["allocated_version"] + 1, at_least)
+        return count["allocated_version"]
+
+    # ── how ──
+
+    def _check_term(self) -> None:
+        current = self.store.counters["term"]
+        if self.term != current:
+            raise Fenced(
+                f"term {self.term} has passed; the current one is {current}; another learner has taken over, stop "
+                "this one"
+            )
+
+    def _reclaim(self) -> None:
+        now = self.store.clock()
+        for prompt_id in self.store.leases.lowest(256, below=now):
+            self.store.count("reclaimed")
+            self.store.return_prompt(prompt_id, "lease_expired", self.config.max_attempts)
+        for prompt_id in self.store.eval_leases.lowest(256, below=now):
+            self.store.return_evaluation(prompt_id)
+
+    def _grant(self, server_id: str, prompt_id: int, leases: Ordered) -> Lease:
+        prompt = self.store.prompts[prompt_id]
+        prompt.attempt += 1
+        prompt.owner = (server_id, prompt.attempt)
+        leases.put(prompt_id, self.store.clock() + self.config.lease_ttl_s)
+        return Lease(prompt_id, prompt.attempt, prompt.payload)
+
+    def _holds(self, server_id: str, lease: Lease) -> bool:
+        prompt = self.store.prompts.get(lease.prompt_id)
+        return prompt is not None and prompt.owner == (server_id, lease.attempt)
+
+    def _is_waited_for(self, prompt_id: int) -> bool:
+        """Every ready group waits for this one."""
+        number = self.store.open.score(prompt_id)
+        if self.config.take_order != "admission" or number is None:
+            return False
+        return number == self.store.open.lowest_score < self.store.ready.lowest_score

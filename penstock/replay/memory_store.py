@@ -1,0 +1,180 @@
+"""The state behind MemoryReplayQueue: what Redis holds of one run, as plain Python.
+
+Its methods are those of lua/prelude.lua, under the same names.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NEVER = float("inf")
+
+
+class Ordered:
+    """Ids by score, lowest first; equal scores by the id as text, as Redis has it."""
+
+    def __init__(self) -> None:
+        self._scores: dict[int, float] = {}
+        self._order: list[tuple[float, str, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._scores
+
+    def score(self, key: int) -> float | None:
+        return self._scores.get(key)
+
+    def put(self, key: int, score: float) -> None:
+        self.remove(key)
+        self._scores[key] = score
+        insort(self._order, (score, str(key), key))
+
+    def remove(self, key: int) -> bool:
+        score = self._scores.pop(key, None)
+        if score is None:
+            return False
+        del self._order[bisect_left(self._order, (score, str(key), key))]
+        return True
+
+    def lowest(self, count: int, below: float = NEVER) -> list[int]:
+        return [key for score, _, key in self._order[:count] if score < below]
+
+    def highest(self, count: int) -> list[int]:
+        return [key for _, _, key in self._order[: -count - 1 : -1]]
+
+    @property
+    def lowest_score(self) -> float:
+        return self._order[0][0] if self._order else NEVER
+
+
+@dataclass
+class MemoryPrompt:
+    payload: bytes
+    priority: int = 0
+    evaluation_id: str = ""
+    attempt: int = 0
+    failures: int = 0
+    owner: tuple[str, int] | None = None
+    """Server and attempt of the lease."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    attempt: int
+    payload: bytes
+    admission: float
+    min_version: int
+
+
+@dataclass
+class MemoryEvaluation:
+    num_prompts: int
+    num_finished: int = 0
+    rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class MemoryStore:
+    """What Redis holds of one run. `clock` gives seconds; leases run out by it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.counters: Counter[str] = Counter()
+        self.prompts: dict[int, MemoryPrompt] = {}
+        self.groups: dict[int, MemoryGroup] = {}
+        self.submissions: dict[str, range] = {}
+        self.evaluations: dict[str, MemoryEvaluation] = {}
+        self.policies: dict[int, bytes] = {}
+        self.manifests: dict[int, list[int]] = {}
+        self.trained: set[int] = set()
+        self.dead: list[tuple[int, str, bytes, bytes]] = []
+        """Prompt id, reason, prompt and group of each dead letter."""
+        self.dead_reasons: Counter[str] = Counter()
+        self.expired_reasons: Counter[str] = Counter()
+        self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
+        self.ready, self.fresh = Ordered(), Ordered()
+        self.eval_pending, self.eval_leases = Ordered(), Ordered()
+        self.returned: set[int] = set()
+        self.delivered: set[int] = set()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.leases) + len(self.returned)
+
+    @property
+    def queued(self) -> int:
+        return len(self.ready) + len(self.delivered)
+
+    def count(self, name: str, by: int = 1) -> int:
+        self.counters[name] += by
+        return self.counters[name]
+
+    def make_pending(self, prompt_id: int) -> None:
+        self.pending.put(prompt_id, -self.prompts[prompt_id].priority * 1e12 + prompt_id)
+
+    def make_ready(self, prompt_id: int) -> None:
+        group = self.groups[prompt_id]
+        self.ready.put(prompt_id, group.admission)
+        self.fresh.put(prompt_id, group.min_version)
+        self.count("queued_bytes", len(group.payload))
+
+    def unready(self, prompt_id: int) -> None:
+        self.fresh.remove(prompt_id)
+        if self.ready.remove(prompt_id):
+            self.count("queued_bytes", -len(self.groups[prompt_id].payload))
+
+    def remove_group(self, prompt_id: int) -> MemoryGroup | None:
+        """Take a queued group out of wherever it waits."""
+        if prompt_id not in self.groups:
+            return None
+        self.unready(prompt_id)
+        self.delivered.discard(prompt_id)
+        return self.groups.pop(prompt_id)
+
+    def settle_admission(self, prompt_id: int) -> float:
+        """Remove a prompt from every place before its group; returns its admission, which is made now if need be."""
+        self.prompts[prompt_id].owner = None
+        was_leased, was_returned = self.leases.remove(prompt_id), prompt_id in self.returned
+        self.returned.discard(prompt_id)
+        self.pending.remove(prompt_id)
+        if not was_leased and not was_returned:
+            self.count("admitted")
+        number = self.open.score(prompt_id)
+        self.open.remove(prompt_id)
+        return number if number is not None else self.count("admission")
+
+    def return_prompt(self, prompt_id: int, failure: str, max_attempts: int) -> None:
+        """A lease ended without a group."""
+        prompt = self.prompts[prompt_id]
+        prompt.owner = None
+        self.leases.remove(prompt_id)
+        prompt.failures += failure != ""
+        if failure and prompt.failures >= max_attempts:
+            self.open.remove(prompt_id)
+            self.bury(prompt_id, failure, b"")
+            return
+        self.returned.add(prompt_id)
+        self.pending.put(prompt_id, -NEVER)
+
+    def return_evaluation(self, prompt_id: int) -> None:
+        self.prompts[prompt_id].owner = None
+        self.eval_leases.remove(prompt_id)
+        self.eval_pending.put(prompt_id, prompt_id)
+
+    def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
+        self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))
+        self.dead_reasons[reason_label(reason)] += 1
+        self.count("dead_lettered")
+
+
+def reason_label(reason: str) -> str:
+    """A reason as a metric's label: its first word."""
+    word = re.match(r"[A-Za-z0-9_]+", reason)
+    return word.group() if word else "other"

@@ -1,0 +1,320 @@
+"""Recorded groups as Parquet: one row a group, typed columns, nothing that any Parquet reader cannot show.
+
+Only this module imports pyarrow, which takes a while; import it late. Arrays go in and out as whole columns, never
+token by token. A file that was made elsewhere is read too, as long as it has these columns with these types.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import parquet
+
+from penstock.codec import check_group
+from penstock.errors import InvalidInput, PoisonGroup
+from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
+
+ROW_GROUP_ROWS = 512
+ROW_GROUP_BYTES = 32 * 2**20
+"""Arrays that wait to be written, at most; the memory an export or import needs is a small multiple of it."""
+
+SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("policy_version", pa.int64())])
+SAMPLING = pa.struct(
+    [("temperature", pa.float32()), ("top_p", pa.float32()), ("max_tokens", pa.int32()), ("seed", pa.int64())]
+)
+TRAJECTORY = pa.struct(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("log_probs", pa.list_(pa.float32())),
+        ("segments", pa.list_(SEGMENT)),
+        ("reward", pa.float64()),
+        ("finish_reason", pa.string()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("run", pa.string()),
+        ("prompt_id", pa.int64()),
+        ("attempt", pa.int32()),
+        ("server_id", pa.string()),
+        ("data_source", pa.string()),
+        ("agent_name", pa.string()),
+        ("sampling", SAMPLING),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("trajectories", pa.list_(TRAJECTORY)),
+        ("finished_at_ms", pa.int64()),
+        ("prompt", pa.binary()),
+    ],
+    metadata={"penstock.recording": "1"},
+)
+_FINISH_REASONS = ("stop", "length", "aborted")
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    group: Group
+    prompt: bytes
+    """The encoded prompt it answers; empty where the recorded run no longer had it."""
+
+
+class RecordingWriter:
+    """Writes row groups as they fill. The file appears, whole, when the block ends without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+        self._rows: list[RecordedGroup] = []
+        self._num_bytes = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self.partial.open("wb")
+        except OSError as error:
+            raise InvalidInput(str(self.path), f"cannot be written ({error.strerror}); choose another path") from error
+        self._writer = parquet.ParquetWriter(self._file, SCHEMA, compression="zstd")
+        return self
+
+    def write(self, row: RecordedGroup) -> None:
+        self._rows.append(row)
+        self._num_bytes += len(row.prompt) + 9 * row.group.num_response_tokens + row.group.prompt_token_ids.nbytes
+        if len(self._rows) >= ROW_GROUP_ROWS or self._num_bytes >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+            self._writer.close()
+            if kind is None:
+                os.fsync(self._file.fileno())
+                self.partial.replace(self.path)
+        except OSError as failure:
+            raise InvalidInput(
+                str(self.path), f"cannot be written ({failure}); make room or choose another"
+            ) from failure
+        finally:
+            self._file.close()
+            self.partial.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_batch(to_record_batch(self._rows))
+        self._rows, self._num_bytes = [], 0
+
+
+class Recording:
+    """A file of recorded groups, read in its order and checked as it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        if not self.path.is_file():
+            raise InvalidInput(str(self.path), "is not a file; `penstock queue export` writes one")
+        try:
+            # Pre-buffering would hold on to every row group that was read.
+            self._file = parquet.ParquetFile(self.path, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from error
+        self.num_rows: int = self._file.metadata.num_rows
+        try:
+            self._check_columns()
+        except InvalidInput:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def batches(self, batch_rows: int) -> Iterator[list[RecordedGroup]]:
+        """Every row, in batches of at most `batch_rows`."""
+        row = 0
+        try:
+            for batch in self._file.iter_batches(batch_size=batch_rows, columns=SCHEMA.names):
+                yield self._checked(batch, row)
+                row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def _checked(self, batch: Any, first_row: int) -> list[RecordedGroup]:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if name != "sampling" and _has_nulls(column):
+                raise InvalidInput(f"{self.path} column {name}", f"has nulls in rows from {first_row}; fill them in")
+        rows = from_record_batch(batch)
+        for number, row in enumerate(rows, start=first_row):
+            try:
+                check_group(row.group)
+            except PoisonGroup as error:
+                raise InvalidInput(f"{self.path} row {number}", f"{error}; leave the row out") from error
+            for trajectory in row.group.trajectories:
+                if trajectory.finish_reason not in _FINISH_REASONS:
+                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")
+        return rows
+
+    def _check_columns(self) -> None:
+        found = self._file.schema_arrow
+        for field in SCHEMA:
+            if field.name not in found.names:
+                raise InvalidInput(
+                    str(self.path), f"has no column `{field.name}`; `penstock queue export` writes what this reads"
+                )
+            if found.field(field.name).type != field.type:
+                raise InvalidInput(
+                    f"{self.path} column {field.name}", f"is {found.field(field.name).type}, not {field.type}; cast it"
+                )
+
+    def _unreadable(self, error: Exception) -> InvalidInput:
+        reason = " ".join(str(error).split())
+        return InvalidInput(str(self.path), f"cannot be read as Parquet ({reason}); export it again")
+
+
+# ── groups to columns ──
+
+
+def to_record_batch(rows: Sequence[RecordedGroup]) -> Any:
+    groups = [row.group for row in rows]
+    sampling = [group.sampling for group in groups]
+    columns = {
+        "sampling": _structs(
+            SAMPLING,
+            [s.temperature for s in sampling], [s.top_p for s in sampling], [s.max_tokens for s in sampling],
+            [s.seed for s in sampling],
+        ),
+        "prompt_token_ids": _lists([group.prompt_token_ids for group in groups], pa.int32()),
+        "trajectories": _nested(
+            [len(group.trajectories) for group in groups], _trajectories([t for g in groups for t in g.trajectories])
+        ),
+        "prompt": pa.array([row.prompt for row in rows], pa.binary()),
+    }  # fmt: skip
+    plain = {
+        field.name: pa.array([getattr(group, field.name) for group in groups], field.type)
+        for field in SCHEMA
+        if field.name not in columns
+    }
+    return pa.RecordBatch.from_arrays([(plain | columns)[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _trajectories(trajectories: Sequence[Trajectory]) -> Any:
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    parts = [part for trajectory in trajectories for part in trajectory.reward_parts.items()]
+    return _structs(
+        TRAJECTORY,
+        _lists([t.token_ids for t in trajectories], pa.int32()),
+        _lists([t.loss_mask for t in trajectories], pa.uint8()),
+        _lists([t.log_probs for t in trajectories], pa.float32()),
+        _nested(
+            [len(t.segments) for t in trajectories],
+            _structs(
+                SEGMENT, [s.start for s in segments], [s.end for s in segments], [s.policy_version for s in segments]
+            ),
+        ),
+        [t.reward for t in trajectories],
+        [t.finish_reason for t in trajectories],
+        pa.MapArray.from_arrays(
+            _offsets([len(t.reward_parts) for t in trajectories]),
+            pa.array([name for name, _ in parts], pa.string()),
+            pa.array([value for _, value in parts], pa.float64()),
+        ),
+    )
+
+
+def _structs(kind: Any, *children: Any) -> Any:
+    arrays = [
+        child if isinstance(child, pa.Array) else pa.array(child, kind.field(index).type)
+        for index, child in enumerate(children)
+    ]
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def _lists(arrays: Sequence[NDArray[Any]], element: Any) -> Any:
+    values = np.concatenate(arrays) if arrays else np.empty(0)
+    return _nested([len(array) for array in arrays], pa.array(values, element))
+
+
+def _nested(lengths: Sequence[int], values: Any) -> Any:
+    return pa.ListArray.from_arrays(_offsets(lengths), values)
+
+
+def _offsets(lengths: Sequence[int]) -> Any:
+    return pa.array(np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int32), pa.int32())
+
+
+# ── columns to groups ──
+
+
+def from_record_batch(batch: Any) -> list[RecordedGroup]:
+    """The rows of a batch that has SCHEMA's columns and no nulls but seeds."""
+    plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in _ARRAY_COLUMNS}
+    prompt_tokens = _split(batch.column("prompt_token_ids"))
+    column = batch.column("trajectories")
+    trajectories = _read_trajectories(column.values)
+    rows = []
+    for i, (start, end) in enumerate(pairwise(column.offsets.to_pylist())):
+        group = Group(
+            run=plain["run"][i],
+            prompt_id=plain["prompt_id"][i],
+            attempt=plain["attempt"][i],
+            server_id=plain["server_id"][i],
+            data_source=plain["data_source"][i],
+            sampling=Sampling(**plain["sampling"][i]),
+            prompt_token_ids=prompt_tokens[i],
+            trajectories=tuple(trajectories[start:end]),
+            agent_name=plain["agent_name"][i],
+            finished_at_ms=plain["finished_at_ms"][i],
+        )
+        rows.append(RecordedGroup(group, plain["prompt"][i]))
+    return rows
+
+
+_ARRAY_COLUMNS = ("prompt_token_ids", "trajectories")
+
+
+def _read_trajectories(structs: Any) -> list[Trajectory]:
+    fields = {TRAJECTORY.field(i).name: structs.field(i) for i in range(TRAJECTORY.num_fields)}
+    return [
+        Trajectory(
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            log_probs=log_probs,
+            segments=tuple(VersionSegment(**segment) for segment in segments),
+            reward=reward,
+            finish_reason=finish_reason,
+            reward_parts=dict(parts),
+        )
+        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts in zip(
+            _split(fields["token_ids"]), _split(fields["loss_mask"]), _split(fields["log_probs"]),
+            fields["segments"].to_pylist(), fields["reward"].to_pylist(), fields["finish_reason"].to_pylist(),
+            fields["reward_parts"].to_pylist(), strict=True,
+        )
+    ]  # fmt: skip
+
+
+def _split(lists: Any) -> list[NDArray[Any]]:
+    values = lists.values.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in pairwise(lists.offsets.to_pylist())]
+
+
+def _has_nulls(array: Any) -> bool:
+    if array.null_count:
+        return True
+    if isinstance(array, pa.MapArray):
+        return _has_nulls(array.keys) or _has_nulls(array.items)
+    if isinstance(array, pa.ListArray):
+        return _has_nulls(array.values)
+    if isinstance(array, pa.StructArray):
+        return any(_has_nulls(array.field(i)) for i in range(array.type.num_fields))
+    return False

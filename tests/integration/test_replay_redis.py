@@ -1,0 +1,64 @@
+"""What holds for the replay queue on Redis only: its keys, its bytes, and the cost of a call."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.replay.redis_queue import RedisReplayQueue
+
+
+async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
+    """The number of Redis commands that a lease, a take, a commit and a stat cost with `count` ready groups."""
+    await queue.client.flushdb()
+    await queue.take_term(0)
+    await queue.submit([b"p"] * (count + 8), [0] * (count + 8), "")
+    for lease in await queue.lease("s", count):
+        await queue.append(lease, b"g", 0)
+    costs = []
+    await queue.client.config_resetstat()
+    for call in (lambda: queue.lease("s", 4), lambda: queue.take(1, 4), lambda: queue.commit(0, []), queue.stat):
+        before = await calls(queue)
+        await call()
+        costs.append(await calls(queue) - before)
+    return costs
+
+
+async def calls(queue: RedisReplayQueue) -> int:
+    statistics = await queue.client.info("commandstats")
+    return sum(entry["calls"] for name, entry in statistics.items() if name != "cmdstat_info")
+
+
+async def test_a_call_costs_the_same_number_of_commands_in_a_long_queue(queue: RedisReplayQueue) -> None:
+    queue.config = queue.config.model_copy(update={"max_staleness": 10_000, "stale_policy": "wait"})
+    await commands_of(queue, 10)  # loads the scripts
+    assert await commands_of(queue, 50) == await commands_of(queue, 2000)
+
+
+async def test_dead_letter_keeps_the_bytes(queue: RedisReplayQueue) -> None:
+    [prompt_id] = (await queue.submit([b"prompt"], [0], "")).prompt_ids
+    [lease] = await queue.lease("s", 1)
+    await queue.append(lease, b"group", 0)
+    await queue.take_term(0)
+    await queue.dead_letter(prompt_id, "corrupt: bad magic")
+    [(_, fields)] = await queue.client.xrange(f"{queue.prefix}dead")
+    assert (fields[b"group"], fields[b"prompt"]) == (b"group", b"prompt")
+
+
+@pytest.mark.parametrize("end", ["commit", "expire", "discard", "dead_letter"])
+async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, end: str) -> None:
+    await queue.submit([b"p"], [0], "")
+    [lease] = await queue.lease("s", 1)
+    await queue.append(lease, b"group", 0)
+    await queue.take_term(0)
+    [prompt_id] = await queue.take(1, 1)
+    if end == "commit":
+        await queue.commit(1, [prompt_id])
+    elif end == "expire":
+        await queue.expire(prompt_id)
+    else:
+        await getattr(queue, end)(prompt_id, "reason")
+    if end != "expire":
+        assert await queue.append(lease, b"late", 0) in ("duplicate", "unknown")
+    kept = {key.decode().removeprefix(queue.prefix) for key in await queue.client.keys(f"{queue.prefix}*")}
+    assert not {name for name in kept if name.startswith("group:")}
+    assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}

@@ -1,0 +1,91 @@
+"""The admission formula, and the same formula as a queue applies it."""
+
+from __future__ import annotations
+
+import doctest
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config.service import ReplayConfig
+from penstock.replay import admission as admission_module
+from penstock.replay.admission import admission
+from penstock.replay.contract import Lease
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+
+counts = st.integers(0, 50)
+
+
+def test_the_example_holds() -> None:
+    assert doctest.testmod(admission_module).failed == 0
+
+
+@given(counts, counts, counts, counts, st.integers(0, 4), st.integers(1, 8))
+def test_the_two_views_agree(
+    step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
+) -> None:
+    state = admission(
+        step=step, trained=trained, queued=queued, in_flight=in_flight, max_staleness=max_staleness,
+        groups_per_step=groups_per_step,
+    )  # fmt: skip
+    assert (state.room > 0) == (state.difference < state.max_difference)
+    assert state.room == max(0, state.max_difference - state.difference)
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3))
+async def test_a_queue_leases_as_many_as_the_formula_says(max_staleness: int, groups_per_step: int, step: int) -> None:
+    queue = MemoryReplayQueue(MemoryStore(), ReplayConfig(groups_per_step=groups_per_step, max_staleness=max_staleness))
+    await queue.submit([b""] * 100, [0] * 100, "")
+    await queue.take_term(0)
+    await queue.publish(step, step, b"")
+    assert len(await queue.lease("s", 100)) == (max_staleness + step + 1) * groups_per_step
+
+
+async def test_leases_run_out_by_the_clock_of_the_store() -> None:
+    now = [0.0]
+    queue = MemoryReplayQueue(MemoryStore(lambda: now[0]), ReplayConfig(lease_ttl_s=10))
+    await queue.submit([b"p"], [0], "")
+    [first] = await queue.lease("dies", 1)
+    now[0] = 9.0
+    assert await queue.heartbeat("dies", [first]) == []
+    now[0] = 18.0
+    assert await queue.lease("lives", 1) == []
+    now[0] = 20.0
+    [second] = await queue.lease("lives", 1)
+    assert (second.prompt_id, second.attempt) == (first.prompt_id, 2)
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(0, 2**32))
+async def test_wait_holds_the_staleness_bound_whatever_straggles(
+    max_staleness: int, groups_per_step: int, seed: int
+) -> None:
+    """Versions are steps. Prompts start with the version of the moment and finish in any order, some after a loss."""
+    config = ReplayConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, stale_policy="wait")
+    queue = MemoryReplayQueue(MemoryStore(), config)
+    await queue.submit([b""] * 60, [0] * 60, "")
+    await queue.take_term(0)
+    random, running = Random(seed), list[tuple[Lease, int]]()
+    step, batch, started = 0, list[int](), dict[int, int]()
+    while step < 6:
+        running += [(lease, step) for lease in await queue.lease("s", random.randint(1, 4))]
+        random.shuffle(running)
+        if running:
+            lease, version = running.pop()
+            if random.random() < 0.2:
+                await queue.give_back("s", lease)
+            else:
+                await queue.append(lease, b"g", version)
+                started[lease.prompt_id] = version
+        for prompt_id in await queue.take(step + 1, groups_per_step - len(batch)):
+            assert step - started[prompt_id] <= max_staleness
+            if random.random() < 0.1:
+                await queue.discard(prompt_id, "no_spread")
+            else:
+                batch.append(prompt_id)
+        if len(batch) == groups_per_step:
+            step += 1
+            await queue.commit(step, batch)
+            await queue.publish(step, step, b"")
+            batch = []

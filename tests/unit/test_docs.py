@@ -1,0 +1,58 @@
+"""The documentation says what the code does: fields, metrics and links."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.replay.contract import QueueStat
+from penstock_learner.metrics import LearnerMetrics
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
+
+
+def test_the_config_reference_is_the_one_of_the_config_models() -> None:
+    built = runpy.run_path(str(ROOT / "docs" / "make_config_reference.py"))["build"]()
+    assert (ROOT / "docs" / "config.md").read_text() == built, "run: python docs/make_config_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    targets = [target.partition("#")[0] for target in LINK.findall(page.read_text()) if "://" not in target]
+    missing = [target for target in targets if target and not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index() -> None:
+    indexed = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= indexed
+
+
+def test_the_metrics_page_lists_exactly_the_declared_metrics() -> None:
+    rows = METRIC_ROW.findall((ROOT / "docs" / "metrics.md").read_text())
+    assert len(rows) == len(set(rows))
+    assert set(rows) == _declared()
+
+
+def _declared() -> set[tuple[str, str, str]]:
+    """(name as scraped, type, process) of every metric."""
+    registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
+    LearnerMetrics(registries["learner"], placement="standalone")
+    RolloutMetrics(registries["rollout"])
+    gateway = GatewayMetrics(registries["gateway"], capacity_bytes=1)
+    gateway.render(RunSnapshot(QueueStat(**{field.name: 0 for field in fields(QueueStat)})))
+    return {
+        (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)
+        for process, registry in registries.items()
+        for metric in registry.collect()
+    }

@@ -6,7 +6,7 @@ BENCHES := codec
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint unit integration bench setup setup-dev proto clean
+.PHONY: help demo test lint unit integration bench chaos test-long setup setup-dev proto clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,12 @@ unit: setup-dev  ## fast tests only
 
 integration: setup-dev  ## tests that start real components
 	$(VENV)/bin/python -m pytest tests/integration tests/faults $(ARGS)
+
+chaos: setup-dev  ## 6,000 groups through kills of everything, exactly once (minutes)
+	$(VENV)/bin/python -m pytest tests/faults/test_replay_chaos.py -m chaos -s $(ARGS)
+
+test-long: setup-dev  ## the cases that `make test` leaves out for time
+	$(VENV)/bin/python -m pytest -m long $(ARGS)
 
 proto: setup-dev  ## regenerate penstock/v1 from proto/
 	$(VENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/penstock/v1/*.proto

@@ -77,7 +77,7 @@ class QueueFull(PenstockError):
 
 
 class PoisonGroup(PenstockError):
-    """`kind` is the dead-letter reason: corrupt, schema, shape, non_finite."""
+    """`kind` is the dead-letter reason: corrupt, schema, shape, non_finite, identity."""
 
     reason = "POISON_GROUP"
     grpc_code = "DATA_LOSS"

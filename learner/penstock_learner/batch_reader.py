@@ -84,6 +84,8 @@ class BatchReader:
             return None
         try:
             group = decode_group(delivery.payload)
+            if group.prompt_id != delivery.prompt_id:
+                raise PoisonGroup("identity", f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}")
         except PoisonGroup as error:
             logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
             await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")

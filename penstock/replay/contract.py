@@ -64,6 +64,15 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class FinishedGroup:
+    """An encoded group and the lease under which it was made."""
+
+    lease: Lease
+    payload: bytes
+    min_version: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     evaluation_id: str
     num_prompts: int
@@ -176,6 +185,10 @@ class GroupProducer(Protocol):
 
         `full`: over `capacity_bytes`; try again later. A queue from which nothing can be taken is never full for the
         group that unblocks it. Raises QueueFull where the store itself is out of memory."""
+        ...
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        """As `append` for each in turn, in one exchange with the store; outcomes in the same order."""
         ...
 
     async def record_evaluation(

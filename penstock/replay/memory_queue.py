@@ -15,6 +15,7 @@ from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
     Evaluation,
+    FinishedGroup,
     Lease,
     Outbox,
     PromptStatus,
@@ -163,6 +164,9 @@ class MemoryReplayQueue:
         store.make_ready(prompt_id)
         store.count("inserted")
         return "accepted"
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        return [await self.append(group.lease, group.payload, group.min_version) for group in groups]
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int

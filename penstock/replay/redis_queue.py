@@ -23,6 +23,7 @@ from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
     Evaluation,
+    FinishedGroup,
     Lease,
     Outbox,
     PromptStatus,
@@ -148,26 +149,29 @@ class RedisReplayQueue:
         return lost
 
     async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
+        return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         script = load_script("append")
-        config = self.config
-        arguments = (
-            lease.prompt_id, lease.attempt, len(payload), min_version, config.capacity_bytes, config.take_order
-        )  # fmt: skip
-
-        async def transaction() -> Any:
-            pipeline = self.client.pipeline(transaction=True)
-            pipeline.set(f"{self.prefix}group:{lease.prompt_id}:{lease.attempt}", payload)
-            # By name: the method is not offered in a transaction of a cluster.
-            pipeline.execute_command("EVALSHA", script.sha, 1, self.prefix, *arguments)
-            return (await pipeline.execute())[1]
-
         try:
-            outcome = await guarded(transaction())
+            answers = await guarded(self._append_transaction(groups, script.sha))
         except NoScriptError:
             await guarded(self.client.script_load(script.text))
-            outcome = await guarded(transaction())
-        result: AppendOutcome = outcome.decode()
-        return result
+            answers = await guarded(self._append_transaction(groups, script.sha))
+        return [answer.decode() for answer in answers]
+
+    async def _append_transaction(self, groups: Sequence[FinishedGroup], sha: str) -> list[bytes]:
+        pipeline = self.client.pipeline(transaction=True)
+        for group in groups:
+            prompt_id, attempt, num_bytes = group.lease.prompt_id, group.lease.attempt, len(group.payload)
+            pipeline.set(f"{self.prefix}group:{prompt_id}:{attempt}", group.payload)
+            # By name: the method is not offered in a transaction of a cluster.
+            pipeline.execute_command(
+                "EVALSHA", sha, 1, self.prefix, prompt_id, attempt, num_bytes, group.min_version,
+                self.config.capacity_bytes, self.config.take_order,
+            )  # fmt: skip
+        answers: list[bytes] = (await pipeline.execute())[1::2]
+        return answers
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int

@@ -23,9 +23,10 @@ from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull, Unavailable
-from penstock.replay.contract import GroupProducer, Lease
+from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.hand_in import HandIn
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Producer:
         metrics: RolloutMetrics, may_lease: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.queue = queue
+        self.hand_in = HandIn(queue)
         self.server_id = server_id
         self.maker = maker
         self.rollout = rollout
@@ -50,7 +52,7 @@ class Producer:
         self.may_lease = may_lease
         self._leases: dict[int, Lease] = {}
         self._workers: dict[int, asyncio.Task[None]] = {}
-        self._outbox: dict[int, tuple[Lease, bytes, int]] = {}
+        self._outbox: dict[int, FinishedGroup] = {}
 
     @property
     def num_running(self) -> int:
@@ -96,13 +98,12 @@ class Producer:
         while True:
             await asyncio.sleep(RECONCILE_S)
             try:
-                outbox = await self.queue.reconcile([lease for lease, _, _ in self._outbox.values()])
+                outbox = await self.queue.reconcile([group.lease for group in self._outbox.values()])
                 for prompt_id in outbox.settled:
                     self._outbox.pop(prompt_id, None)
                 for prompt_id in outbox.missing:
-                    lease, payload, min_version = self._outbox[prompt_id]
                     logger.warning("Redis lost the group of prompt %d; handing it in again", prompt_id)
-                    await self.queue.append(lease, payload, min_version)
+                    await self.hand_in.append(self._outbox[prompt_id])
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot reconcile: %s", error)
             self.metrics.outbox.set(len(self._outbox))
@@ -142,16 +143,16 @@ class Producer:
 
     async def _hand_in(self, lease: Lease, group: Group) -> None:
         """Append, waiting for room up to the deadline."""
-        payload, waited_from = encode_group(group), time.monotonic()
+        finished, waited_from = FinishedGroup(lease, encode_group(group), group.min_version), time.monotonic()
         counted_to = waited_from
         while True:
             try:
-                outcome = await self.queue.append(lease, payload, group.min_version)
+                outcome = await self.hand_in.append(finished)
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot hand in prompt %d yet: %s", lease.prompt_id, error)
                 outcome = "full"
             if outcome in ("accepted", "duplicate"):  # a duplicate may be our own, whose first answer was lost
-                self._outbox[lease.prompt_id] = (lease, payload, group.min_version)
+                self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
                 self.metrics.produced.labels(group.data_source or "default").inc()
             if outcome != "full":

@@ -35,7 +35,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_pro
     return outcome(config)
 
 
-@pytest.mark.parametrize("crash_at", ["mid_step:3", "before_flush", "after_flush"])
+LONG = [pytest.param(point, marks=pytest.mark.long) for point in ("after_read:3", "before_flush", "after_commit")]
+
+
+@pytest.mark.parametrize("crash_at", ["mid_step:3", "after_flush", *LONG])
 def test_a_killed_learner_is_continued_exactly(
     crash_at: str, tmp_path: Path, model: Path, redis_process: RedisProcess, undisturbed: Outcome
 ) -> None:

@@ -37,10 +37,3 @@ def test_both_placements_train_the_same_two_rank_policy(
     assert len(set(first.digests.values())) == NUM_STEPS + 1, "every step changed the weights"
     assert first.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert first.stat.conservation_error == 0
-
-
-def test_a_starved_learner_says_so_and_ends(tmp_path: Path, model: Path, redis_process: RedisProcess) -> None:
-    config = make_config(tmp_path, model, redis_process.url, "starved", batch_timeout_s=1.0)
-    code, output = run_learner(config)
-    assert code == 1
-    assert "step 1 has 0 of 2 groups after 1 s; are prompts submitted and rollout servers READY?" in output

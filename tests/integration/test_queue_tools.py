@@ -499,6 +499,7 @@ assert not code and not heavy, (code, heavy)
 # ── a learner on an imported queue ──
 
 
+@pytest.mark.long
 def test_a_learner_trains_the_same_weights_on_an_imported_queue(
     tmp_path: Path, redis_process: RedisProcess, tools: Tools, recording: Path
 ) -> None:

@@ -15,7 +15,7 @@ import redis.asyncio as redis
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Fenced, NotFound
-from penstock.replay.contract import Lease
+from penstock.replay.contract import FinishedGroup, Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -464,3 +464,12 @@ async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
             if leases:
                 return leases[0]
             await asyncio.sleep(0.01)
+
+
+async def test_groups_handed_in_together_have_an_outcome_each(queue: ReplayQueue) -> None:
+    await submit(queue, 3)
+    first, second, third = await queue.lease("s", 3)
+    unknown = replace(third, prompt_id=99)
+    groups = [FinishedGroup(lease, b"x", 0) for lease in (first, second, first, unknown)]
+    assert await queue.append_many(groups) == ["accepted", "accepted", "duplicate", "unknown"]
+    await assert_conserved(queue)

@@ -1,9 +1,8 @@
-"""The batch reader over the in-memory queue: what it drops, what it passes over, and that it never reads twice."""
+"""The one reader of the queue, on the queue in memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from groups import make_group
@@ -14,90 +13,66 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Group
 from penstock_learner.batch_reader import BatchReader
 from penstock_learner.ledger import Ledger
 
-LEARNER = LearnerConfig(batch_timeout_s=0.05)
+REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
 
 
-async def filled_queue(rewards: list[list[float]], **replay: Any) -> MemoryReplayQueue:
-    """A queue of one group for each list of rewards, all of version 0; the learner's term is taken."""
-    config = ReplayConfig(**{"groups_per_step": 2, "max_staleness": 9} | replay)
-    queue = MemoryReplayQueue(MemoryStore(), config)
-    await queue.submit([b""] * len(rewards), [0] * len(rewards), "")
-    for lease, of_group in zip(await queue.lease("s", len(rewards)), rewards, strict=True):
-        group = make_group(lease.prompt_id, num_samples=len(of_group))
-        samples = [replace(t, reward=r) for t, r in zip(group.trajectories, of_group, strict=True)]
-        await queue.append(lease, encode_group(replace(group, trajectories=tuple(samples))), 0)
+async def queue_with(groups: list[Group | bytes], replay: ReplayConfig = REPLAY) -> MemoryReplayQueue:
+    """Every group handed in, in order, for prompts 1, 2, ...; bytes are handed in as they are."""
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    await queue.submit([b""] * len(groups), [0] * len(groups), "")
+    for lease, group in zip(await queue.lease("s", len(groups)), groups, strict=True):
+        payload = group if isinstance(group, bytes) else encode_group(group)
+        await queue.append(lease, payload, 0)
     await queue.take_term(0)
     return queue
 
 
 def reader_of(
-    queue: MemoryReplayQueue, ledger: Ledger | None = None, manifests: dict[int, list[int]] | None = None
+    queue: MemoryReplayQueue, replay: ReplayConfig = REPLAY, ledger: Ledger | None = None, timeout_s: float = 10.0
 ) -> BatchReader:
-    return BatchReader(queue, queue.config, LEARNER, Ledger() if ledger is None else ledger, manifests or {})
+    return BatchReader(queue, replay, LearnerConfig(batch_timeout_s=timeout_s), ledger or Ledger(), {})
 
 
-async def test_dynamic_sampling_replaces_groups_without_spread() -> None:
-    queue = await filled_queue([[1, 1], [0, 1], [0, 0], [1, 0], [1]], dynamic_sampling=True)
-    reader = reader_of(queue)
-    assert (await reader.read(1, 0)).prompt_ids == [2, 4]
-    assert await queue.expired_reasons() == {"no_spread": 2}
+async def test_a_starved_learner_says_so() -> None:
+    reader = reader_of(await queue_with([make_group(1)]), timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups after 0 s; are prompts submitted"):
+        await reader.read(1, 0)
+
+
+async def test_poison_is_dead_lettered_and_the_batch_is_filled_from_the_rest() -> None:
+    queue = await queue_with([b"rubbish", make_group(2), make_group(3)])
+    batch = await reader_of(queue).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"corrupt": 1}
+
+
+async def test_a_group_that_names_another_prompt_is_poison() -> None:
+    queue = await queue_with([make_group(777), make_group(2), make_group(3)])
+    batch = await reader_of(queue).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"identity": 1}
+
+
+async def test_what_the_ledger_holds_is_not_trained_again() -> None:
+    queue = await queue_with([make_group(1), make_group(2), make_group(3)])
+    batch = await reader_of(queue, ledger=Ledger([(1, 1)])).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+
+
+async def test_groups_without_spread_are_replaced() -> None:
+    replay = REPLAY.model_copy(update={"dynamic_sampling": True})
+    flat = make_group(1)
+    flat = replace(flat, trajectories=tuple(replace(t, reward=1.0) for t in flat.trajectories))
+    spread = [
+        replace(g, trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(g.trajectories)))
+        for g in (make_group(2), make_group(3))
+    ]
+    queue = await queue_with([flat, *spread], replay)
+    batch = await reader_of(queue, replay).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
     stat = await queue.stat()
-    assert (stat.discarded, stat.expired, stat.delivered, stat.conservation_error) == (2, 2, 2, 0)
-    with pytest.raises(DeadlineExceeded):
-        await reader.read(2, 0)
-    assert (await queue.stat()).discarded == 2, "a single sample has no spread to miss"
-
-
-async def test_without_it_they_are_trained() -> None:
-    queue = await filled_queue([[1, 1], [0, 0]])
-    assert (await reader_of(queue).read(1, 0)).prompt_ids == [1, 2]
-
-
-async def test_a_successor_completes_the_same_batch_where_groups_were_discarded() -> None:
-    queue = await filled_queue([[1, 1], [0, 1], [1, 0]], dynamic_sampling=True)
-    expected = (await reader_of(queue).read(1, 0)).prompt_ids
-    successor = MemoryReplayQueue(queue.store, queue.config)
-    await successor.take_term(0)
-    manifests = await successor.restore(0)
-    assert manifests == {1: [1, 2, 3]}
-    assert (await reader_of(successor, manifests=manifests).read(1, 0)).prompt_ids == expected == [2, 3]
-
-
-async def test_drop_expires_what_is_too_old_and_correct_trains_it() -> None:
-    queue = await filled_queue([[0, 1], [0, 1]], stale_policy="drop", max_staleness=1)
-    with pytest.raises(DeadlineExceeded):
-        await reader_of(queue).read(1, 2)
-    assert await queue.expired_reasons() == {"stale": 2}
-    assert (await queue.stat()).pending == 2
-    queue = await filled_queue([[0, 1], [0, 1]], stale_policy="correct", max_staleness=1)
-    assert (await reader_of(queue).read(1, 2)).prompt_ids == [1, 2]
-
-
-async def test_a_group_that_redis_brings_back_is_in_no_second_batch() -> None:
-    """Its take was lost with Redis' tail. It is acknowledged only once a checkpoint covers it."""
-    queue = await filled_queue([[0, 1]] * 4)
-    ledger = Ledger()
-    reader = reader_of(queue, ledger)
-
-    def bring_back(*prompt_ids: int) -> None:
-        for prompt_id in prompt_ids:
-            queue.store.delivered.remove(prompt_id)
-            queue.store.make_ready(prompt_id)
-
-    assert (await reader.read(1, 0)).prompt_ids == [1, 2]
-    bring_back(1)
-    assert (await reader.read(2, 0)).prompt_ids == [3, 4]
-    ledger.add([1, 2, 3, 4])
-    bring_back(1, 2)
-    with pytest.raises(DeadlineExceeded):
-        await reader.read(3, 0)
-    assert (await queue.stat()).trained == 0, "no checkpoint covers them yet"
-    ledger.mark_durable()
-    bring_back(1, 2)
-    with pytest.raises(DeadlineExceeded):
-        await reader.read(3, 0)
-    stat = await queue.stat()
-    assert (stat.trained, stat.queued, stat.conservation_error) == (2, 2, 0)
+    assert (stat.expired, stat.conservation_error) == (1, 0)

@@ -1,8 +1,8 @@
 # Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
 SHELL := /bin/bash
 VENV ?= .venv
-PYTHON_SOURCES := penstock rollout_server learner services tests bench examples
-BENCHES := codec
+PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm
+BENCHES := codec replay
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 

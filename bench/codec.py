@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from harness import Bar, alternate, median_ratio, report
 
+from harness import Bar, alternate, median_ratio, report
 from penstock.codec import decode_group, encode_group
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 

@@ -19,10 +19,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import redis.asyncio as redis
-from harness import Bar, Measurement, alternate, median_ratio, report
 
+from harness import Bar, Measurement, alternate, median_ratio, report
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
 from penstock.replay.contract import FinishedGroup
@@ -34,7 +35,9 @@ BYTES_A_ROUND = 48 * 2**20
 NUM_ROUNDS = 7
 BATCH = 16
 """Groups that a producer hands in, and a learner reads, at once; also redis-benchmark's pipeline."""
-RAY_ROUNDS = 3
+FLAT_GROUPS = 2_000
+
+T = TypeVar("T")
 
 
 class Server:
@@ -110,7 +113,7 @@ class Loop:
         self.loop = asyncio.new_event_loop()
         self.client = connect(RedisConfig(url=server.url))
 
-    def run[T](self, awaitable: Awaitable[T]) -> T:
+    def run(self, awaitable: Awaitable[T]) -> T:
         return self.loop.run_until_complete(awaitable)
 
     def timed(self, awaitable: Awaitable[object]) -> float:
@@ -149,3 +152,137 @@ def ray_queue_rate(num_bytes: int) -> Callable[[], float]:
 
     assert ray.is_initialized()
     return run
+
+
+def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measurement], list[Bar]]:
+    """All contenders at one payload size."""
+    count = max(BYTES_A_ROUND // num_bytes // BATCH, 1) * BATCH
+    loop, payload = Loop(server), os.urandom(num_bytes)
+    ours = OurQueue(loop.client, f"bench-{num_bytes}", payload)
+
+    def append() -> float:
+        groups = loop.run(ours.submit(count))
+        return count / loop.timed(ours.append(groups))
+
+    def read_and_commit() -> float:
+        return count / loop.timed(ours.read_and_commit(count))
+
+    def cycle() -> float:
+        groups = loop.run(ours.submit(count))
+        return count / loop.timed(ours.cycle(groups))
+
+    def stream() -> float:
+        return count / loop.timed(pickled_stream(loop.client, payload, count))
+
+    measured = alternate(
+        {
+            f"{label}: SET, redis-benchmark": lambda: limit(server, "set", num_bytes),
+            f"{label}: append": append,
+            f"{label}: read and commit": read_and_commit,
+            f"{label}: GET, redis-benchmark": lambda: limit(server, "get", num_bytes),
+            f"{label}: whole cycle": cycle,
+            f"{label}: XADD and XREAD of pickles": stream,
+            f"{label}: ray.util.queue": ray_queue_rate(num_bytes),
+        },
+        NUM_ROUNDS,
+        "groups/s",
+    )
+    loop.run(loop.client.aclose())
+    return list(measured.values()), size_bars(label, measured)
+
+
+def size_bars(label: str, measured: dict[str, Measurement]) -> list[Bar]:
+    by = {name.partition(": ")[2]: m for name, m in measured.items()}
+    set_limit, get_limit = by["SET, redis-benchmark"], by["GET, redis-benchmark"]
+    both = Measurement("", "", [1 / (1 / s + 1 / g) for s, g in zip(set_limit.rates, get_limit.rates, strict=True)])
+    goals = {"64 KB": 0.70, "256 KB": 0.80}
+    bars = [
+        Bar(f"{label}: read and commit / SET", median_ratio(by["read and commit"], set_limit), 0.85),
+        Bar(f"{label}: whole cycle / (SET + GET)", median_ratio(by["whole cycle"], both), 0.80),
+        Bar(
+            f"{label}: whole cycle / pickled stream",
+            median_ratio(by["whole cycle"], by["XADD and XREAD of pickles"]),
+            1.0,
+        ),
+        Bar(f"{label}: whole cycle / ray.util.queue", median_ratio(by["whole cycle"], by["ray.util.queue"]), 1.0),
+    ]
+    if label in goals:
+        bars.insert(0, Bar(f"{label}: append / SET", median_ratio(by["append"], set_limit), goals[label]))
+    return bars
+
+
+def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
+    """Cost of an operation in a short and in a long queue, and with one and with many producers connected."""
+    loop, payload = Loop(server), os.urandom(1024)
+    short, long = OurQueue(loop.client, "flat-short", payload), OurQueue(loop.client, "flat-long", payload)
+    loop.run(fill(short, 1_000))
+    loop.run(fill(long, 200_000))
+
+    def rate(queue: OurQueue) -> float:
+        groups = loop.run(queue.submit(FLAT_GROUPS))
+        return FLAT_GROUPS / loop.timed(queue.cycle(groups))
+
+    lengths = alternate(
+        {"1,000 queued": lambda: rate(short), "200,000 queued": lambda: rate(long)}, NUM_ROUNDS, "groups/s"
+    )
+
+    crowd = [connect(RedisConfig(url=server.url)) for _ in range(63)]
+    alone = OurQueue(loop.client, "flat-alone", payload)
+
+    def among_many() -> float:
+        loop.run(ping_all(crowd))
+        return rate(alone)
+
+    producers = alternate({"1 producer": lambda: rate(alone), "64 producers": among_many}, NUM_ROUNDS, "groups/s")
+    loop.run(close_all([*crowd, loop.client]))
+    bars = [
+        Bar("cycle, 200,000 queued / 1,000", median_ratio(lengths["200,000 queued"], lengths["1,000 queued"]), 0.90),
+        Bar("cycle, 64 producers / 1", median_ratio(producers["64 producers"], producers["1 producer"]), 0.90),
+    ]
+    return [*lengths.values(), *producers.values()], bars
+
+
+async def fill(queue: OurQueue, count: int) -> None:
+    for start in range(0, count, 2_000):
+        await queue.append(await queue.submit(min(2_000, count - start)))
+
+
+async def ping_all(clients: list[redis.Redis]) -> None:
+    await asyncio.gather(*(client.ping() for client in clients))
+
+
+async def close_all(clients: list[redis.Redis]) -> None:
+    for client in clients:
+        await client.aclose()
+
+
+def main() -> int:
+    if shutil.which("redis-benchmark") is None:
+        print("bench-replay needs redis-benchmark: apt-get install redis-tools", file=sys.stderr)
+        return 2
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    measurements: list[Measurement] = []
+    bars: list[Bar] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        for label, num_bytes in SIZES.items():
+            server = Server(Path(folder) / label.replace(" ", ""))
+            try:
+                measured, judged = measure_size(server, label, num_bytes)
+            finally:
+                server.stop()
+            measurements += measured
+            bars += judged
+        server = Server(Path(folder) / "flat")
+        try:
+            measured, judged = flatness(server)
+        finally:
+            server.stop()
+    ray.shutdown()
+    ok = report("replay", "the replay queue, one machine, AOF everysec", measurements + measured, bars + judged)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

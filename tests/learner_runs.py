@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from groups import make_group
 
+from groups import make_group
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from conftest import RedisProcess
 from learner_runs import (
     GROUPS_PER_STEP,

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+
 from conftest import RedisProcess
 from groups import make_group
 from learner_runs import fill_queue, make_config, outcome, run_learner
-from tiny_model import make_tiny_qwen2
-
 from penstock.cli import main as cli
 from penstock.codec import decode_group, decode_prompt, encode_group, encode_prompt
 from penstock.config.loading import dump_config
@@ -28,6 +27,7 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.recording import SERVER_ID, _import_key
 from penstock.replay.redis_queue import RedisReplayQueue, connect
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
+from tiny_model import make_tiny_qwen2
 
 LOOSE = ReplayConfig(groups_per_step=64, max_staleness=1000, max_attempts=1)
 TIGHT = ReplayConfig(groups_per_step=1, max_staleness=0)

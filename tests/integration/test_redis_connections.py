@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import RedisProcess
 from redis.asyncio import Redis
 
+from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.fleet import Fleet, ServerRecord

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import RedisProcess
-from groups import make_group
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from conftest import RedisProcess
+from groups import make_group
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig

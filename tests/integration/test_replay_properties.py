@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import RedisProcess
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.contract import Lease

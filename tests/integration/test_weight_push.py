@@ -11,11 +11,10 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from learner_runs import make_config
 from prometheus_client import CollectorRegistry
-from tiny_model import make_tiny_qwen2
 from transformers import AutoModelForCausalLM
 
+from learner_runs import make_config
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.ports import free_port
@@ -26,6 +25,7 @@ from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weight_member import WeightMember
+from tiny_model import make_tiny_qwen2
 
 HOST = "127.0.0.1"
 

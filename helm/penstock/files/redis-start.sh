@@ -5,7 +5,7 @@
 # SHA-256 of its variable here, so no password is on a command line or in a file. Redis' own ACL files allow no comments.
 #
 # usage: start.sh USERS_ACL FOLDER [redis.conf lines as --options ...]
-# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; REDIS_SERVER names the binary.
+# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; REDIS_SERVER names the binary, REDIS_DATA its folder.
 set -eu
 umask 077
 users=$1 folder=$2
@@ -27,5 +27,13 @@ unset GATEWAY_PASSWORD ROLLOUT_PASSWORD LEARNER_PASSWORD
 sed -e "s/^user gateway on resetpass/& #$gateway/" \
   -e "s/^user rollout on resetpass/& #$rollout/" \
   -e "s/^user learner on resetpass/& #$learner/" "$users" >"$folder/users.acl"
+
+# A log that a crash cut inside a transaction must be repaired before Redis reads it: it would accept the next ones as
+# part of the torn one, and replay a mixture at the start after.
+for log in "${REDIS_DATA:-/data}/appendonlydir/appendonly.aof.manifest" "${REDIS_DATA:-/data}/appendonly.aof"; do
+  if [ -f "$log" ] && command -v redis-check-aof >/dev/null 2>&1; then
+    yes | redis-check-aof --fix "$log" >&2
+  fi
+done
 
 exec "${REDIS_SERVER:-redis-server}" --aclfile "$folder/users.acl" "$@"

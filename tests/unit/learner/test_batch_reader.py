@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from groups import make_group
 
+from groups import make_group
 from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig

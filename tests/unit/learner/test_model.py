@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from groups import make_group
-from tiny_model import make_tiny_qwen2
 from transformers import AutoModelForCausalLM
 
+from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.model import ModelInputs, PackedCausalLM, load_model
 from penstock_learner.packing import SequenceBatch, batch_of
+from tiny_model import make_tiny_qwen2
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groups import make_group
 from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
 
 

@@ -1,0 +1,184 @@
+"""A learner without a model: the real reader, ledger, checkpoints and crash points, in the controller's order.
+
+Training folds a batch into `Folded`, which knows how often each prompt went in. It is held by the checkpoint, as
+weights are, so a prompt that is lost or trained twice across any number of crashes shows in the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+from faults.chaos.workload import (
+    FENCED,
+    RUN,
+    TOO_LATE,
+    UNAVAILABLE,
+    Settings,
+    digest_of,
+    number_of,
+    while_driven,
+)
+from penstock.config.learner import LearnerConfig
+from penstock.config.service import RedisConfig
+from penstock.errors import DeadlineExceeded, Fenced, Unavailable
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock_learner.batch_reader import Batch, BatchReader
+from penstock_learner.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.crash_points import crash_point
+
+logger = logging.getLogger(__name__)
+WEIGHTS_FILE = "folded.json"
+KEEP = 2
+TOOK_OVER = "took over"
+"""In the log, once a learner acts under its term."""
+
+
+class Folded:
+    """The weights of this learner: how often each prompt was trained, and a sum of what was trained."""
+
+    def __init__(self, times: dict[int, int], content: int) -> None:
+        self.times = Counter(times)
+        self.content = content
+
+    def fold(self, batch: Batch) -> None:
+        self.times.update(number_of(group) for group in batch.groups)
+        self.content = (self.content + sum(map(digest_of, batch.groups))) % 2**64
+
+    def save(self, folder: Path) -> None:
+        (folder / WEIGHTS_FILE).write_text(json.dumps({"times": self.times, "content": self.content}))
+
+    @classmethod
+    def load(cls, folder: Path) -> Folded:
+        fields = json.loads((folder / WEIGHTS_FILE).read_text())
+        return cls({int(number): count for number, count in fields["times"].items()}, fields["content"])
+
+
+class ChaosLearner:
+    """LearnerController, less the model: every call to queue and checkpoints comes in the same order."""
+
+    def __init__(self, settings: Settings, queue: RedisReplayQueue) -> None:
+        self.settings = settings
+        self.queue = queue
+        self.checkpoints = CheckpointStore(Path(settings.checkpoints), KEEP)
+        self.stopping = asyncio.Event()
+        self.random = random.Random()
+
+    async def run(self) -> None:
+        found = self.checkpoints.newest()
+        state = found[1] if found else TrainerState()
+        self.folded = Folded.load(found[0]) if found else Folded({}, 0)
+        self.ledger = state.make_ledger()
+        self.uncommitted: list[int] = []
+        manifests = await self._take_over(state)
+        learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)
+        reader = BatchReader(self.queue, self.settings.replay_config, learner, self.ledger, manifests)
+        is_new = state.step == 0 and (await self.queue.stat()).policy_version == 0
+        version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
+        await self.queue.publish(version, state.step, b"policy")
+        await self._train(reader, state.step, version)
+
+    async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
+        self.term = await self.queue.take_term(state.term)
+        await asyncio.sleep(self.settings.replay_config.settle_s)
+        logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
+        manifests = await self.queue.restore(state.step)
+        covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in self.ledger]
+        if covered:
+            await self.queue.commit(state.step, covered)
+        return {step: ids for step, ids in manifests.items() if step > state.step}
+
+    async def _train(self, reader: BatchReader, step: int, version: int) -> None:
+        """For ever: a service has no last step. What the ledger has already is taken and dropped meanwhile."""
+        publishing: asyncio.Task[None] | None = None
+        reading = asyncio.create_task(reader.read(step + 1, version))
+        try:
+            while True:
+                batch = await self._or_stop(reading)
+                if batch is None:
+                    break
+                step += 1
+                crash_point("after_read")
+                reading = asyncio.create_task(reader.read(step + 1, version + 1))
+                await asyncio.sleep(self.random.uniform(*self.settings.step_s))
+                self.folded.fold(batch)
+                self.ledger.add(batch.prompt_ids)
+                self.uncommitted += batch.prompt_ids
+                crash_point("mid_step")
+                if publishing is not None:
+                    await publishing
+                version = await self.queue.allocate_version(version + 1)
+                publishing = asyncio.create_task(self.queue.publish(version, step, b"policy"))
+                if step % self.settings.checkpoint_every == 0:
+                    await self._checkpoint(step, version)
+            if publishing is not None:
+                await publishing
+            await self._checkpoint(step, version)
+        finally:
+            for task in (publishing, reading):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+
+    async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
+        stop = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({reading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return reading.result() if reading.done() else None
+
+    async def _checkpoint(self, step: int, version: int) -> None:
+        if not self.uncommitted:
+            return
+        partial = self.checkpoints.partial_folder(step, self.term)
+        self.folded.save(partial)
+        crash_point("before_flush")
+        self.checkpoints.finish(partial, TrainerState(step, version, self.term, self.ledger.ranges))
+        self.ledger.mark_durable()
+        crash_point("after_flush")
+        await self.queue.commit(step, self.uncommitted)
+        crash_point("after_commit")
+        self.uncommitted = []
+
+
+async def learn(settings: Settings) -> None:
+    client = connect(RedisConfig(url=settings.redis_url, timeout_s=settings.redis_timeout_s))
+    learner = ChaosLearner(settings, RedisReplayQueue(client, RUN, settings.replay_config))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, learner.stopping.set)
+    running, driven = asyncio.create_task(learner.run()), asyncio.create_task(while_driven())
+    await asyncio.wait({running, driven}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    driven.cancel()
+    await client.aclose()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(learn(Settings.load(arguments.settings)))
+    except Fenced as error:
+        logger.warning("%s", error)
+        return FENCED
+    except Unavailable as error:
+        logger.warning("%s", error)
+        return UNAVAILABLE
+    except DeadlineExceeded as error:
+        logger.warning("%s", error)
+        return TOO_LATE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The processes of a chaos run: started, killed, suspended and ended by their ids, each with a log of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from conftest import RedisProcess
+from penstock_services.local.private_redis import find_redis_server
+
+LOSS_WINDOW_S = 1.0
+"""`appendfsync everysec`: what a machine may lose when it goes down."""
+
+
+class Child:
+    """One process that may be killed and started again."""
+
+    def __init__(self, name: str, module: str, arguments: list[str], folder: Path) -> None:
+        self.name = name
+        self.command = [sys.executable, "-m", module, *arguments]
+        self.log = folder / f"{name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_expected_to_die = False
+        self._log_start = 0
+
+    def start(self, environment: Mapping[str, str] | None = None) -> None:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self.is_expected_to_die = bool(environment)
+        with self.log.open("a") as output:
+            self._log_start = output.tell()
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"PYTHONPATH": path} | dict(environment or {}),
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs. It has to have been started."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.is_expected_to_die = True
+            self.process.kill()
+            self.process.wait(timeout=20)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def log_since_start(self) -> str:
+        return self.log.read_bytes()[self._log_start :].decode()
+
+    def last_words(self) -> str:
+        return self.log.read_text()[-3000:] if self.log.exists() else ""
+
+
+class LosingRedis(RedisProcess):
+    """Redis on a machine that may go down. `sample` it often: `cut_tail` has to know what may not be on disk yet."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.random = random.Random(seed)
+        self._sizes: deque[tuple[float, int]] = deque()
+
+    def sample(self) -> None:
+        now = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            self._sizes.append((now, self._log_file.stat().st_size))
+        while self._sizes and self._sizes[0][0] < now - LOSS_WINDOW_S:
+            self._sizes.popleft()
+
+    def cut_tail(self) -> int:
+        """Lose some of what was written in the last second before the kill; returns how many bytes."""
+        assert self.process is None, "kill it first"
+        size = self._log_file.stat().st_size
+        num_unsafe = max(0, size - self._sizes[0][1]) if self._sizes else 0
+        num_lost = self.random.randint(0, num_unsafe)
+        os.truncate(self._log_file, size - num_lost)
+        self._sizes.clear()
+        self._repair()
+        return num_lost
+
+    def _repair(self) -> None:
+        """What an operator has to do after a power cut. Redis drops a torn transaction when it starts; where the cut
+        is inside a command, it leaves the beginning in its log, and replays that at the next start (valkey#4342)."""
+        manifest = self.folder / "appendonlydir" / "appendonly.aof.manifest"
+        log = manifest if manifest.exists() else self._log_file
+        # The server is the checking tool too, by the name it is called.
+        subprocess.run(
+            ["redis-check-aof", "--fix", str(log)],
+            executable=find_redis_server(), input=b"y\n", stdout=subprocess.DEVNULL, check=True, timeout=60,
+        )  # fmt: skip
+
+    @property
+    def _log_file(self) -> Path:
+        """The file at whose end Redis writes; since Redis 7 it is one of several."""
+        parts = sorted(self.folder.glob("appendonlydir/*.incr.aof"))
+        return parts[-1] if parts else self.folder / "appendonly.aof"

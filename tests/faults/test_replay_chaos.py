@@ -1,0 +1,105 @@
+"""Chaos: whatever is killed, cut, suspended or unanswered, every prompt is trained exactly once.
+
+The short run is part of every test run, the long one of `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.chaos.chaos_run import ChaosRun, Plan, Report
+from faults.chaos.processes import LOSS_WINDOW_S
+from penstock.replay.redis_queue import RedisReplayQueue
+
+STAYING_KEYS = {"counters", "trained", "policies", "policy_versions"}
+MAY_STAY = {"manifests", "expired_reasons"}
+
+
+def run_chaos(folder: Path, plan: Plan) -> Report:
+    folder.mkdir()
+    return asyncio.run(ChaosRun(folder, plan).run())
+
+
+def check(plan: Plan, report: Report, undisturbed: Report) -> None:
+    """Exactly once, the same end as without faults, and nothing left lying about."""
+    lost = [number for number in range(1, plan.num_groups + 1) if report.times[number] == 0]
+    twice = {number: times for number, times in report.times.items() if times > 1}
+    assert (lost, twice) == ([], {})
+    assert sum(report.faults.values()) == plan.num_faults
+    assert report.content == undisturbed.content
+    assert report.times == undisturbed.times
+    assert report.ledger == undisturbed.ledger == [(1, plan.num_groups)]
+    assert report.stat is not None
+    assert (report.stat.trained, report.stat.admitted, report.stat.queued_bytes) == (
+        plan.num_groups,
+        plan.num_groups,
+        0,
+    )
+    assert report.keys - MAY_STAY == STAYING_KEYS
+    assert len(report.open_manifests) <= 1, "only the batch that the learner waited for is open"
+    assert report.num_samples > 0
+
+
+def table(plan: Plan, report: Report) -> str:
+    twice = sum(times > 1 for times in report.times.values())
+    rows = [
+        ("groups", plan.num_groups),
+        *sorted(report.faults.items()),
+        ("lost replies of appends", report.lost_replies),
+        ("bytes cut from Redis' log", report.cut_bytes),
+        *((f"learner stopped: {reason}", count) for reason, count in sorted(report.learner_ends.items())),
+        ("redelivered", report.redelivered),
+        ("reclaimed", report.reclaimed),
+        ("samples of conservation, error 0", report.num_samples),
+        ("longest time without a step", f"{report.longest_stall_s:.1f} s"),
+        ("lost", plan.num_groups - len(report.times)),
+        ("trained twice", twice),
+        ("seconds", f"{report.seconds:.0f}"),
+    ]
+    return "\n".join(f"{name:36}{value:>10}" for name, value in rows)
+
+
+def run_both(folder: Path, plan: Plan) -> Report:
+    undisturbed = run_chaos(folder / "undisturbed", Plan(plan.num_groups, settle_s=0))
+    report = run_chaos(folder / "chaos", plan)
+    print(f"\n{table(plan, report)}")
+    check(plan, report, undisturbed)
+    return report
+
+
+def test_every_prompt_is_trained_once_whatever_dies(tmp_path: Path) -> None:
+    run_both(tmp_path, Plan(num_groups=300, num_faults=8, seed=7, lost_replies=0.05))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_six_thousand_prompts_are_trained_once_whatever_dies(tmp_path: Path) -> None:
+    run_both(tmp_path, Plan(num_groups=6000, num_faults=60, seed=1, lost_replies=0.02))
+
+
+async def test_a_prompt_is_leased_once_redis_can_no_longer_lose_it(queue: RedisReplayQueue) -> None:
+    """Ids go back with Redis' tail: one that was trained must not come to stand for another prompt."""
+    queue.config = queue.config.model_copy(update={"settle_s": LOSS_WINDOW_S})
+    submitted_at = time.monotonic()
+    await queue.submit([b"young"], [0], "")
+    await queue.create_evaluation("young too", [b"held out"])
+    leases = await queue.lease("s", 5)
+    assert leases == []
+    async with asyncio.timeout(20):
+        while len(leases) < 2:
+            await asyncio.sleep(0.01)
+            leases += await queue.lease("s", 5)
+    assert time.monotonic() - submitted_at >= LOSS_WINDOW_S
+    assert {lease.payload for lease in leases} == {b"young", b"held out"}
+
+
+async def test_young_prompts_of_high_priority_do_not_hold_up_old_ones(queue: RedisReplayQueue) -> None:
+    await queue.submit([b"old"], [0], "")
+    assert await queue.lease("s", 0) == []
+    queue.config = queue.config.model_copy(update={"settle_s": 60})
+    await queue.submit([b"young"] * 3, [9] * 3, "")
+    assert [lease.payload for lease in await queue.lease("s", 2)] == [b"old"]

@@ -196,7 +196,8 @@ class GroupProducer(Protocol):
     ) -> None: ...
 
     async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered."""
+        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered; a held-out
+        prompt then counts as finished in its evaluation, without samples."""
         ...
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:

@@ -184,7 +184,7 @@ class MemoryReplayQueue:
         if not self._holds(server_id, lease):
             return
         if lease.prompt_id in self.store.eval_leases:
-            self.store.return_evaluation(lease.prompt_id)
+            self.store.return_evaluation(lease.prompt_id, failure, self.config.max_attempts)
         else:
             self.store.return_prompt(lease.prompt_id, failure, self.config.max_attempts)
 
@@ -298,7 +298,7 @@ class MemoryReplayQueue:
             self.store.count("reclaimed")
             self.store.return_prompt(prompt_id, "lease_expired", self.config.max_attempts)
         for prompt_id in self.store.eval_leases.lowest(256, below=now):
-            self.store.return_evaluation(prompt_id)
+            self.store.return_evaluation(prompt_id, "lease_expired", self.config.max_attempts)
 
     def _grant(self, server_id: str, prompt_id: int, leases: Ordered) -> Lease:
         prompt = self.store.prompts[prompt_id]

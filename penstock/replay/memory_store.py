@@ -163,9 +163,16 @@ class MemoryStore:
         self.returned.add(prompt_id)
         self.pending.put(prompt_id, -NEVER)
 
-    def return_evaluation(self, prompt_id: int) -> None:
-        self.prompts[prompt_id].owner = None
+    def return_evaluation(self, prompt_id: int, failure: str, max_attempts: int) -> None:
+        """The same for a held-out prompt. One that keeps failing counts as finished, without samples."""
+        prompt = self.prompts[prompt_id]
+        prompt.owner = None
         self.eval_leases.remove(prompt_id)
+        prompt.failures += failure != ""
+        if failure and prompt.failures >= max_attempts:
+            self.evaluations[prompt.evaluation_id].num_finished += 1
+            del self.prompts[prompt_id]
+            return
         self.eval_pending.put(prompt_id, prompt_id)
 
     def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:

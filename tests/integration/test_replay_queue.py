@@ -473,3 +473,17 @@ async def test_groups_handed_in_together_have_an_outcome_each(queue: ReplayQueue
     groups = [FinishedGroup(lease, b"x", 0) for lease in (first, second, first, unknown)]
     assert await queue.append_many(groups) == ["accepted", "accepted", "duplicate", "unknown"]
     await assert_conserved(queue)
+
+
+async def test_a_held_out_prompt_that_keeps_failing_does_not_hold_up_its_evaluation(queue: ReplayQueue) -> None:
+    await queue.create_evaluation("heldout", [b"good", b"bad"])
+    good, bad = await queue.lease("s", 5)
+    await queue.record_evaluation("heldout", good, [1.0], 0, 0)
+    for _ in range(queue.config.max_attempts - 1):
+        await queue.give_back("s", bad, failure="engine_error")
+        [bad] = await queue.lease("s", 5)
+    await queue.give_back("s", bad, failure="engine_error")
+    assert await queue.lease("s", 5) == []
+    evaluation = await queue.get_evaluation("heldout")
+    assert (evaluation.num_finished, evaluation.score) == (2, 1.0)
+    await assert_conserved(queue)

@@ -5,6 +5,7 @@ redis.call('HSET', evaluation, 'num_prompts', #ARGV - 1, 'num_finished', 0, 'num
 for i = 2, #ARGV do
   local id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)
   redis.call('HSET', PROMPTS, id, ARGV[i])
+  redis.call('HSET', EVAL_OF, id, ARGV[1])
   redis.call('ZADD', EVAL_PENDING, id, id)
 end
 return 1

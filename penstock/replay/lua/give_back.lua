@@ -2,9 +2,8 @@
 run_when_full()
 local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
-if redis.call('ZREM', EVAL_LEASES, id) == 1 then
-  redis.call('HDEL', OWNERS, id)
-  redis.call('ZADD', EVAL_PENDING, id, id)
+if redis.call('ZSCORE', EVAL_LEASES, id) then
+  return_evaluation(id, ARGV[4], tonumber(ARGV[5]))
 else
   return_prompt(id, ARGV[4], tonumber(ARGV[5]))
 end

@@ -9,9 +9,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0,
   return_prompt(id, 'lease_expired', tonumber(ARGV[7]))
 end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT', 0, 256)) do
-  redis.call('ZREM', EVAL_LEASES, id)
-  redis.call('HDEL', OWNERS, id)
-  redis.call('ZADD', EVAL_PENDING, id, id)
+  return_evaluation(id, 'lease_expired', tonumber(ARGV[7]))
 end
 
 -- Ids come from a counter that goes back when Redis loses its tail, and may then stand for other prompts than those that

@@ -7,7 +7,7 @@ local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'o
 local OPEN = P .. 'open'
 local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
 local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
-local EVAL_PENDING, EVAL_LEASES = P .. 'eval_pending', P .. 'eval_leases'
+local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -133,4 +133,18 @@ local function return_prompt(id, failure, max_attempts)
   end
   redis.call('SADD', RETURNED, id)
   redis.call('ZADD', PENDING, '-inf', id)
+end
+
+-- The same for a held-out prompt. One that keeps failing counts as finished, without samples: an evaluation ends.
+local function return_evaluation(id, failure, max_attempts)
+  redis.call('ZREM', EVAL_LEASES, id)
+  redis.call('HDEL', OWNERS, id)
+  if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
+    local evaluation = P .. 'evaluation:' .. redis.call('HGET', EVAL_OF, id)
+    redis.call('HINCRBY', evaluation, 'num_finished', 1)
+    redis.call('HDEL', EVAL_OF, id)
+    forget_prompt(id)
+    return
+  end
+  redis.call('ZADD', EVAL_PENDING, id, id)
 end

@@ -15,7 +15,7 @@ _ALGORITHM_GAUGES = {
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
-    "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob on tokens of one version."),
+    "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob where one version made all."),
 }
 
 

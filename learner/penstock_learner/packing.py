@@ -64,6 +64,18 @@ class SequenceBatch:
         starts = np.cumsum(self.lengths) - self.lengths + self.prompt_lengths
         return _ranges(starts, self.response_lengths)
 
+    @property
+    def unmixed_versions(self) -> NDArray[np.int64]:
+        """[T] the version of each token, -1 in trajectories of several versions.
+
+        Where the weights changed in flight, the engine went on with keys and values of the old ones, so its log-probs
+        are not those of a forward pass under one version."""
+        starts = np.cumsum(self.response_lengths) - self.response_lengths
+        low = np.minimum.reduceat(self.token_versions, starts)
+        high = np.maximum.reduceat(self.token_versions, starts)
+        versions: NDArray[np.int64] = np.repeat(np.where(low == high, low, -1), self.response_lengths)
+        return versions
+
     def select(self, sequences: Sequence[int]) -> SequenceBatch:
         """The batch of these sequences, in this order."""
         chosen = np.asarray(sequences, dtype=np.int64)

@@ -84,8 +84,5 @@ class MetricsFile:
 
 def _mixed_version_ratio(batch: SequenceBatch) -> float:
     """Share of trajectories whose tokens come from more than one version: updated in flight."""
-    ends = np.cumsum(batch.response_lengths)
-    starts = ends - batch.response_lengths
-    low = np.minimum.reduceat(batch.token_versions, starts)
-    high = np.maximum.reduceat(batch.token_versions, starts)
-    return float((low != high).mean())
+    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+    return float((batch.unmixed_versions[starts] == -1).mean())

@@ -144,7 +144,7 @@ class PolicyWorker(Rank):
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
         (total * self.world_size).backward()
-        mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.token_versions), version)
+        mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.unmixed_versions), version)
         entropy_sum = float(apply_mask(entropy, mask).sum())
         return float(loss.detach()), kl_sum, entropy_sum, outputs.statistics, correction.statistics, mismatch
 

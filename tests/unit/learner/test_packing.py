@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,3 +67,12 @@ def test_ranks_get_nearly_the_same_number_of_tokens() -> None:
     shards = partition(some_batch(40), 2, 10**6)
     first, second = (sum(len(m.token_ids) for m in shard.micro_batches) for shard in shards)
     assert first == pytest.approx(second, rel=0.05)
+
+
+def test_versions_of_mixed_trajectories_are_left_out() -> None:
+    batch = batch_of([make_group(1, num_samples=2, version=4)])
+    versions = batch.token_versions.copy()
+    versions[0] = 3
+    mixed = replace(batch, token_versions=versions).unmixed_versions
+    first = int(batch.response_lengths[0])
+    assert mixed.tolist() == [-1] * first + [4] * (len(versions) - first)

@@ -33,7 +33,7 @@ from penstock_services.local.private_redis import find_redis_server, write_confi
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}
 BYTES_A_ROUND = 48 * 2**20
 NUM_ROUNDS = 7
-BATCH = 16
+BATCH = 32
 """Groups that a producer hands in, and a learner reads, at once; also redis-benchmark's pipeline."""
 FLAT_GROUPS = 2_000
 

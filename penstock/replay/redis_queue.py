@@ -161,16 +161,17 @@ class RedisReplayQueue:
         return [answer.decode() for answer in answers]
 
     async def _append_transaction(self, groups: Sequence[FinishedGroup], sha: str) -> list[bytes]:
-        pipeline = self.client.pipeline(transaction=True)
+        payloads: dict[str, bytes] = {}
+        arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
         for group in groups:
-            prompt_id, attempt, num_bytes = group.lease.prompt_id, group.lease.attempt, len(group.payload)
-            pipeline.set(f"{self.prefix}group:{prompt_id}:{attempt}", group.payload)
-            # By name: the method is not offered in a transaction of a cluster.
-            pipeline.execute_command(
-                "EVALSHA", sha, 1, self.prefix, prompt_id, attempt, num_bytes, group.min_version,
-                self.config.capacity_bytes, self.config.take_order,
-            )  # fmt: skip
-        answers: list[bytes] = (await pipeline.execute())[1::2]
+            prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
+            payloads[f"{self.prefix}group:{prompt_id}:{attempt}"] = group.payload
+            arguments += (prompt_id, attempt, len(group.payload), group.min_version)
+        pipeline = self.client.pipeline(transaction=True)
+        # By name: the methods are not offered in a transaction of a cluster.
+        pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
+        pipeline.execute_command("EVALSHA", sha, 1, self.prefix, *arguments)
+        answers: list[bytes] = (await pipeline.execute())[1]
         return answers
 
     async def record_evaluation(

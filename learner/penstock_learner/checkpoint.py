@@ -58,7 +58,8 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(self.folder)
-        for old in self._finished()[: -self.keep]:
+        abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
+        for old in [*self._finished()[: -self.keep], *abandoned]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 

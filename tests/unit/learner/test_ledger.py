@@ -50,6 +50,13 @@ def test_newest_finished_checkpoint_counts_and_old_ones_go(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_what_a_crash_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.partial_folder(4, 1)
+    save(store, 2, term=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["term-000002-step-00000002"]
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)

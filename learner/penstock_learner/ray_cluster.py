@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray
 
@@ -15,6 +18,7 @@ from penstock.errors import Unavailable
 from penstock_learner.placement import num_cpus
 
 OBJECT_STORE_BYTES = 256 * 2**20
+FOLDER_PREFIX = "penstock-ray-"
 
 
 @contextmanager
@@ -23,7 +27,8 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
 
     `ray_environment.prepare_environment` was called before ray was imported."""
     # Ray's sockets need a short path (107 bytes): never inside the run's folder.
-    with tempfile.TemporaryDirectory(prefix="penstock-ray-", ignore_cleanup_errors=True) as folder:
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
             _start(config, roles, folder)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -32,6 +37,24 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
             yield
         finally:
             ray.shutdown()
+
+
+def _remove_abandoned() -> None:
+    """Folders of learners that were killed: their names hold the process id."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> None:

@@ -6,7 +6,6 @@ PenstockError                INTERNAL             500
 ├── NotFound                 NOT_FOUND            404
 ├── Unauthenticated          UNAUTHENTICATED      401
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
-├── LeaseLost                FAILED_PRECONDITION  409   the prompt was given to another server
 ├── QueueFull                RESOURCE_EXHAUSTED   429   the replay queue is at its byte limit
 ├── PoisonGroup              DATA_LOSS            422   an entry cannot be decoded or fails its checks
 ├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a bounded wait ran out
@@ -64,12 +63,6 @@ class Fenced(PenstockError):
     http_status = 409
 
 
-class LeaseLost(PenstockError):
-    reason = "LEASE_LOST"
-    grpc_code = "FAILED_PRECONDITION"
-    http_status = 409
-
-
 class QueueFull(PenstockError):
     reason = "QUEUE_FULL"
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -115,7 +108,7 @@ class ProcessDied(PenstockError):
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
-        ConfigError, NotFound, Unauthenticated, Fenced, LeaseLost, QueueFull, DeadlineExceeded, Unavailable,
+        ConfigError, NotFound, Unauthenticated, Fenced, QueueFull, DeadlineExceeded, Unavailable,
         WeightPushFailed, ProcessDied,
     )
 }  # fmt: skip

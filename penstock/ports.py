@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
 from collections.abc import Callable
+
+
+def is_loopback(host: str) -> bool:
+    """False for every name but localhost: what a name resolves to may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:

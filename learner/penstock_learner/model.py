@@ -22,6 +22,9 @@ from penstock_learner import attention
 from penstock_learner.attention import Packing
 from penstock_learner.packing import SequenceBatch
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By the names that `model.dtype` takes."""
+
 
 @dataclass(frozen=True)
 class ModelInputs:

@@ -30,6 +30,7 @@ from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import call_metadata
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum, weights_digest
 from penstock.weights.snapshot import write_snapshot
+from penstock_learner.model import DTYPES
 
 logger = logging.getLogger(__name__)
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -237,4 +238,4 @@ class WeightPublisher:
 
     @property
     def _wire_dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.config.model.dtype]
+        return DTYPES[self.config.model.dtype]

@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 
 ALIGNMENT = 16
@@ -68,13 +67,3 @@ def checksum(bucket: NDArray[np.uint8]) -> str:
 def weights_digest(bucket_checksums: Sequence[str]) -> str:
     """One digest for a whole version: equal on publisher and members exactly when every byte is."""
     return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
-
-
-def verify_buckets(buckets: Sequence[NDArray[np.uint8]], expected: Sequence[str]) -> None:
-    """Raise WeightPushFailed at the first bucket whose checksum differs."""
-    if len(buckets) != len(expected):
-        raise WeightPushFailed(f"{len(buckets)} buckets were received but {len(expected)} checksums announced")
-    for index, (bucket, wanted) in enumerate(zip(buckets, expected, strict=True)):
-        found = checksum(bucket)
-        if found != wanted:
-            raise WeightPushFailed(f"bucket {index} is corrupt: checksum {found}, expected {wanted}")

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 import time
-from ipaddress import ip_address
 
 import grpc
 from prometheus_client import REGISTRY
@@ -18,6 +17,7 @@ from penstock.errors import ConfigError, NotFound, Unavailable
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
+from penstock.ports import is_loopback
 from penstock.replay.redis_queue import RedisReplayQueue, connect
 from penstock.v1 import weights_pb2_grpc
 from penstock_rollout.engines.choose import create_engine
@@ -172,11 +172,7 @@ async def serve(config: RunConfig, server_id: str) -> None:
 
 
 def _check_address(config: RunConfig) -> None:
-    try:
-        is_loopback = ip_address(config.rollout.host).is_loopback
-    except ValueError:
-        is_loopback = config.rollout.host == "localhost"
-    if not is_loopback and config.weights.cluster_key_file is None:
+    if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
         raise ConfigError(
             f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
         )

@@ -12,9 +12,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
+from penstock_learner.model import DTYPES
 
 logger = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Rank:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unauthenticated
+from penstock.ports import is_loopback
 
 
 def load_api_key(config: GatewayConfig) -> str:
@@ -25,16 +25,6 @@ def load_api_key(config: GatewayConfig) -> str:
     if not key:
         raise ConfigError(f"gateway.api_key_file {config.api_key_file} is empty; write a key into it")
     return key
-
-
-def is_loopback(host: str) -> bool:
-    """False for every name but localhost: what a name resolves to may change."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_authorization(header: str, api_key: str) -> None:

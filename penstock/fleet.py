@@ -36,6 +36,12 @@ class ServerRecord:
     engine: str
     state: ServerState = "JOINING"
     policy_version: int = -1
+    devices: tuple[str, ...] = ("cpu",)
+    """Where each worker of its engine holds the weights: `cpu`, or a GPU's UUID."""
+    host_id: str = ""
+    """Equal on processes that can map each other's memory (penstock.weights.transports)."""
+    transports: tuple[str, ...] = ("gloo", "snapshot")
+    """What it can receive weights by."""
     running_groups: int = 0
     heartbeat_age_ms: int = 0
     """By Redis' clock, when the record was read."""
@@ -82,6 +88,7 @@ class Fleet:
         for server_id, text in sorted(records.items()):
             fields = json.loads(text)
             age_ms = max(0, now_ms - fields.pop("heartbeat_ms"))
+            fields |= {name: tuple(fields[name]) for name in ("devices", "transports")}
             state = cast("ServerState", states.get(server_id, b"JOINING").decode())
             servers.append(ServerRecord(**fields, state=state, heartbeat_age_ms=age_ms))
         return servers

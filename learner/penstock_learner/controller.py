@@ -75,17 +75,18 @@ class LearnerController:
         reader = BatchReader(self.queue, self.config.replay, self.config.learner, self.ledger, manifests)
         self.publication = PolicyPublication(self.config, self.queue, self.fleet, self.policy, self.term, self.metrics)
         self.file = MetricsFile(self.config.folder / "metrics.jsonl", state.step)
-        await self._publish_start(state)
-        latecomers = asyncio.create_task(self.publication.serve_latecomers())
+        publishing = [
+            asyncio.create_task(self.publication.publish_loop()),
+            asyncio.create_task(self.publication.catch_up_loop()),
+        ]
+        training = asyncio.create_task(self._train(reader, state))
         try:
-            training = asyncio.create_task(self._train(reader, state.step))
-            await asyncio.wait({latecomers, training}, return_when=asyncio.FIRST_COMPLETED)
-            if latecomers.done():
-                await end_task(training)
-                latecomers.result()
-            await training
+            done, _ = await asyncio.wait({*publishing, training}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            await end_task(latecomers)
+            for task in (training, *publishing):
+                await end_task(task)
             self.file.close()
 
     async def _resume(self) -> TrainerState:
@@ -110,19 +111,21 @@ class LearnerController:
             await self.queue.commit(state.step, covered)
         return {step: ids for step, ids in manifests.items() if step > state.step}
 
-    async def _publish_start(self, state: TrainerState) -> None:
+    async def _publish_start(self, state: TrainerState) -> int:
         """Version 0 is the model folder that servers load themselves; a resumed policy gets a number of its own."""
         was_published = (await self.queue.stat()).policy_version > 0
         is_new = state.step == 0 and not was_published
         version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
-        await self.publication.gather(version)
-        await self.publication.publish(version, state.step, {})
+        offer = await self.publication.gather(version, state.step)
+        offer.metrics.set_result({})
+        await self.publication.settle()
+        return version
 
-    async def _train(self, reader: BatchReader, step: int) -> None:
+    async def _train(self, reader: BatchReader, state: TrainerState) -> None:
         num_steps = self.config.learner.num_steps
         every = self.config.learner.checkpoint.every_steps
-        version = self.publication.current
-        publishing: asyncio.Task[None] | None = None
+        step = state.step
+        version = await self._publish_start(state)
         reading: asyncio.Task[Batch] | None = None
         try:
             while not self.stopping.is_set() and (num_steps == 0 or step < num_steps):
@@ -139,25 +142,20 @@ class LearnerController:
                 reading = None if is_last else asyncio.create_task(reader.read(step + 1, version + 1))
                 metrics = {"wait_s": wait_s} | await self._step(batch, step, version)
                 crash_point("mid_step")
-                if publishing is not None:
-                    await publishing
                 version = await self.queue.allocate_version(version + 1)
                 gather_started = time.monotonic()
-                await self.publication.gather(version)
+                offer = await self.publication.gather(version, step)
                 metrics |= {"gather_s": time.monotonic() - gather_started}
                 metrics |= {"step_s": time.monotonic() - started, "policy_version": float(version)}
                 self._record(metrics, batch)
-                publishing = asyncio.create_task(self.publication.publish(version, step, metrics))
+                offer.metrics.set_result(metrics)
                 if step % every == 0:
                     await self._checkpoint(step, version)
-            if publishing is not None:
-                await publishing
-                publishing = None
+            await self.publication.settle()
             await self._checkpoint(step, version)
         finally:
-            for task in (publishing, reading):
-                if task is not None:
-                    await end_task(task)
+            if reading is not None:
+                await end_task(reading)
 
     async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
         """The batch, or None when the learner is asked to stop while it waits."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.metrics import PREFIX
-from penstock_learner.publisher import PushReport
+from penstock_learner.weights.publisher import PushReport
 
 _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
@@ -80,9 +80,9 @@ class LearnerMetrics:
             if key in metrics:
                 gauge.set(metrics[key])
 
-    def record_push(self, report: PushReport, transport: str) -> None:
+    def record_push(self, report: PushReport) -> None:
         for phase, seconds in report.seconds.items():
-            self.sync_seconds.labels(transport, phase).observe(seconds)
+            self.sync_seconds.labels(report.transport, phase).observe(seconds)
         self.sync_bytes.inc(report.num_bytes)
         self.syncs.labels("committed").inc(len(report.committed))
         self.syncs.labels("failed").inc(len(report.failed))

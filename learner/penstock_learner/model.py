@@ -6,7 +6,6 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from penstock.config.learner import LoraConfig
 from penstock.errors import ConfigError
 from penstock_learner import attention
 from penstock_learner.attention import Packing
@@ -24,6 +24,8 @@ from penstock_learner.packing import SequenceBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that `model.dtype` takes."""
+_LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
+"""How peft names an adapter's two halves."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class PackedCausalLM(nn.Module):
         super().__init__()
         self.lm: Any = lm
         self.chunk_tokens = chunk_tokens
+        self.has_adapter = False
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T], without, of every response token."""
@@ -105,9 +108,28 @@ def shard(model: PackedCausalLM, *, reshard_after_forward: bool = True) -> None:
     fully_shard(model, reshard_after_forward=reshard_after_forward)
 
 
-def named_weights(model: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under their Hugging Face names; tied ones once."""
-    yield from model.lm.named_parameters()
+def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:
+    """Freeze the weights and put a low-rank adapter beside those it targets. It begins as no change at all."""
+    import peft
+
+    adapter = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules), lora_dropout=0.0
+    )
+    peft.inject_adapter_in_model(adapter, model.lm)
+    model.has_adapter = True
+
+
+def is_pushed(model: PackedCausalLM, name: str) -> bool:
+    """Whether rollout servers need the parameter: all, or only the adapter's."""
+    return not model.has_adapter or name.endswith((_LORA_A, _LORA_B))
+
+
+def pushed_name(name: str) -> str:
+    """Of a parameter, as rollout servers know it: the Hugging Face name, or that of the weight it changes."""
+    for ending, suffix in ((_LORA_A, "lora_A"), (_LORA_B, "lora_B")):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}.weight.{suffix}"
+    return name
 
 
 def full_weight(parameter: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ async def place_roles(
 
 
 def _start_role(config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup) -> RoleGroup:
-    """One actor a rank; `push` calls get a thread of their own in each."""
-    remote: Any = ray.remote(concurrency_groups={"push": 1})(worker)
+    """One actor a rank; pushes of either lane get a thread of their own in each."""
+    remote: Any = ray.remote(concurrency_groups={"push": 1, "catch_up": 1})(worker)
     actors = [
         remote.options(
             name=f"{config.run}-{name}-{rank}",

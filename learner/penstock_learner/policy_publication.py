@@ -1,11 +1,13 @@
 """Bringing versions to the fleet: after each step, and to servers that have none or an old one.
 
-| loop            | waits for                          | unblocked by                 |
-|-----------------|------------------------------------|------------------------------|
-| publish(step)   | the push before it                 | the publisher's report       |
-| serve_latecomers| a STALE server, every POLL_S       | the fleet registry           |
+| loop             | waits for                             | unblocked by                        |
+|------------------|---------------------------------------|-------------------------------------|
+| publish_loop     | an offer: a version that is gathered  | the controller, after each step     |
+| catch_up_loop    | a STALE server, every POLL_S          | the fleet registry                  |
 
-One push at a time (`_lock`); the gather of the next version waits for it too, since it reuses the buckets.
+An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun: training never
+waits for a push, and no push is ever behind by more than one version. A late joiner is served in a lane of its own, so
+that it delays nobody; it takes part in the next push if that comes first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -22,12 +25,23 @@ from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.replay.contract import GroupConsumer
 from penstock.v1 import policies_pb2
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publisher import PushReport, PushTarget
 from penstock_learner.role_group import RoleGroup
+from penstock_learner.weights.publisher import PushReport
+from penstock_learner.weights.senders.sender import PushTarget
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
 MAX_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version on its way out."""
+
+    policy_version: int
+    step: int
+    metrics: asyncio.Future[Mapping[str, float]]
+    """Of the step that made it; its record waits for them."""
 
 
 class PolicyPublication:
@@ -48,61 +62,116 @@ class PolicyPublication:
         self.policy = policy
         self.term = term
         self.metrics = metrics
-        self.current = 0
+        self.current: int | None = None
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
-        self._lock = asyncio.Lock()
+        self._offer: Offer | None = None
+        """The newest, until its push begins."""
+        self._pushing: int | None = None
+        self._catching_up: dict[str, int] = {}
+        """Servers in the catch-up lane, and the version each is getting."""
+        self._changed = asyncio.Condition()
+        self._snapshot_step: int | None = None
         self._failures: dict[str, tuple[int, float]] = {}
         """Failed pushes in a row of a server, and when it may be tried again."""
 
-    async def gather(self, policy_version: int) -> None:
-        """Collect the weights as `policy_version`. Waits for a push that still uses the buckets."""
-        async with self._lock:
-            await self.policy.call_all("gather_weights", policy_version, self.term)
+    async def gather(self, policy_version: int, step: int) -> Offer:
+        """Stage the policy's weights as a version and offer it. Returns when training may change them again."""
+        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future())
+        async with self._changed:
+            in_use = {self._pushing, self.current, *self._catching_up.values()}
+            if self._offer is not None:
+                logger.info("version %d is skipped: %d follows it already", self._offer.policy_version, policy_version)
+                self.metrics.syncs.labels("superseded").inc()
+            self._offer = offer
+            self._changed.notify_all()
+        keep = [version for version in in_use if version is not None]
+        await self.policy.call_all("gather_weights", policy_version, self.term, keep)
+        return offer
 
-    async def publish(self, policy_version: int, step: int, step_metrics: Mapping[str, float]) -> None:
-        """Push the gathered version to every serving member, then make it the run's current one."""
-        async with self._lock:
-            report = await self._push(await self._reachable(("READY", "LOADING", "STALE")))
-            snapshot = await self._snapshot(policy_version, step)
-            record = policies_pb2.Policy(
-                policy_version=policy_version,
-                step=step,
-                parent_version=self.current if step else None,
-                published_at_ms=int(time.time() * 1000),
-                weights_digest=report.weights_digest,
-                snapshot_path=str(snapshot) if snapshot else "",
-                state=policies_pb2.Policy.PUBLISHED,
-                metrics=step_metrics,
-            )
-            await self.queue.publish(policy_version, step, record.SerializeToString())
-            self.current = policy_version
-            self.metrics.version.labels("learner").set(policy_version)
+    async def settle(self) -> None:
+        """Wait until everything that was offered is published."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._offer is None and self._pushing is None)
 
-    async def serve_latecomers(self) -> None:
+    async def publish_loop(self) -> None:
+        """For ever: push the newest offer to every serving member, then make it the run's current version."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._offer is not None)
+                offer, self._offer = self._offer, None
+                assert offer is not None
+                self._pushing = offer.policy_version
+            await self._publish(offer)
+            async with self._changed:
+                self.current, self._pushing = offer.policy_version, None
+                self._changed.notify_all()
+
+    async def catch_up_loop(self) -> None:
         """For ever: bring the current version to servers that are STALE, without disturbing the others."""
+        transport = "snapshot" if self.config.weights.catch_up == "snapshot" else None
         while True:
             await asyncio.sleep(POLL_S)
-            async with self._lock:
-                stale = await self._reachable(("STALE",))
-                behind = [server for server in stale if server.policy_version != self.current]
-                if behind:
-                    logger.info("bringing version %d to %s", self.current, [server.server_id for server in behind])
-                    await self._push(behind)
+            if self.current is None or self._pushing is not None:
+                continue  # the push that runs takes STALE servers along
+            version = self.current
+            behind = [server for server in await self._reachable(("STALE",)) if server.policy_version != version]
+            if behind and self._pushing is None:
+                logger.info("bringing version %d to %s", version, [server.server_id for server in behind])
+                self._catching_up = {server.server_id: version for server in behind}
+                try:
+                    await self._push(version, behind, transport=transport, lane="catch_up")
+                finally:
+                    self._catching_up = {}
 
-    async def _push(self, servers: list[ServerRecord]) -> PushReport:
-        """Push what is gathered. Members that fail are evicted; they come back as STALE, and wait longer each time.
+    async def _publish(self, offer: Offer) -> None:
+        version, step = offer.policy_version, offer.step
+        servers = [
+            server
+            for server in await self._reachable(("READY", "LOADING", "STALE"))
+            if server.server_id not in self._catching_up
+        ]
+        report = await self._push(version, servers, base_version=self._common_base(servers))
+        snapshot = await self._snapshot(version, step)
+        record = policies_pb2.Policy(
+            policy_version=version,
+            step=step,
+            parent_version=self.current if step else None,
+            published_at_ms=int(time.time() * 1000),
+            weights_digest=report.weights_digest,
+            snapshot_path=str(snapshot) if snapshot else "",
+            state=policies_pb2.Policy.PUBLISHED,
+            metrics=await offer.metrics,
+        )
+        await self.queue.publish(version, step, record.SerializeToString())
+        self.metrics.version.labels("learner").set(version)
+
+    async def _push(
+        self,
+        policy_version: int,
+        servers: list[ServerRecord],
+        *,
+        transport: str | None = None,
+        base_version: int | None = None,
+        lane: str = "push",
+    ) -> PushReport:
+        """Push what is staged. Members that fail are evicted; they come back as STALE, and wait longer each time.
 
         A STALE server stays so until it has loaded: LOADING is for those that serve, and go on serving."""
         for server in servers:
             if server.state == "READY":
                 await self.fleet.set_state(server.server_id, "LOADING")
-        targets = [PushTarget(server.server_id, server.address) for server in servers]
+        targets = [
+            PushTarget(server.server_id, server.address, server.devices, server.host_id, server.transports)
+            for server in servers
+        ]
         weights = self.config.weights
         timeout_s = (weights.ready_timeout_s + 2 * weights.push_timeout_s) * (len(targets) + 1)
-        report: PushReport = await self.policy.call_beside("push", targets, timeout_s=timeout_s)
+        report: PushReport = await self.policy.call_beside(
+            lane, "push", policy_version, targets, transport, base_version, lane, timeout_s=timeout_s
+        )
         for server_id in report.committed:
-            await self.fleet.set_state(server_id, "READY")
+            await self.fleet.set_state(server_id, "READY" if policy_version == self._newest else "STALE")
             self._failures.pop(server_id, None)
         for server_id, reason in report.failed.items():
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
@@ -111,8 +180,18 @@ class PolicyPublication:
             self._failures[server_id] = (failures, time.monotonic() + min(2.0**failures, MAX_BACKOFF_S))
         if report.running_requests:
             self.in_flight_updates += 1
-        self.metrics.record_push(report, weights.transport)
+        self.metrics.record_push(report)
         return report
+
+    @property
+    def _newest(self) -> int | None:
+        """What a serving member has: the version being pushed, else the current one."""
+        return self.current if self._pushing is None else self._pushing
+
+    def _common_base(self, servers: Sequence[ServerRecord]) -> int | None:
+        """The version that every member serves, where deltas are wanted."""
+        is_common = all(server.policy_version == self.current for server in servers)
+        return self.current if self.config.weights.delta and is_common else None
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """Servers in one of the states, with a fresh heartbeat, that have not just failed.
@@ -131,11 +210,16 @@ class PolicyPublication:
         return reachable
 
     async def _snapshot(self, policy_version: int, step: int) -> Path | None:
-        if step % self.config.weights.snapshot_every_steps and step != self.config.learner.num_steps:
+        """Keep the version, if none was kept for long enough, or it is the first or the last."""
+        every, last = self.config.weights.snapshot_every_steps, self._snapshot_step
+        is_due = last is None or step // every > last // every or step == self.config.learner.num_steps
+        if not is_due:
             return None
         folder = self.config.folder / "snapshots"
         target = folder / f"version-{policy_version:08d}"
-        await self.policy.call_beside("write_snapshot", target, timeout_s=self.config.learner.rank_timeout_s)
+        timeout_s = self.config.learner.rank_timeout_s
+        await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+        self._snapshot_step = step
         for old in sorted(folder.glob("version-*"))[: -self.config.weights.keep_snapshots]:
             shutil.rmtree(old, ignore_errors=True)
         return target

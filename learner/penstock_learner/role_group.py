@@ -42,9 +42,9 @@ class RoleGroup:
         reference = getattr(self.actors[rank], method).remote(*arguments)
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
-    async def call_beside(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Rank 0, in the thread that runs beside its training."""
-        reference = getattr(self.actors[0], method).options(concurrency_group="push").remote(*arguments)
+    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Rank 0, in the lane's thread, which runs beside its training."""
+        reference = getattr(self.actors[0], method).options(concurrency_group=lane).remote(*arguments)
         return (await self._gather(method, [reference], timeout_s))[0]
 
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:

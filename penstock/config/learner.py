@@ -16,6 +16,13 @@ class RoleConfig(Config):
     gpus_per_rank: float = Field(default=0.0, ge=0)
 
 
+class LoraConfig(Config):
+    rank: int = Field(ge=1)
+    alpha: int = Field(gt=0)
+    """The adapter is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class CheckpointConfig(Config):
     every_steps: int = Field(default=25, ge=1)
     """Groups are acknowledged only once a checkpoint covers them, so this also bounds what a crash repeats."""
@@ -49,6 +56,8 @@ class LearnerConfig(Config):
     """The learning rate grows linearly over these steps."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Token budget of one forward and backward pass."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)

@@ -11,8 +11,14 @@ from penstock.config.base import Config
 
 
 class WeightsConfig(Config):
-    transport: Literal["gloo", "snapshot"] = "gloo"
-    """How weights reach the rollout servers."""
+    transport: Literal["auto", "nccl", "cuda_ipc", "shm", "gloo", "snapshot"] = "auto"
+    """How weights reach the rollout servers; `auto` takes the fastest that all of a push's members can, and logs it."""
+    catch_up: Literal["publisher", "snapshot"] = "publisher"
+    """How a late or recovered server gets the current version: by a push of its own, or from a snapshot."""
+    delta: bool = False
+    """Send only what changed, where that is smaller; learner and servers then keep one more set of weights each."""
+    staging: Literal["auto", "host", "device"] = "auto"
+    """Where the learner holds a version until it is pushed; `auto`: on its GPU if it has one, else in host memory."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Tensors are packed into buckets of about this size."""
     ready_timeout_s: float = Field(default=30.0, gt=0)

@@ -7,18 +7,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WeightManifest(_message.Message):
-    __slots__ = ("run", "policy_version", "term", "tensors", "buckets")
+    __slots__ = ("run", "policy_version", "term", "tensors", "buckets", "checksum", "base_version", "retain", "adapter")
     RUN_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     run: str
     policy_version: int
     term: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     buckets: _containers.RepeatedCompositeFieldContainer[BucketSpec]
-    def __init__(self, run: _Optional[str] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[BucketSpec, _Mapping]]] = ...) -> None: ...
+    checksum: str
+    base_version: int
+    retain: bool
+    adapter: Adapter
+    def __init__(self, run: _Optional[str] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[BucketSpec, _Mapping]]] = ..., checksum: _Optional[str] = ..., base_version: _Optional[int] = ..., retain: _Optional[bool] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("scale",)
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    def __init__(self, scale: _Optional[float] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "bucket", "offset_bytes", "num_bytes")
@@ -37,12 +51,12 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., bucket: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class BucketSpec(_message.Message):
-    __slots__ = ("num_bytes", "checksum")
+    __slots__ = ("num_bytes", "wire_bytes")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
-    checksum: str
-    def __init__(self, num_bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
+    wire_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("manifest", "transport", "rendezvous", "rank", "world_size", "deadline_s")
@@ -61,10 +75,12 @@ class AnnounceRequest(_message.Message):
     def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., transport: _Optional[str] = ..., rendezvous: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
-    __slots__ = ("serving_version",)
+    __slots__ = ("serving_version", "needs_full")
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FULL_FIELD_NUMBER: _ClassVar[int]
     serving_version: int
-    def __init__(self, serving_version: _Optional[int] = ...) -> None: ...
+    needs_full: bool
+    def __init__(self, serving_version: _Optional[int] = ..., needs_full: _Optional[bool] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("policy_version", "term", "bucket_checksums", "deadline_s")

@@ -1,4 +1,4 @@
-"""Bucket layout and checksums of a weight push.
+"""Bucket layout of a weight push.
 
 Tensors are packed in the order given into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own),
 each tensor aligned to 16 bytes and whole inside one bucket. Publisher and members derive everything from the manifest.
@@ -6,11 +6,10 @@ each tensor aligned to 16 bytes and whole inside one bucket. Publisher and membe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from penstock.v1 import weights_pb2
@@ -34,7 +33,7 @@ class TensorShape:
 def build_manifest(
     run: str, policy_version: int, term: int, tensors: Iterable[TensorShape], bucket_bytes: int
 ) -> weights_pb2.WeightManifest:
-    """Lay the tensors out. Checksums are empty: they are known only after each bucket was gathered."""
+    """Lay the tensors out. Checksums follow with the commit: they are known only after each bucket was gathered."""
     manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term)
     used = 0
     for tensor in tensors:
@@ -60,10 +59,11 @@ def allocate_buckets(manifest: weights_pb2.WeightManifest) -> list[NDArray[np.ui
     return [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
 
 
-def checksum(bucket: NDArray[np.uint8]) -> str:
-    return xxhash.xxh3_128_hexdigest(bucket.data)
+def wire_sizes(manifest: weights_pb2.WeightManifest) -> list[int]:
+    """Bytes that travel, by bucket: of the delta, or of the whole bucket."""
+    return [bucket.wire_bytes or bucket.num_bytes for bucket in manifest.buckets]
 
 
-def weights_digest(bucket_checksums: Sequence[str]) -> str:
-    """One digest for a whole version: equal on publisher and members exactly when every byte is."""
-    return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
+def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
+    """Size of one item; a manifest that carries deltas has one dtype."""
+    return ITEM_BYTES[manifest.tensors[0].dtype]

@@ -20,10 +20,12 @@ from penstock.policies import PolicyRegistry
 from penstock.ports import is_loopback
 from penstock.replay.redis_queue import RedisReplayQueue, connect
 from penstock.v1 import weights_pb2_grpc
+from penstock.weights.transports import host_id
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer
+from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
 from penstock_rollout.weight_member import WeightMember
@@ -159,6 +161,9 @@ class RolloutServer:
             address=self.address,
             engine=self.engine.name,
             policy_version=self.engine.policy_version,
+            devices=self.engine.devices,
+            host_id=host_id(),
+            transports=available_transports(self.engine.devices),
             running_groups=self.producer.num_running,
         )
 

@@ -41,7 +41,10 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             world_size=request.world_size,
             timeout_s=request.deadline_s,
         )
-        self.announced_version = request.manifest.policy_version
+        manifest = request.manifest
+        if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
+            return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
+        self.announced_version = manifest.policy_version
         try:
             await self.engine.stage_weights(stage)
         except PenstockError as error:

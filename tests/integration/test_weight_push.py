@@ -20,10 +20,14 @@ from penstock.config.run import RunConfig
 from penstock.ports import free_port
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
-from penstock_learner.publisher import PushTarget, WeightPublisher
+from penstock.weights.patience import Patience
+from penstock.weights.transports import host_id
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.weight_member import WeightMember
 from tiny_model import make_tiny_qwen2
 
@@ -62,7 +66,11 @@ async def member(config: RunConfig) -> AsyncIterator[tuple[PushTarget, Engine, W
     port = listener.add_insecure_port(f"{HOST}:0")
     await listener.start()
     try:
-        yield PushTarget(f"server-{port}", f"{HOST}:{port}"), engine, servicer
+        yield (
+            PushTarget(f"server-{port}", f"{HOST}:{port}", host_id=host_id(), transports=available_transports(["cpu"])),
+            engine,
+            servicer,
+        )
     finally:
         await listener.stop(None)
         await engine.stop()
@@ -72,10 +80,9 @@ def publisher_of(config: RunConfig, model: Path, version: int = 1, term: int = 1
     """A publisher that holds the weights of a model folder as `version`."""
     weights = list(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     publisher = WeightPublisher(config, HOST)
-    publisher.begin(version, term, weights)
+    staged = publisher.begin(version, term, [(name, tuple(weight.shape)) for name, weight in weights])
     for name, weight in weights:
-        publisher.put(name, weight.detach())
-    publisher.seal()
+        staged.put(name, weight.detach())
     return publisher
 
 
@@ -97,20 +104,20 @@ def expected_greedy(model: Path, prompt: tuple[int, ...], num_tokens: int) -> li
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+@pytest.mark.parametrize("transport", ["gloo", "shm", "snapshot"])
 async def test_two_members_serve_the_new_version(
     transport: str, tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:
     old, new = models
     config = config_of(tmp_path, old, key_file, transport)
     async with member(config) as (first, engine, _), member(config) as (second, other, _):
-        report = await asyncio.to_thread(publisher_of(config, new).push, [first, second])
+        report = await asyncio.to_thread(publisher_of(config, new).push, 1, [first, second])
         assert report.committed == sorted([first.server_id, second.server_id])
         assert report.failed == {}
         assert engine.policy_version == other.policy_version == 1
         tokens, _ = await greedy_log_probs(engine, (5, 6, 7))
         assert tokens == expected_greedy(new, (5, 6, 7), len(tokens)) != expected_greedy(old, (5, 6, 7), len(tokens))
-    assert not list(tmp_path.glob("push/pushes/*")), "a pushed snapshot is removed once everyone has read it"
+    assert not list(tmp_path.glob("push/pushes/*/*")), "a pushed snapshot is removed once everyone has read it"
 
 
 async def test_a_member_that_is_not_there_leaves_the_push_and_the_others_get_it(
@@ -120,7 +127,7 @@ async def test_a_member_that_is_not_there_leaves_the_push_and_the_others_get_it(
     config = config_of(tmp_path, old, key_file)
     gone = PushTarget("gone", f"{HOST}:{free_port()}")
     async with member(config) as (alive, engine, _):
-        report = await asyncio.to_thread(publisher_of(config, new).push, [gone, alive])
+        report = await asyncio.to_thread(publisher_of(config, new).push, 1, [gone, alive])
         assert report.committed == [alive.server_id]
         assert list(report.failed) == ["gone"]
         assert engine.policy_version == 1
@@ -132,7 +139,7 @@ async def test_a_publisher_without_the_key_is_refused(
     old, new = models
     async with member(config_of(tmp_path, old, key_file)) as (target, engine, _):
         intruder = publisher_of(config_of(tmp_path, old, None), new)
-        report = await asyncio.to_thread(intruder.push, [target])
+        report = await asyncio.to_thread(intruder.push, 1, [target])
         assert "UNAUTHENTICATED" in report.failed[target.server_id]
         assert engine.policy_version == 0
 
@@ -143,8 +150,8 @@ async def test_a_publisher_of_an_older_term_is_refused(
     old, new = models
     config = config_of(tmp_path, old, key_file)
     async with member(config) as (target, engine, _):
-        await asyncio.to_thread(publisher_of(config, new, version=5, term=2).push, [target])
-        report = await asyncio.to_thread(publisher_of(config, old, version=6, term=1).push, [target])
+        await asyncio.to_thread(publisher_of(config, new, version=5, term=2).push, 5, [target])
+        report = await asyncio.to_thread(publisher_of(config, old, version=6, term=1).push, 6, [target])
         assert "term 1 has passed" in report.failed[target.server_id]
         assert engine.policy_version == 5
 
@@ -156,8 +163,9 @@ async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(
     config = config_of(tmp_path, old, key_file)
     async with member(config) as (target, engine, _):
         publisher = publisher_of(config, new)
-        publisher.buckets[0][100] ^= 1
-        report = await asyncio.to_thread(publisher.push, [target])
+        publisher.staged[1].checksums(Patience(10, "hashing"))
+        publisher.staged[1].memory.buckets[0][100] ^= 1
+        report = await asyncio.to_thread(publisher.push, 1, [target])
         assert "bucket 0 is corrupt" in report.failed[target.server_id]
         assert engine.policy_version == 0
         tokens, _ = await greedy_log_probs(engine, (5, 6, 7))

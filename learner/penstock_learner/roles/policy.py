@@ -26,11 +26,13 @@ from penstock_learner.algorithms.corrections import (
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
 from penstock_learner.algorithms.segments import apply_mask
-from penstock_learner.model import ModelInputs, full_weight, load_model, named_weights, shard
+from penstock_learner.model import ModelInputs, add_adapter, full_weight, load_model, shard
 from penstock_learner.packing import RankShard, SequenceBatch
-from penstock_learner.publisher import PushReport, PushTarget, WeightPublisher
 from penstock_learner.roles.rank import Rank
 from penstock_learner.roles.reference import forward_log_probs
+from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
+from penstock_learner.weights.publisher import PushReport, WeightPublisher
+from penstock_learner.weights.senders.sender import PushTarget
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,19 @@ class PolicyWorker(Rank):
     def load(self) -> None:
         learner = self.config.learner
         self.model = load_model(self.config.model.path, torch.float32, learner.logprob_chunk_tokens).to(self.device)
+        if learner.lora is not None:
+            add_adapter(self.model, learner.lora)
+            self.model.to(self.device)
         shard(self.model, reshard_after_forward=self.device.type == "cuda")
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=learner.lr,
             betas=learner.betas,
             eps=learner.adam_eps,
             weight_decay=learner.weight_decay,
         )
         host = self.config.learner.publish_host or self.node_address
-        self.publisher = WeightPublisher(self.config, host) if self.rank == 0 else None
+        self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] under the current weights: the proximal policy of the step."""
@@ -88,25 +93,30 @@ class PolicyWorker(Rank):
             statistics, correction, mismatch = statistics + more[3], correction.merge(more[4]), mismatch + more[5]
         return UpdateReport(loss, kl, entropy, statistics, correction, mismatch, grad_norm, skipped)
 
-    def gather_weights(self, policy_version: int, term: int) -> None:
-        """Copy the current weights into the publisher's buckets. Collective."""
-        if self.publisher is not None:
-            self.publisher.begin(policy_version, term, named_weights(self.model))
-        for name, parameter in named_weights(self.model):
-            weight = full_weight(parameter.detach())
-            if self.publisher is not None:
-                self.publisher.put(name, weight)
-        if self.publisher is not None:
-            self.publisher.seal()
+    def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> None:
+        """Stage the current weights as a version; `keep` are those that pushes still read. Collective.
 
-    def push(self, targets: list[PushTarget]) -> PushReport:
-        """Rank 0, in its own thread beside training: bring the gathered version to the targets."""
-        assert self.publisher is not None
-        return self.publisher.push(targets)
+        A push of the version may begin meanwhile: it takes each bucket when it is filled."""
+        lora = self.config.learner.lora
+        staged = None
+        if self.publisher is not None:
+            scale = lora.alpha / lora.rank if lora else None
+            shapes = pushed_shapes(self.model)
+            staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale)
+        for name, weight in gathered_weights(self.model):
+            if staged is not None:
+                staged.put(name, weight)
 
-    def write_snapshot(self, folder: Path) -> None:
+    def push(
+        self, policy_version: int, targets: list[PushTarget], transport: str | None, base_version: int | None, lane: str
+    ) -> PushReport:
+        """Rank 0, in a thread of the lane beside training: bring a staged version to the targets."""
         assert self.publisher is not None
-        self.publisher.write_snapshot(folder)
+        return self.publisher.push(policy_version, targets, transport=transport, base_version=base_version, lane=lane)
+
+    def write_snapshot(self, policy_version: int, folder: Path) -> None:
+        assert self.publisher is not None
+        self.publisher.write_snapshot(policy_version, folder)
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""

@@ -55,10 +55,10 @@ class StageRequest:
 
     manifest: weights_pb2.WeightManifest
     transport: str
-    """gloo or snapshot."""
+    """One of penstock.weights.transports."""
     rendezvous: str
-    """gloo: `host:port/prefix` of the publisher's store. snapshot: the folder."""
     rank: int
+    """Of the engine's first worker; the others follow."""
     world_size: int
     timeout_s: float
 
@@ -80,6 +80,16 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> int:
         """The version that new tokens are stamped with."""
+        ...
+
+    @property
+    def retained_version(self) -> int | None:
+        """The version whose buckets were kept, on which a delta may be staged."""
+        ...
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where each worker's weights lie: `cpu`, or the GPU's UUID. Known once the engine was started."""
         ...
 
     async def start(self, policy_version: int) -> None:

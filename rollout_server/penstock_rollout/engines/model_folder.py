@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.manifest import ITEM_BYTES, TensorShape
+from penstock_rollout.receivers.adapter import check_adapter
 
 TIED_HEAD = "lm_head.weight"
 """A push may hold it even where the output layer is the embedding."""
@@ -44,14 +45,22 @@ def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple
 
     Asked before anything is received, since a set that does not fit would fail in the middle of its load."""
     pushed = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+    _check_layout(manifest)
+    if manifest.HasField("adapter"):
+        check_adapter(pushed, shapes)
+        return
     if missing := sorted(shapes.keys() - pushed.keys()):
         raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
     if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
         raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")
+    for name, shape in pushed.items():
+        if shapes.get(name, shape) != shape:
+            raise WeightPushFailed(f"{name} has shape {shape} in the push and {shapes[name]} in the model")
+
+
+def _check_layout(manifest: weights_pb2.WeightManifest) -> None:
     for spec in manifest.tensors:
         shape = tuple(spec.shape)
-        if shapes.get(spec.name, shape) != shape:
-            raise WeightPushFailed(f"{spec.name} has shape {shape} in the push and {shapes[spec.name]} in the model")
         if spec.dtype not in ITEM_BYTES or spec.num_bytes != TensorShape(spec.name, spec.dtype, shape).num_bytes:
             raise WeightPushFailed(f"{spec.name} is not {spec.num_bytes} bytes of {spec.dtype}")
         if not 0 <= spec.bucket < len(manifest.buckets):

@@ -24,8 +24,8 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import TIED_HEAD, check_manifest, stop_token_ids
-from penstock_rollout.engines.receive import WeightStage
 from penstock_rollout.engines.torch_batch import DecodeBatch, Row
+from penstock_rollout.receivers.stage import WeightStage
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class TorchEngine:
         self._seed = seed
         self._policy_version = -1
         self._stage: WeightStage | None = None
+        self._retained: WeightStage | None = None
         self._broken = "it was not started"
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._running_ids: set[str] = set()
@@ -65,6 +66,15 @@ class TorchEngine:
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def retained_version(self) -> int | None:
+        return self._retained.manifest.policy_version if self._retained else None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        device = self._model.device
+        return (str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type,)
 
     async def start(self, policy_version: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -119,7 +129,7 @@ class TorchEngine:
     async def stage_weights(self, request: StageRequest) -> None:
         await self.abort_weights()
         check_manifest(request.manifest, self._shapes())
-        self._stage = WeightStage(request)
+        self._stage = WeightStage(request, self._model_path, device=self._model.device, base=self._retained)
         self._stage.start()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -204,6 +214,7 @@ class TorchEngine:
             for name, tensor in stage.tensors():
                 state[name].copy_(tensor)
         self._policy_version = stage.manifest.policy_version
+        self._retained = stage if stage.manifest.retain else None
         if not self._config.keep_kv_cache:
             self._waiting.extendleft(reversed(self._batch.release()))
         return time.monotonic() - started

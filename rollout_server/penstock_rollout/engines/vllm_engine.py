@@ -64,7 +64,9 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
         self._paused = False
-        self._staged_version: int | None = None
+        self._staged: weights_pb2.WeightManifest | None = None
+        self._retained_version: int | None = None
+        self._devices: tuple[str, ...] = ()
         self._broken = "it was not started"
         self._llm: Any = None
         self._stop_ids: list[int] = []
@@ -74,12 +76,21 @@ class VllmEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
+    @property
+    def retained_version(self) -> int | None:
+        return self._retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._devices
+
     async def start(self, policy_version: int) -> None:
         self._stop_ids = list(stop_token_ids(self._model_path))
         self._shapes = tensor_shapes(self._model_path)
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load)
         await self._core(self._llm.get_supported_tasks())
         await self._core(self._llm.update_weight_version(str(policy_version)))
+        self._devices = tuple(await self._rpc("penstock_device"))
         self._policy_version = policy_version
         self._broken = ""
 
@@ -178,8 +189,6 @@ class VllmEngine:
 
     async def stage_weights(self, request: StageRequest) -> None:
         check_manifest(request.manifest, self._shapes)
-        if request.transport != "snapshot" and self._config.tensor_parallel_size > 1:
-            raise WeightPushFailed(f"{request.transport} reaches one worker only; use snapshot with tensor parallelism")
         announcement = weights_pb2.AnnounceRequest(
             manifest=request.manifest,
             transport=request.transport,
@@ -189,11 +198,13 @@ class VllmEngine:
             deadline_s=request.timeout_s,
         )
         await self._rpc("penstock_stage", announcement.SerializeToString())
-        self._staged_version = request.manifest.policy_version
+        self._staged = request.manifest
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        if self._staged_version != policy_version:
-            raise WeightPushFailed(f"version {policy_version} is not staged; {self._staged_version} is")
+        staged = self._staged
+        if staged is None or staged.policy_version != policy_version:
+            found = staged.policy_version if staged else None
+            raise WeightPushFailed(f"version {policy_version} is not staged; {found} is")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._received()
@@ -205,8 +216,10 @@ class VllmEngine:
             if isinstance(error, TimeoutError):
                 raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
             raise
-        self._staged_version = None
-        return await asyncio.shield(asyncio.create_task(self._flip(policy_version)))
+        self._staged = None
+        report = await asyncio.shield(asyncio.create_task(self._flip(policy_version)))
+        self._retained_version = policy_version if staged.retain else None
+        return report
 
     async def _received(self) -> None:
         while True:
@@ -261,7 +274,7 @@ class VllmEngine:
         await self._core(self._llm.abort(list(self._running)))
 
     async def abort_weights(self) -> None:
-        self._staged_version = None
+        self._staged = None
         await self._rpc("penstock_abort")
 
     def stats(self) -> EngineStats:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import StageRequest
-from penstock_rollout.engines.receive import WeightStage
+from penstock_rollout.receivers.stage import WeightStage
 
 PARENT_POLL_S = 0.5
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -34,7 +35,9 @@ class WeightStaging:
     model_runner: Any
     model_config: Any
     device: torch.device
+    rank: int
     _penstock_stage: WeightStage | None
+    _penstock_base: WeightStage | None
 
     def penstock_stage(self, announcement: bytes) -> None:
         """Begin to receive what a serialized AnnounceRequest says; an earlier stage is forgotten."""
@@ -48,8 +51,20 @@ class WeightStaging:
             world_size=said.world_size,
             timeout_s=said.deadline_s,
         )
-        self._penstock_stage = WeightStage(request)
+        self._penstock_stage = WeightStage(
+            request,
+            Path(self.model_config.model),
+            worker=self.rank,
+            device=self.device,
+            base=getattr(self, "_penstock_base", None),
+        )
         self._penstock_stage.start()
+
+    def penstock_device(self) -> str:
+        """`cpu`, or the UUID of this worker's GPU."""
+        if self.device.type != "cuda":
+            return self.device.type
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def penstock_poll(self) -> tuple[str, str]:
         """Phase of the stage and, when it failed, why."""
@@ -76,6 +91,7 @@ class WeightStaging:
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._penstock_stage = None
+        self._penstock_base = stage if stage.manifest.retain else None
         return stage.receive_s, time.monotonic() - started
 
     def penstock_abort(self) -> None:

@@ -1,0 +1,48 @@
+"""Weights out of FSDP2 shards: one all-gather a layer, under their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from penstock_learner.model import PackedCausalLM, is_pushed, pushed_name
+
+
+def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and whole shape of every tensor that `gathered_weights` yields, in its order."""
+    return [
+        (pushed_name(name), tuple(parameter.shape))
+        for _, prefix, module in _units(model)
+        for name, parameter in _own_parameters(prefix, module, model)
+    ]
+
+
+def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight, whole. Collective: all ranks go through it together. A tensor is valid until the next is asked for.
+
+    A layer's gather has finished, on this rank's stream, when its first tensor is yielded."""
+    for unit, prefix, module in _units(model):
+        unit.unshard()
+        for name, parameter in _own_parameters(prefix, module, model):
+            yield pushed_name(name), parameter.detach()
+        unit.reshard()
+
+
+def _units(model: PackedCausalLM) -> Iterator[tuple[FSDPModule, str, torch.nn.Module]]:
+    """The sharded modules, root first: what `shard` in model.py made."""
+    assert isinstance(model, FSDPModule)
+    yield model, "", model.lm
+    for index, layer in enumerate(model.lm.model.layers):
+        yield layer, f"model.layers.{index}.", layer
+
+
+def _own_parameters(
+    prefix: str, module: torch.nn.Module, model: PackedCausalLM
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of one unit; the root's are those of no layer."""
+    is_root = module is model.lm
+    for name, parameter in module.named_parameters():
+        if is_pushed(model, prefix + name) and not (is_root and name.startswith("model.layers.")):
+            yield prefix + name, parameter

@@ -1,0 +1,69 @@
+"""gRPC calls to the members of a push: one call to every member at once, each with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.config.weights import WeightsConfig
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights.cluster_key import call_metadata
+from penstock_learner.weights.senders.sender import PushTarget
+
+ABORT_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Manifests of models with many thousand tensors."""
+
+
+class MemberCalls:
+    """Keeps a channel for each address. Failures come back as one line for each member, never as exceptions."""
+
+    def __init__(self, config: WeightsConfig) -> None:
+        self.config = config
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def announce(
+        self, members: Sequence[PushTarget], requests: Sequence[weights_pb2.AnnounceRequest]
+    ) -> tuple[dict[str, weights_pb2.AnnounceResponse], dict[str, str]]:
+        return self._call_all(members, lambda stub: stub.Announce, requests, self.config.ready_timeout_s, "announce")
+
+    def commit(
+        self, members: Sequence[PushTarget], request: weights_pb2.CommitRequest
+    ) -> tuple[dict[str, weights_pb2.CommitResponse], dict[str, str]]:
+        requests = [request] * len(members)
+        return self._call_all(members, lambda stub: stub.Commit, requests, request.deadline_s, "commit")
+
+    def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
+        """Returns those who did not answer."""
+        requests = [request] * len(members)
+        return self._call_all(members, lambda stub: stub.Abort, requests, ABORT_TIMEOUT_S, "abort")[1]
+
+    def _call_all(
+        self,
+        members: Sequence[PushTarget],
+        method: Callable[[Any], Any],
+        requests: Sequence[Any],
+        timeout_s: float,
+        phase: str,
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        metadata = call_metadata(self.config)
+        futures = [
+            method(self._stub(member)).future(request, timeout=timeout_s, metadata=metadata)
+            for member, request in zip(members, requests, strict=True)
+        ]
+        answers: dict[str, Any] = {}
+        failures: dict[str, str] = {}
+        for member, future in zip(members, futures, strict=True):
+            try:
+                answers[member.server_id] = future.result()
+            except grpc.RpcError as error:
+                failures[member.server_id] = f"{phase}: {error.code().name}: {error.details()}"
+        return answers, failures
+
+    def _stub(self, member: PushTarget) -> weights_pb2_grpc.WeightMemberServiceStub:
+        if member.address not in self._channels:
+            options = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+            self._channels[member.address] = grpc.insecure_channel(member.address, options=options)
+        return weights_pb2_grpc.WeightMemberServiceStub(self._channels[member.address])

@@ -1,0 +1,1 @@
+"""The sending ends of the weight transports."""

@@ -1,0 +1,56 @@
+"""Checksums of buckets. They tell torn, reordered and corrupted transfers; they do not keep out an attacker.
+
+| name     | where it is fast | definition                                                                |
+|----------|------------------|---------------------------------------------------------------------------|
+| xxh3_128 | host memory      | xxHash's own                                                              |
+| mix64    | GPU memory       | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
+
+mix64 can be summed in any order, so that a GPU computes it at the speed of its memory (cuda/mix64.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.errors import WeightPushFailed
+
+XXH3 = "xxh3_128"
+MIX64 = "mix64"
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK_WORDS = 2**20
+
+
+def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
+    """The checksum `name` of bytes in host memory."""
+    if name == XXH3:
+        return xxhash.xxh3_128_hexdigest(bucket.data)
+    if name == MIX64:
+        return f"{_mix64(bucket):016x}"
+    raise WeightPushFailed(f"unknown checksum {name!r}; publisher and rollout server must be of the same version")
+
+
+def weights_digest(bucket_checksums: Sequence[str]) -> str:
+    """One digest for a whole version: equal on publisher and members exactly when every byte is."""
+    return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
+
+
+def _mix64(bucket: NDArray[np.uint8]) -> int:
+    words = bucket.view(np.uint64)
+    total = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), _CHUNK_WORDS):
+            chunk = words[start : start + _CHUNK_WORDS]
+            index = np.arange(start + 1, start + 1 + len(chunk), dtype=np.uint64)
+            total += _splitmix64(chunk + index * _GOLDEN).sum(dtype=np.uint64)
+    return int(total)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed

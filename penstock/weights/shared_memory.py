@@ -1,0 +1,53 @@
+"""How a version lies in shared memory: its buckets, each at a page's start, then a header; sealed when complete.
+
+The header is `run`, `term`, `policy_version` and the checksums, as JSON: a path under /proc can come to mean another
+file, and a member must not take one version for another. The pages are the very ones that the publisher hashed, and
+the seal keeps everyone else from writing to them, so members compare the header and do not hash again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+from collections.abc import Sequence
+
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+
+F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1: no new writer, while the publisher's own mapping stays. Not named by Python's fcntl yet."""
+SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_IDENTITY_BYTES = 1024
+_BYTES_A_CHECKSUM = 40
+
+
+def bucket_offsets(sizes: Sequence[int]) -> list[int]:
+    """Offset of each bucket, and of the header after the last."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return offsets
+
+
+def header_bytes(num_buckets: int) -> int:
+    return _IDENTITY_BYTES + num_buckets * _BYTES_A_CHECKSUM
+
+
+def make_header(manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> bytes:
+    return json.dumps([*_identity(manifest), list(checksums)]).encode()
+
+
+def read_header(header: bytes, manifest: weights_pb2.WeightManifest) -> list[str]:
+    """The checksums. Raises WeightPushFailed unless the memory holds the version of the manifest."""
+    try:
+        *identity, checksums = json.loads(header.rstrip(b"\0"))
+    except ValueError as error:
+        raise WeightPushFailed("the shared memory has no header; it is not a version's weights") from error
+    if identity != _identity(manifest):
+        raise WeightPushFailed(f"the shared memory holds {identity}, not the announced {_identity(manifest)}")
+    return [str(checksum) for checksum in checksums]
+
+
+def _identity(manifest: weights_pb2.WeightManifest) -> list[str | int]:
+    return [manifest.run, manifest.term, manifest.policy_version]

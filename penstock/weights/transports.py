@@ -1,0 +1,27 @@
+"""The weight transports by name, and what each needs. Publisher and rollout server each have their end of every one.
+
+| name     | carries weights by                         | needs                                                        |
+|----------|--------------------------------------------|--------------------------------------------------------------|
+| nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a GPU of its own for the publisher and for each worker |
+| cuda_ipc | one copy inside a GPU                      | CuPy; publisher and worker on the same GPU of one host       |
+| shm      | sealed shared memory, mapped, not copied   | publisher and worker on one host, one user, one pid namespace|
+| gloo     | TCP broadcast through host memory          | a network                                                    |
+| snapshot | a safetensors file                         | a volume that both sides mount                               |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
+"""In the order in which `auto` prefers them."""
+
+
+def host_id() -> str:
+    """Equal on two processes exactly when they can map each other's memory: one boot, pid namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return ""
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return f"{boot.read_text().strip()}/{namespace}/{os.getuid()}"

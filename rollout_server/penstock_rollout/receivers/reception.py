@@ -1,0 +1,54 @@
+"""What a receiver is given and what it gives: the wire bytes of every bucket, in order, as they arrive.
+
+Nothing here knows an engine. Every wait has a deadline and ends early when the stage is aborted: a publisher that
+stalls or never comes costs a thread for a moment, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+from penstock.weights.patience import Patience
+from penstock.weights.transports import TRANSPORTS
+
+
+@dataclass(frozen=True)
+class Reception:
+    """One transfer, seen from one worker of a member."""
+
+    manifest: weights_pb2.WeightManifest
+    rendezvous: str
+    """What the sender of the same transport made; its docstring says how it reads."""
+    rank: int
+    """This worker's; the publisher is 0."""
+    world_size: int
+    device: torch.device
+    """Where the buckets shall lie: the engine's GPU when it has room for a second set, else host memory."""
+    patience: Patience
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One bucket's bytes: flat uint8, of the size that the manifest says travels, on `device` or in host memory."""
+
+    wire: torch.Tensor
+    checksum: str = ""
+    """Set where the bytes are the publisher's own, sealed pages: then they need no second hash."""
+
+
+Receiver = Callable[[Reception], Iterator[Arrived]]
+"""Yields the buckets in the manifest's order."""
+
+
+def find_receiver(transport: str) -> Receiver:
+    """`receive` of the transport's module, imported late: most need something the others do not have."""
+    if transport not in TRANSPORTS:
+        raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
+    receiver: Receiver = import_module(f"penstock_rollout.receivers.{transport}").receive
+    return receiver

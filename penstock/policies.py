@@ -42,15 +42,3 @@ class PolicyRegistry:
             return []
         records = await guarded(self.client.hmget(f"{self.prefix}policies", versions))
         return [policies_pb2.Policy.FromString(record) for record in records if record is not None]
-
-    async def newest_snapshot(self) -> policies_pb2.Policy | None:
-        """The newest version that was kept as a snapshot: what a late joiner loads first."""
-        before: int | None = None
-        while True:
-            page = await self.newest_first(before, 100)
-            for policy in page:
-                if policy.snapshot_path:
-                    return policy
-            if not page:
-                return None
-            before = page[-1].policy_version

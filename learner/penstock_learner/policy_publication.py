@@ -72,6 +72,7 @@ class PolicyPublication:
         """Servers in the catch-up lane, and the version each is getting."""
         self._changed = asyncio.Condition()
         self._snapshot_step: int | None = None
+        self._kept_version: int | None = None
         self._failures: dict[str, tuple[int, float]] = {}
         """Failed pushes in a row of a server, and when it may be tried again."""
 
@@ -109,11 +110,14 @@ class PolicyPublication:
 
     async def catch_up_loop(self) -> None:
         """For ever: bring the current version to servers that are STALE, without disturbing the others."""
-        transport = "snapshot" if self.config.weights.catch_up == "snapshot" else None
+        by_snapshot = self.config.weights.catch_up == "snapshot"
+        transport = "snapshot" if by_snapshot else None
         while True:
             await asyncio.sleep(POLL_S)
             if self.current is None or self._pushing is not None:
                 continue  # the push that runs takes STALE servers along
+            if by_snapshot and self._kept_version == self.current:
+                continue  # servers load it on their own
             version = self.current
             behind = [server for server in await self._reachable(("STALE",)) if server.policy_version != version]
             if behind and self._pushing is None:
@@ -219,7 +223,7 @@ class PolicyPublication:
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
         await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
-        self._snapshot_step = step
+        self._snapshot_step, self._kept_version = step, policy_version
         for old in sorted(folder.glob("version-*"))[: -self.config.weights.keep_snapshots]:
             shutil.rmtree(old, ignore_errors=True)
         return target

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed
@@ -19,10 +20,37 @@ from penstock.v1 import weights_pb2
 from penstock.weights.manifest import allocate_buckets
 
 FILE_NAME = "model.safetensors"
+MANIFEST_NAME = "manifest.binpb"
 
 
-def write_snapshot(folder: Path, manifest: weights_pb2.WeightManifest, buckets: Sequence[NDArray[np.uint8]]) -> None:
-    """Write `folder/model.safetensors` durably. The layout is the safetensors specification's: length, JSON, bytes."""
+def write_snapshot(
+    folder: Path,
+    manifest: weights_pb2.WeightManifest,
+    buckets: Sequence[NDArray[np.uint8]],
+    checksums: Sequence[str],
+) -> None:
+    """Write the weights durably, and the manifest first: where there are weights there is a manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = weights_pb2.SnapshotManifest(manifest=manifest, bucket_checksums=checksums)
+    (folder / MANIFEST_NAME).write_bytes(kept.SerializeToString())
+    _write_weights(folder, manifest, buckets)
+
+
+def read_manifest(folder: Path) -> weights_pb2.SnapshotManifest:
+    """What `write_snapshot` noted. Raises WeightPushFailed where no whole snapshot is."""
+    try:
+        if not (folder / FILE_NAME).is_file():
+            raise FileNotFoundError
+        kept: weights_pb2.SnapshotManifest = weights_pb2.SnapshotManifest.FromString(
+            (folder / MANIFEST_NAME).read_bytes()
+        )
+    except (OSError, DecodeError) as error:
+        raise WeightPushFailed(f"{folder} holds no snapshot; it was retired, or the volume is not shared") from error
+    return kept
+
+
+def _write_weights(folder: Path, manifest: weights_pb2.WeightManifest, buckets: Sequence[NDArray[np.uint8]]) -> None:
+    """`folder/model.safetensors`. The layout is the safetensors specification's: length, JSON, bytes."""
     header: dict[str, object] = {"__metadata__": {"policy_version": str(manifest.policy_version), "format": "pt"}}
     offset = 0
     for spec in manifest.tensors:
@@ -31,7 +59,6 @@ def write_snapshot(folder: Path, manifest: weights_pb2.WeightManifest, buckets: 
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{FILE_NAME}.partial"
     with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)))

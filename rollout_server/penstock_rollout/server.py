@@ -13,14 +13,15 @@ from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, NotFound, Unavailable
+from penstock.errors import ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.ports import is_loopback
 from penstock.replay.redis_queue import RedisReplayQueue, connect
-from penstock.v1 import weights_pb2_grpc
+from penstock.v1 import policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
+from penstock_rollout.catch_up import load_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
@@ -44,6 +45,7 @@ class RolloutServer:
         self.server_id = server_id
         self.state: ServerState = "JOINING"
         self.reported_at = 0.0
+        self.refused_snapshot = ""
         self.stopping = asyncio.Event()
         self.metrics = RolloutMetrics(REGISTRY)
         self.engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
@@ -134,21 +136,36 @@ class RolloutServer:
         state = recorded or "JOINING"
         if state in ("JOINING", "EVICTED"):
             state = await self._move("STALE")
-        if state == "STALE" and self.engine.policy_version == await self._wanted_version():
-            state = await self._move("READY")
+        if state == "STALE":
+            wanted = await self._wanted()
+            await self._load_kept(wanted)
+            if self.engine.policy_version == wanted.policy_version:
+                state = await self._move("READY")
         return state
+
+    async def _load_kept(self, wanted: policies_pb2.Policy) -> None:
+        """Catch up from a snapshot of the current version, if the run keeps one and the config says so."""
+        weights = self.config.weights
+        is_behind = self.engine.policy_version != wanted.policy_version
+        if weights.catch_up != "snapshot" or not is_behind or wanted.snapshot_path in ("", self.refused_snapshot):
+            return
+        try:
+            await load_snapshot(self.engine, wanted, weights.push_timeout_s)
+        except WeightPushFailed as error:
+            logger.warning("cannot catch up by itself: %s", error)
+            self.refused_snapshot = wanted.snapshot_path
 
     async def _move(self, state: ServerState) -> ServerState:
         logger.info("%s at version %d", state, self.engine.policy_version)
         await self.fleet.set_state(self.server_id, state)
         return state
 
-    async def _wanted_version(self) -> int:
+    async def _wanted(self) -> policies_pb2.Policy:
         """The run's current version; 0, the model folder itself, before the learner has published any."""
         try:
-            return (await self.policies.get()).policy_version
+            return await self.policies.get()
         except NotFound:
-            return 0
+            return policies_pb2.Policy(policy_version=0)
 
     async def _health_loop(self) -> None:
         while True:

@@ -25,7 +25,8 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum
+from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
@@ -88,7 +89,7 @@ class Push:
 
     @property
     def checksums(self) -> list[str]:
-        return [checksum(bucket) for bucket in self.buckets]
+        return [host_checksum(XXH3, bucket) for bucket in self.buckets]
 
     @classmethod
     def of(cls, model: Any, version: int) -> Push:
@@ -382,7 +383,7 @@ async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
     version = served.engine.policy_version + 1
     model = served.next_model()
     push = Push.of(model, version)
-    write_snapshot(tmp_path, push.manifest, push.buckets)
+    write_snapshot(tmp_path, push.manifest, push.buckets, push.checksums)
     await served.engine.stage_weights(StageRequest(push.manifest, "snapshot", str(tmp_path), 0, 1, 10.0))
     await served.engine.commit_weights(version, push.checksums, timeout_s=20)
     served.model = model

@@ -200,7 +200,6 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await fleets["rollout"].leave("r0")
     for role in ("gateway", "rollout"):
         assert (await PolicyRegistry(clients[role], RUN).get()).policy_version == 0
-        assert await PolicyRegistry(clients[role], RUN).newest_snapshot() is None
         assert await clients[role].ping()
 
 

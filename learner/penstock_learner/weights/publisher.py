@@ -260,15 +260,15 @@ class WeightPublisher:
         for name in MODEL_FILES:
             if (source := self.config.model.path / name).is_file():
                 shutil.copy(source, folder / name)
-        staged.checksums(self._patience("staging"))
-        write_snapshot(folder, staged.manifest, [bucket.cpu().numpy() for bucket in staged.memory.buckets])
+        checksums = staged.checksums(self._patience("staging"))
+        write_snapshot(folder, staged.manifest, [bucket.cpu().numpy() for bucket in staged.memory.buckets], checksums)
 
     def _patience(self, doing: str) -> Patience:
         return Patience(self.config.weights.push_timeout_s, doing)
 
     @property
     def _memory_kind(self) -> MemoryKind:
-        """Where buckets are staged: as configured, else on a GPU if there is one, and shared wherever shm may be used."""
+        """Where buckets are staged: as configured, else on a GPU if there is one; shared wherever shm may be used."""
         weights = self.config.weights
         on_device = self.device.type == "cuda" and weights.transport in ("auto", "nccl", "cuda_ipc")
         if weights.staging == "device" or (weights.staging == "auto" and on_device):

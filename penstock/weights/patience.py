@@ -35,7 +35,11 @@ class Patience:
         if self.over:
             raise WeightPushFailed(f"{self._doing} took longer than {self._timeout_s:g} s; is the other side alive?")
 
+    def pause(self, poll_s: float = POLL_S) -> None:
+        """Wait a moment, or raise when there is no time left."""
+        self.check()
+        self._aborted.wait(poll_s)
+
     def until(self, done: Callable[[], bool], poll_s: float = POLL_S) -> None:
         while not done():
-            self.check()
-            self._aborted.wait(poll_s)
+            self.pause(poll_s)

@@ -1,8 +1,9 @@
-"""How a version lies in shared memory: its buckets, each at a page's start, then a header; sealed when complete.
+"""How a version lies in shared memory: its buckets, each at a page's start, then a header.
 
-The header is `run`, `term`, `policy_version` and the checksums, as JSON: a path under /proc can come to mean another
-file, and a member must not take one version for another. The pages are the very ones that the publisher hashed, and
-the seal keeps everyone else from writing to them, so members compare the header and do not hash again.
+The header is `run`, `term`, `policy_version` and the checksums, as JSON. It is written when the buckets are complete
+and hashed, and cleared before they are written again: members wait until it names the version they were announced. The
+pages are the very ones that the publisher hashed, and the kernel lets nobody else write to them, so members compare
+the header's checksums and do not hash again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import mmap
 from collections.abc import Sequence
 
-from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10
@@ -38,15 +38,13 @@ def make_header(manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) 
     return json.dumps([*_identity(manifest), list(checksums)]).encode()
 
 
-def read_header(header: bytes, manifest: weights_pb2.WeightManifest) -> list[str]:
-    """The checksums. Raises WeightPushFailed unless the memory holds the version of the manifest."""
+def read_header(header: bytes, manifest: weights_pb2.WeightManifest) -> list[str] | None:
+    """The checksums; None while the memory does not hold the version of the manifest."""
     try:
         *identity, checksums = json.loads(header.rstrip(b"\0"))
-    except ValueError as error:
-        raise WeightPushFailed("the shared memory has no header; it is not a version's weights") from error
-    if identity != _identity(manifest):
-        raise WeightPushFailed(f"the shared memory holds {identity}, not the announced {_identity(manifest)}")
-    return [str(checksum) for checksum in checksums]
+    except ValueError:
+        return None
+    return [str(checksum) for checksum in checksums] if identity == _identity(manifest) else None
 
 
 def _identity(manifest: weights_pb2.WeightManifest) -> list[str | int]:

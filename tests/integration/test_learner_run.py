@@ -33,8 +33,10 @@ def test_both_placements_train_the_same_two_rank_policy(
         assert code == 0, output[-3000:]
         outcomes.append(outcome(config))
     first, second = outcomes
-    assert first.digests == second.digests
+    common = first.digests.keys() & second.digests.keys()
+    assert {0, NUM_STEPS} <= common, "a version may be skipped for a newer one, but neither the first nor the last"
+    assert [first.digests[step] for step in common] == [second.digests[step] for step in common]
     assert first.losses == second.losses
-    assert len(set(first.digests.values())) == NUM_STEPS + 1, "every step changed the weights"
+    assert len(set(first.digests.values())) == len(first.digests), "every step changed the weights"
     assert first.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert first.stat.conservation_error == 0

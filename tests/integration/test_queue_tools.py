@@ -17,7 +17,7 @@ import pytest
 
 from conftest import RedisProcess
 from groups import make_group
-from learner_runs import fill_queue, make_config, outcome, run_learner
+from learner_runs import NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from penstock.cli import main as cli
 from penstock.codec import decode_group, decode_prompt, encode_group, encode_prompt
 from penstock.config.loading import dump_config
@@ -513,7 +513,7 @@ def test_a_learner_trains_the_same_weights_on_an_imported_queue(
         code, output = run_learner(config)
         assert code == 0, output[-3000:]
     first, second = outcome(original), outcome(replayed)
-    assert first.digests == second.digests
+    assert first.digests[NUM_STEPS] == second.digests[NUM_STEPS]
     assert first.losses == second.losses
     assert first.ledger == second.ledger
     assert second.stat.trained == 8 and second.stat.conservation_error == 0

@@ -1,10 +1,12 @@
 """Where the publisher's buckets lie. Every sender reads any of them; some senders want one of their own.
 
-| memory | for                | a member                                                        |
-|--------|--------------------|-----------------------------------------------------------------|
-| host   | gloo, snapshot     | gets a copy over the network or a file                          |
-| shared | shm, and all of host's | maps the pages; they are sealed, so nobody can change them  |
-| device | nccl, cuda_ipc     | gets a copy from GPU to GPU                                     |
+| memory | for                    | a member                                                          |
+|--------|------------------------|-------------------------------------------------------------------|
+| host   | gloo, snapshot         | gets a copy over the network or a file                            |
+| shared | shm, and all of host's | maps the pages, which the kernel lets nobody but the publisher write |
+| device | nccl, cuda_ipc         | gets a copy from GPU to GPU                                       |
+
+Memory is used again for a later version: touching new pages costs several times what copying into old ones does.
 """
 
 from __future__ import annotations
@@ -24,12 +26,21 @@ MemoryKind = Literal["host", "shared", "device"]
 
 
 class BucketMemory(Protocol):
-    """The buckets of one version. `seal` is called once, when every byte is in and hashed."""
+    """The buckets of one version at a time."""
 
     kind: MemoryKind
+    sizes: list[int]
     buckets: list[torch.Tensor]
+    is_reusable: bool
+    """False once a member that may still read the bytes has fallen silent: it must never see another version's."""
 
-    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None: ...
+    def clear(self) -> None:
+        """Called before the first byte of a version."""
+        ...
+
+    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
+        """Called once every byte is in and hashed."""
+        ...
 
 
 class HostMemory:
@@ -38,8 +49,12 @@ class HostMemory:
     kind: MemoryKind = "host"
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        pin = torch.cuda.is_available()
-        self.buckets = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for size in sizes]
+        self.sizes = list(sizes)
+        self.buckets = [torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
+        self.is_reusable = True
+
+    def clear(self) -> None:
+        pass
 
     def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
         pass
@@ -48,21 +63,22 @@ class HostMemory:
 class SharedMemory:
     """One anonymous file in memory, mapped by members of the same host through `path`.
 
-    Made anew for every version and never written again after `seal`, which the kernel enforces on everyone else: a
-    member that slept through an eviction can still only ever see this version's bytes. Pages live until the last
-    mapping goes, the publisher's death included."""
+    Sealed against writing by anyone but this object. Its header names a version exactly while the buckets hold that
+    version whole. Pages live until the last mapping goes, the publisher's death included."""
 
     kind: MemoryKind = "shared"
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.is_reusable = True
         offsets = bucket_offsets(sizes)
-        self._header_at = offsets[-1]
+        self._header = slice(offsets[-1], offsets[-1] + header_bytes(len(sizes)))
         self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        num_bytes = self._header_at + header_bytes(len(sizes))
-        os.ftruncate(self._fd, num_bytes)
-        mapping = mmap.mmap(self._fd, num_bytes)
+        os.ftruncate(self._fd, self._header.stop)
+        self._mapping = mmap.mmap(self._fd, self._header.stop)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         self.buckets = [
-            torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset)
+            torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
             for offset, size in zip(offsets, sizes, strict=False)
         ]
 
@@ -71,17 +87,42 @@ class SharedMemory:
         """Readable by processes of the same user and pid namespace."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    def clear(self) -> None:
+        self._write_header(b"")
+
     def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
-        os.pwrite(self._fd, make_header(manifest, checksums), self._header_at)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        self._write_header(make_header(manifest, checksums))
+
+    def _write_header(self, header: bytes) -> None:
+        num_bytes = self._header.stop - self._header.start
+        self._mapping[self._header] = header.ljust(num_bytes, b"\0")
 
     def __del__(self) -> None:
         os.close(self._fd)
 
 
-def make_memory(kind: MemoryKind, sizes: Sequence[int], device: torch.device) -> BucketMemory:
-    if kind == "device":
-        from penstock_learner.weights.device_memory import DeviceMemory
+class MemoryPool:
+    """Memory of versions that are no longer needed, for the next ones."""
 
-        return DeviceMemory(sizes, device)
-    return SharedMemory(sizes) if kind == "shared" else HostMemory(sizes)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[BucketMemory] = []
+
+    def take(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
+        """Cleared memory of this layout; what is free and does not fit is let go."""
+        fitting = [memory for memory in self._free if memory.kind == kind and memory.sizes == list(sizes)]
+        self._free = fitting[1:]
+        memory = fitting[0] if fitting else self._make(kind, sizes)
+        memory.clear()
+        return memory
+
+    def give_back(self, memory: BucketMemory) -> None:
+        if memory.is_reusable:
+            self._free.append(memory)
+
+    def _make(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
+        if kind == "device":
+            from penstock_learner.weights.device_memory import DeviceMemory
+
+            return DeviceMemory(sizes, self.device)
+        return SharedMemory(sizes) if kind == "shared" else HostMemory(sizes)

@@ -31,7 +31,7 @@ from penstock.weights.transports import host_id
 from penstock_learner.model import DTYPES
 from penstock_learner.weights.delta_shipment import delta_shipment
 from penstock_learner.weights.member_calls import MemberCalls
-from penstock_learner.weights.memory import MemoryKind, make_memory
+from penstock_learner.weights.memory import MemoryKind, MemoryPool
 from penstock_learner.weights.senders.choose import PublisherPlace, choose_transport
 from penstock_learner.weights.senders.make import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Sender, Shipment, num_ranks
@@ -84,6 +84,7 @@ class WeightPublisher:
         self.device = device or torch.device("cpu")
         self.staged: dict[int, StagedVersion] = {}
         self.kept_snapshots: dict[int, Path] = {}
+        self._memory = MemoryPool(self.device)
         self._calls = MemberCalls(config.weights)
         self._senders: dict[tuple[str, str], Sender] = {}
         """By lane and transport."""
@@ -103,10 +104,12 @@ class WeightPublisher:
         dtype = DTYPES[self.config.model.dtype]
         tensors = [TensorShape(name, SAFETENSORS_NAMES[dtype], shape) for name, shape in shapes]
         manifest = build_manifest(self.config.run, policy_version, term, tensors, weights.bucket_bytes)
-        self.staged = {version: staged for version, staged in self.staged.items() if version in keep}
-        memory = make_memory(self._memory_kind, [bucket.num_bytes for bucket in manifest.buckets], self.device)
+        for version in self.staged.keys() - set(keep):
+            self._memory.give_back(self.staged.pop(version).memory)
+        memory = self._memory.take(self._memory_kind, [bucket.num_bytes for bucket in manifest.buckets])
         manifest.checksum = checksum_name(memory)
         manifest.retain = weights.delta
+        memory.is_reusable = not weights.delta
         if adapter_scale is not None:
             manifest.adapter.scale = adapter_scale
         staged = self.staged[policy_version] = StagedVersion(manifest, memory, dtype)
@@ -168,6 +171,8 @@ class WeightPublisher:
             with report.timed("commit"):
                 refused = self._commit(shipment, members, report)
             sender.close(failed=bool(refused))
+            if refused:
+                self._abort(shipment, [m for m in members if m.server_id in refused], "it did not commit in time")
             return refused, False
         except WeightPushFailed as error:
             sender.close(failed=True)
@@ -224,10 +229,13 @@ class WeightPublisher:
         return refused
 
     def _abort(self, shipment: Shipment, members: list[PushTarget], reason: str) -> dict[str, str]:
-        """Tell everyone to forget the stage; returns those who did not answer."""
+        """Tell everyone to forget the stage; returns those who did not answer, and may still read the buckets."""
         manifest = shipment.manifest
         request = weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
-        return self._calls.abort(members, request)
+        silent = self._calls.abort(members, request)
+        if silent:
+            shipment.staged.memory.is_reusable = False
+        return silent
 
     def _transport(self, members: list[PushTarget]) -> str:
         """The configured transport, or the one that `auto` picks; a new choice is logged."""

@@ -49,7 +49,7 @@ class TorchEngine:
         self._seed = seed
         self._policy_version = -1
         self._stage: WeightStage | None = None
-        self._retained: WeightStage | None = None
+        self._loaded: WeightStage | None = None
         self._broken = "it was not started"
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._running_ids: set[str] = set()
@@ -69,7 +69,8 @@ class TorchEngine:
 
     @property
     def retained_version(self) -> int | None:
-        return self._retained.manifest.policy_version if self._retained else None
+        loaded = self._loaded
+        return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class TorchEngine:
     async def stage_weights(self, request: StageRequest) -> None:
         await self.abort_weights()
         check_manifest(request.manifest, self._shapes())
-        self._stage = WeightStage(request, self._model_path, device=self._model.device, base=self._retained)
+        self._stage = WeightStage(request, self._model_path, device=self._model.device, last=self._loaded)
         self._stage.start()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -214,7 +215,7 @@ class TorchEngine:
             for name, tensor in stage.tensors():
                 state[name].copy_(tensor)
         self._policy_version = stage.manifest.policy_version
-        self._retained = stage if stage.manifest.retain else None
+        self._loaded = stage
         if not self._config.keep_kv_cache:
             self._waiting.extendleft(reversed(self._batch.release()))
         return time.monotonic() - started

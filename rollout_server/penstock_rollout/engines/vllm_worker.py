@@ -37,7 +37,7 @@ class WeightStaging:
     device: torch.device
     rank: int
     _penstock_stage: WeightStage | None
-    _penstock_base: WeightStage | None
+    _penstock_loaded: WeightStage
 
     def penstock_stage(self, announcement: bytes) -> None:
         """Begin to receive what a serialized AnnounceRequest says; an earlier stage is forgotten."""
@@ -56,7 +56,7 @@ class WeightStaging:
             Path(self.model_config.model),
             worker=self.rank,
             device=self.device,
-            base=getattr(self, "_penstock_base", None),
+            last=getattr(self, "_penstock_loaded", None),
         )
         self._penstock_stage.start()
 
@@ -91,7 +91,7 @@ class WeightStaging:
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._penstock_stage = None
-        self._penstock_base = stage if stage.manifest.retain else None
+        self._penstock_loaded = stage
         return stage.receive_s, time.monotonic() - started
 
     def penstock_abort(self) -> None:

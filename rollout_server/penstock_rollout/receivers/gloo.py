@@ -34,7 +34,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
             timedelta(seconds=patience.left_s),
         )
         for num_bytes in wire_sizes(reception.manifest):
-            wire = torch.empty(num_bytes, dtype=torch.uint8)
+            wire = reception.buffer(num_bytes, torch.device("cpu"))
             _broadcast(group, wire, patience)
             yield Arrived(wire)
     except RuntimeError as error:

@@ -31,6 +31,15 @@ class Reception:
     device: torch.device
     """Where the buckets shall lie: the engine's GPU when it has room for a second set, else host memory."""
     patience: Patience
+    spare: list[torch.Tensor]
+    """Buffers of an earlier version, to be filled again: touching new memory costs more than filling old."""
+
+    def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """An uninitialised bucket."""
+        for index, tensor in enumerate(self.spare):
+            if tensor.numel() == num_bytes and tensor.device == device:
+                return self.spare.pop(index)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)

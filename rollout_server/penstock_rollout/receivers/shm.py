@@ -1,4 +1,4 @@
-"""shm: map the publisher's buckets, once they are sealed. Nothing is copied."""
+"""shm: map the publisher's buckets. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     offsets = bucket_offsets(sizes)
     fd = _open(Path(reception.rendezvous))
     try:
-        reception.patience.until(lambda: _is_sealed(fd))
+        _check_sealed(fd)
         num_bytes = offsets[-1] + header_bytes(len(sizes))
         if os.fstat(fd).st_size != num_bytes:
             raise WeightPushFailed(f"{reception.rendezvous} is not {num_bytes} bytes long, as the manifest says")
+        checksums = _wait_for_header(fd, offsets[-1], reception)
         # Private: what this process wrote by mistake would be its own copy, and never reach another's.
         mapping = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
-    checksums = read_header(mapping[offsets[-1] :], reception.manifest)
     for offset, size, checksum in zip(offsets, sizes, checksums, strict=False):
         yield Arrived(torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset), checksum)
 
@@ -46,8 +46,18 @@ def _open(path: Path) -> int:
         ) from error
 
 
-def _is_sealed(fd: int) -> bool:
+def _check_sealed(fd: int) -> None:
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError as error:
-        raise WeightPushFailed(f"what the publisher offers as shared memory has no seals ({error.strerror})") from error
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        is_sealed = False
+    if not is_sealed:
+        raise WeightPushFailed("what the publisher offers as shared memory could be changed by others; it has no seals")
+
+
+def _wait_for_header(fd: int, offset: int, reception: Reception) -> list[str]:
+    """The checksums, once the publisher says that the memory holds the announced version whole."""
+    num_bytes = header_bytes(len(reception.manifest.buckets))
+    while (checksums := read_header(os.pread(fd, num_bytes, offset), reception.manifest)) is None:
+        reception.patience.pause()
+    return checksums

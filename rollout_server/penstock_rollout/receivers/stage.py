@@ -42,7 +42,7 @@ class WeightStage:
     """receiving → received, or → failed, in which case `failure` is one line.
 
     The thread also decodes deltas, merges adapters and computes the checksums, so that what a commit has left to do is
-    to compare and to load. `base` is the stage that the engine loaded last, where it was retained."""
+    to compare and to load. `last` is what the engine loaded last: a delta's base, or buffers to fill again."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class WeightStage:
         *,
         worker: int = 0,
         device: torch.device | None = None,
-        base: WeightStage | None = None,
+        last: WeightStage | None = None,
     ) -> None:
         self.manifest = request.manifest
         self.done: Future[None] = Future()
@@ -64,7 +64,9 @@ class WeightStage:
         self._model_folder = model_folder
         self._worker = worker
         self._device = device or torch.device("cpu")
-        self._base = base
+        self._last = last
+        self._buffers: list[torch.Tensor] = []
+        """Of the buckets, those that are this stage's own, not pages of the publisher."""
         self._aborted = threading.Event()
         self._checksums: list[str] = []
         self._tensors: Tensors = []
@@ -97,6 +99,12 @@ class WeightStage:
         assert self.phase == "received"
         return iter(self._tensors)
 
+    def release(self) -> list[torch.Tensor]:
+        """The buffers, for a later stage: this one's tensors are loaded and nobody asks for them again."""
+        buffers, self._buffers = self._buffers, []
+        self.buckets, self._tensors = [], []
+        return buffers
+
     def _run(self) -> None:
         started = time.monotonic()
         try:
@@ -108,7 +116,7 @@ class WeightStage:
             self.failure = (str(error) or repr(error)).splitlines()[0]
             self.phase = "failed"
         finally:
-            self._base = None
+            self._last = None
             self.done.set_result(None)
 
     def _receive(self) -> None:
@@ -121,11 +129,14 @@ class WeightStage:
             world_size=request.world_size,
             device=self._roomy_device(),
             patience=Patience(request.timeout_s, f"receiving weights by {request.transport}", self._aborted),
+            spare=self._last.release() if self._last and not self._last.manifest.retain else [],
         )
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
             sums = []
             for index, arrived in enumerate(find_receiver(request.transport)(reception)):
                 self.buckets.append(self._decoded(index, arrived.wire).to(reception.device))
+                if not arrived.checksum:
+                    self._buffers.append(self.buckets[-1])
                 sums.append(hashing.submit(self._checksum, arrived, self.buckets[-1]))
             self._checksums = [future.result() for future in sums]
 
@@ -135,9 +146,10 @@ class WeightStage:
     def _decoded(self, index: int, wire: torch.Tensor) -> torch.Tensor:
         if not self.manifest.buckets[index].wire_bytes:
             return wire
-        if self._base is None or self._base.manifest.policy_version != self.manifest.base_version:
+        last = self._last
+        if last is None or not last.manifest.retain or last.manifest.policy_version != self.manifest.base_version:
             raise WeightPushFailed(f"version {self.manifest.base_version}, the base of a delta, was not kept")
-        base = self._base.buckets[index].cpu().numpy()
+        base = last.buckets[index].cpu().numpy()
         return torch.from_numpy(delta.apply(base, wire.cpu().numpy(), item_bytes(self.manifest)))
 
     def _loadable(self) -> Tensors:

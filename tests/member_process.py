@@ -1,21 +1,22 @@
 """A member of the weight group as a process of its own: the real gRPC service and stage, and no model.
 
-    python member_process.py CONFIG_YAML NUM_WORKERS [FAULT@PHASE]
-
-FAULT is die or stop (SIGSTOP), PHASE one of announce, receive, commit, load. Prints one JSON object a line: its port,
-then every version it loads with the digest of the bytes it would serve.
+A fault is `die@PHASE` or `stop@PHASE` (SIGSTOP), with PHASE one of announce, receive, commit, load. What the member
+does goes to a file, one JSON object a line: its port, then every version it loads with the digest of what it would
+serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -24,29 +25,31 @@ from penstock.config.loading import load_config
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.transports import host_id
+from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.receivers import stage as stage_module
-from penstock_rollout.receivers.reception import Arrived, Reception, Receiver, find_receiver
+from penstock_rollout.receivers.available import available_transports
+from penstock_rollout.receivers.reception import Arrived, Receiver, Reception, find_receiver
 from penstock_rollout.receivers.stage import WeightStage
 from penstock_rollout.weight_member import WeightMember
 
-
-def say(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
+Say = Callable[..., None]
 
 
 class Fault:
     """Happens once, the first time its phase is reached."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, say: Say) -> None:
         self.kind, _, self.phase = text.partition("@")
+        self.say = say
 
     def at(self, phase: str) -> None:
         if phase != self.phase:
             return
         self.phase = ""
-        say(fault=self.kind, at=phase)
+        self.say(fault=self.kind, at=phase)
         if self.kind == "die":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,7 +61,8 @@ class StagingEngine:
 
     name = "staging"
 
-    def __init__(self, num_workers: int, model_path: Path, fault: Fault) -> None:
+    def __init__(self, num_workers: int, model_path: Path, fault: Fault, say: Say | None) -> None:
+        self.say = say
         self.devices = ("cpu",) * num_workers
         self.policy_version = 0
         self.model_path = model_path
@@ -93,11 +97,11 @@ class StagingEngine:
             if why := stage.failure or stage.mismatch(bucket_checksums):
                 raise WeightPushFailed(why)
         self.fault.at("load")
-        digests = {_digest(stage) for stage in self.stages}
         receive_s = max(stage.receive_s for stage in self.stages)
         self.loaded, self.stages = list(self.stages), []
         self.policy_version = policy_version
-        say(version=policy_version, digests=sorted(digests))
+        if self.say is not None:
+            self.say(version=policy_version, digests=sorted({_digest(stage) for stage in self.loaded if stage}))
         return CommitReport(receive_s=receive_s, load_s=0.0, paused_s=0.0, running_requests=0)
 
     async def abort_weights(self) -> None:
@@ -144,18 +148,83 @@ def with_fault(fault: Fault) -> None:
     stage_module.find_receiver = find
 
 
-async def main(config_file: str, num_workers: str, fault: str = "") -> None:
-    config = load_config(Path(config_file), [])
-    wanted = Fault(fault)
-    with_fault(wanted)
-    engine = StagingEngine(int(num_workers), config.model.path, wanted)
+async def _serve(config_file: Path, num_workers: int, fault_text: str, is_quiet: bool, say: Say) -> None:
+    config = load_config(config_file)
+    fault = Fault(fault_text, say)
+    with_fault(fault)
+    engine = StagingEngine(num_workers, config.model.path, fault, None if is_quiet else say)
     member = WeightMember(config.run, engine, config.weights, RolloutMetrics(CollectorRegistry()))
     listener = grpc.aio.server()
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
-    say(port=listener.add_insecure_port("127.0.0.1:0"))
+    port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()
+    say(port=port)
     await listener.wait_for_termination()
 
 
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+def run(config_file: Path, num_workers: int, fault: str, is_quiet: bool, output: Path) -> None:
+    """What the process does."""
+    with output.open("w", buffering=1) as file:
+
+        def say(**fields: object) -> None:
+            file.write(json.dumps(fields) + "\n")
+
+        asyncio.run(_serve(config_file, num_workers, fault, is_quiet, say))
+
+
+@dataclass
+class MemberProcess:
+    """A running member, seen from the test."""
+
+    process: Any
+    output: Path
+    num_workers: int
+
+    @classmethod
+    def start(
+        cls, config_file: Path, output: Path, num_workers: int = 1, fault: str = "", *, is_quiet: bool = False
+    ) -> MemberProcess:
+        """Forked off a server that has imported everything already. Quiet: it does not hash what it loads again."""
+        context = multiprocessing.get_context("forkserver")
+        here = str(Path(__file__).parent)
+        if here not in os.environ.get("PYTHONPATH", ""):  # Python 3.11's fork server does not get sys.path
+            os.environ["PYTHONPATH"] = f"{here}:{os.environ.get('PYTHONPATH', '')}"
+        context.set_forkserver_preload(["member_process"])
+        process = context.Process(target=run, args=(config_file, num_workers, fault, is_quiet, output), daemon=True)
+        process.start()
+        member = cls(process, output, num_workers)
+        member.wait_for("port")
+        return member
+
+    @property
+    def target(self) -> PushTarget:
+        devices = ("cpu",) * self.num_workers
+        address = f"127.0.0.1:{self.wait_for('port')}"
+        return PushTarget(f"member-{self.process.pid}", address, devices, host_id(), available_transports(devices))
+
+    @property
+    def loads(self) -> list[tuple[int, list[str]]]:
+        """Versions it loaded, in order, each with the digests of its workers' bytes."""
+        return [(line["version"], line["digests"]) for line in self._lines() if "version" in line]
+
+    def resume(self) -> None:
+        """After a SIGSTOP."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def wait_for(self, field: str, timeout_s: float = 60.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for line in self._lines():
+                if field in line:
+                    return line[field]
+            time.sleep(0.02)
+        raise AssertionError(f"the member did not say its {field} within {timeout_s} s: {self._lines()}")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.output.exists():
+            return []
+        return [json.loads(line) for line in self.output.read_text().splitlines() if line.endswith("}")]

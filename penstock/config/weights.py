@@ -22,7 +22,7 @@ class WeightsConfig(Config):
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Tensors are packed into buckets of about this size."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
-    """A member that has not answered the announcement by then is evicted from this push."""
+    """A member that has not answered an announcement, or an abort, by then is evicted."""
     push_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)

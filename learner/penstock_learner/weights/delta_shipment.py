@@ -12,9 +12,9 @@ from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
 
 
-def delta_shipment(staged: StagedVersion, base: StagedVersion | None, patience: Patience) -> Shipment:
-    """Bucket by bucket a delta on `base`, or the whole bucket where that is no larger. Whole without a base."""
-    if base is None or base is staged or not _fits(base.manifest, staged.manifest):
+def delta_shipment(staged: StagedVersion, base: StagedVersion, patience: Patience) -> Shipment:
+    """Bucket by bucket a delta on `base`, or the whole bucket where that is no larger."""
+    if base is staged or not _fits(base.manifest, staged.manifest):
         return Shipment(staged.manifest, staged)
     staged.checksums(patience)
     base.checksums(patience)

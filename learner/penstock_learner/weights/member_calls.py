@@ -12,7 +12,6 @@ from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import call_metadata
 from penstock_learner.weights.senders.sender import PushTarget
 
-ABORT_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Manifests of models with many thousand tensors."""
 
@@ -38,7 +37,7 @@ class MemberCalls:
     def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
         """Returns those who did not answer."""
         requests = [request] * len(members)
-        return self._call_all(members, lambda stub: stub.Abort, requests, ABORT_TIMEOUT_S, "abort")[1]
+        return self._call_all(members, lambda stub: stub.Abort, requests, self.config.ready_timeout_s, "abort")[1]
 
     def _call_all(
         self,

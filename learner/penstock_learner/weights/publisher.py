@@ -40,6 +40,8 @@ from penstock_learner.weights.staging import StagedVersion, checksum_name
 
 logger = logging.getLogger(__name__)
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DELTA_TRANSPORTS = ("nccl", "gloo")
+"""The others do not send bytes over a network."""
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
                "merges.txt", "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
 
@@ -131,11 +133,13 @@ class WeightPublisher:
         staged = self.staged[policy_version]
         report = PushReport(policy_version)
         members = list(targets)
-        shipment = delta_shipment(staged, self.staged.get(base_version or -1), self._patience("encoding a delta"))
+        base = None if base_version is None else self.staged.get(base_version)
         while members:
-            refused, needs_full = self._attempt(shipment, members, transport, lane, report)
+            report.transport = transport or self._transport(members)
+            shipment = self._shipment(staged, base, report.transport)
+            refused, needs_full = self._attempt(shipment, members, lane, report)
             if needs_full:
-                shipment = Shipment(staged.manifest, staged)
+                base = None
                 continue
             report.failed |= refused
             if report.committed:
@@ -149,11 +153,16 @@ class WeightPublisher:
         self.write_staged(self.staged[policy_version], folder)
         self.kept_snapshots[policy_version] = folder
 
+    def _shipment(self, staged: StagedVersion, base: StagedVersion | None, transport: str) -> Shipment:
+        """A delta on the base where there is one and bytes travel; whole buckets otherwise."""
+        if base is None or transport not in DELTA_TRANSPORTS:
+            return Shipment(staged.manifest, staged)
+        return delta_shipment(staged, base, self._patience("encoding a delta"))
+
     def _attempt(
-        self, shipment: Shipment, members: list[PushTarget], transport: str | None, lane: str, report: PushReport
+        self, shipment: Shipment, members: list[PushTarget], lane: str, report: PushReport
     ) -> tuple[dict[str, str], bool]:
         """Announce, transfer, commit. Returns those who must leave, and whether a member lacks the delta's base."""
-        report.transport = transport or self._transport(members)
         unable = {m.server_id: _cannot(report.transport) for m in members if report.transport not in m.transports}
         if unable:
             return unable, False

@@ -1,0 +1,214 @@
+"""The weight push on one machine, against the limit of its path, and the pause that generation sees.
+
+    make bench-weights
+
+A push is timed from weights in training memory to a version that every member has received, verified and committed:
+staging and sending overlap as they do in a run. Members are processes with the real gRPC service and stage; loading
+into an engine is measured apart, with vLLM. The limits are measured in the same rounds: a memory copy of the same bytes
+for shm, a plain TCP stream of the same bytes between two processes for gloo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from harness import Bar, Measurement, alternate, median_ratio, report
+from member_process import MemberProcess
+from penstock.config.loading import dump_config, validate
+from penstock.config.run import RunConfig
+from penstock_learner.weights.publisher import WeightPublisher
+
+MODEL_BYTES = 2**30
+NUM_TENSORS = 64
+NUM_ROUNDS = 5
+FLAT_PUSHES = 30
+SHAPES = [(f"layer.{index}.weight", (MODEL_BYTES // 4 // NUM_TENSORS // 1024, 1024)) for index in range(NUM_TENSORS)]
+
+
+def config_of(folder: Path, transport: str) -> RunConfig:
+    weights = {"transport": transport}
+    return validate(
+        {"run": "bench", "run_dir": str(folder), "model": {"path": str(folder)}, "weights": weights}, "bench"
+    )
+
+
+class Pusher:
+    """A publisher and its members; `push` is one version, start to finish."""
+
+    def __init__(self, folder: Path, transport: str, num_members: int, weights: list[torch.Tensor]) -> None:
+        folder.mkdir()
+        config = config_of(folder, transport)
+        file = folder / "config.yaml"
+        file.write_text(dump_config(config))
+        self.members = [
+            MemberProcess.start(file, folder / f"member-{index}", is_quiet=True) for index in range(num_members)
+        ]
+        self.targets = [member.target for member in self.members]
+        self.publisher = WeightPublisher(config, "127.0.0.1")
+        self.weights = weights
+        self.version = 0
+
+    def push(self) -> float:
+        """Seconds."""
+        self.version += 1
+        started = time.perf_counter()
+        staging = threading.Thread(target=self._stage)
+        staging.start()
+        outcome = self.publisher.push(self.version, self.targets)
+        staging.join()
+        assert len(outcome.committed) == len(self.targets), outcome
+        return time.perf_counter() - started
+
+    def _stage(self) -> None:
+        """What the training thread does: copy every gathered weight to its bucket."""
+        shapes = [(name, tuple(weight.shape)) for (name, _), weight in zip(SHAPES, self.weights, strict=False)]
+        staged = self.publisher.begin(self.version, 1, shapes, keep=[self.version - 1])
+        for (name, _), weight in zip(shapes, self.weights, strict=True):
+            staged.put(name, weight)
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.kill()
+
+
+def make_weights(num_bytes: int) -> list[torch.Tensor]:
+    one = torch.randn(MODEL_BYTES // 4 // NUM_TENSORS // 1024, 1024)
+    return [one + index for index in range(max(1, num_bytes * NUM_TENSORS // MODEL_BYTES))]
+
+
+def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
+    """GB/s of copying the same bytes into memory that was touched before."""
+    copies = [torch.empty_like(weight) for weight in weights]
+    for copy in copies:
+        copy.zero_()
+
+    def run() -> float:
+        started = time.perf_counter()
+        for copy, weight in zip(copies, weights, strict=True):
+            copy.copy_(weight)
+        return MODEL_BYTES / 1e9 / (time.perf_counter() - started)
+
+    return run
+
+
+def _drain(port: int) -> None:
+    """The reading end of the TCP limit: as many bytes as the model, into touched memory, then one byte back."""
+    buffer = np.zeros(64 * 2**20, dtype=np.uint8)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while True:
+            left = MODEL_BYTES
+            while left:
+                count = connection.recv_into(memoryview(buffer)[: min(left, len(buffer))])
+                if count == 0:
+                    return
+                left -= count
+            connection.sendall(b"x")
+
+
+def tcp_stream(weights: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], None]]:
+    """GB/s of sending the same bytes over loopback, and how to end it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    reader = multiprocessing.get_context("spawn").Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
+    reader.start()
+    connection, _ = listener.accept()
+    views = [memoryview(weight.numpy().reshape(-1).view(np.uint8)) for weight in weights]
+
+    def run() -> float:
+        started = time.perf_counter()
+        for view in views:
+            connection.sendall(view)
+        connection.recv(1)
+        return MODEL_BYTES / 1e9 / (time.perf_counter() - started)
+
+    def stop() -> None:
+        connection.close()
+        listener.close()
+        reader.join(10)
+
+    return run, stop
+
+
+def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
+    weights = make_weights(MODEL_BYTES)
+    tcp, stop_tcp = tcp_stream(weights)
+    pushers = {
+        "shm, 1 member": Pusher(folder / "shm", "shm", 1, weights),
+        "shm, 8 members": Pusher(folder / "shm8", "shm", 8, weights),
+        "gloo, 1 member": Pusher(folder / "gloo", "gloo", 1, weights),
+    }
+
+    def rate(pusher: Pusher) -> Callable[[], float]:
+        return lambda: MODEL_BYTES / 1e9 / pusher.push()
+
+    contenders = {"memory copy": memory_copy(weights), "TCP stream": tcp}
+    contenders |= {f"push by {name}": rate(pusher) for name, pusher in pushers.items()}
+    for pusher in pushers.values():
+        pusher.push()  # both sets of buckets are touched before anything is measured
+    try:
+        measured = alternate(contenders, NUM_ROUNDS, "GB/s")
+    finally:
+        stop_tcp()
+        for pusher in pushers.values():
+            pusher.stop()
+    one, eight = measured["push by shm, 1 member"], measured["push by shm, 8 members"]
+    bars = [
+        Bar("shm, 1 GB: push / memory copy", median_ratio(one, measured["memory copy"]), 0.6),
+        Bar(
+            "gloo, 1 GB: push / TCP stream",
+            median_ratio(measured["push by gloo, 1 member"], measured["TCP stream"]),
+            0.6,
+        ),
+        Bar("shm, 1 GB: seconds of 8 members / 1", median_ratio(one, eight), 1.5, at_most=True),
+    ]
+    return list(measured.values()), bars
+
+
+def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
+    """Push after push: the last ten against the first ten."""
+    pusher = Pusher(folder / "flat", "shm", 1, make_weights(64 * 2**20))
+    try:
+        pusher.push()
+        pusher.push()
+        seconds = [pusher.push() for _ in range(FLAT_PUSHES)]
+    finally:
+        pusher.stop()
+    first, last = np.median(seconds[:10]), np.median(seconds[-10:])
+    measured = Measurement("64 MB pushes by shm, one after the other", "pushes/s", [1 / second for second in seconds])
+    return [measured], [Bar("seconds of pushes 21 to 30 / 1 to 10", float(last / first), 1.2, at_most=True)]
+
+
+def pause(folder: Path) -> tuple[list[Measurement], list[Bar]]:
+    """vLLM generating: how long it stands still, against how long its own load takes."""
+    from vllm_pause import measure
+
+    pauses, loads = asyncio.run(measure(folder / "pause"))
+    return [pauses, loads], [Bar("vLLM, 200 MB: pause / load", median_ratio(loads, pauses), 1.5, at_most=True)]
+
+
+def main() -> int:
+    measurements: list[Measurement] = []
+    bars: list[Bar] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        for part in (pause, transfers, flatness):
+            measured, judged = part(Path(name))
+            measurements += measured
+            bars += judged
+    ok = report("weights", "the weight push, one machine, CPU", measurements, bars)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

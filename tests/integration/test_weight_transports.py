@@ -1,0 +1,242 @@
+"""Every transport, with members as processes of their own: content, versions, deltas, faults at every phase."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from learner_runs import make_config
+from member_process import MemberProcess
+from penstock.config.loading import dump_config
+from penstock.config.run import RunConfig
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.patience import Patience
+from penstock_learner.weights.memory import SharedMemory
+from penstock_learner.weights.publisher import PushReport, WeightPublisher
+from penstock_learner.weights.senders.sender import PushTarget
+
+TRANSPORTS = ["gloo", "shm", "snapshot"]
+PHASES = ["announce", "receive", "commit", "load"]
+SHAPES = [("embed", (64, 96)), ("layer.0", (96, 96)), ("layer.1", (96, 96)), ("norm", (96,)), ("head", (64, 96))]
+
+Start = Callable[..., MemberProcess]
+
+
+def config_of(folder: Path, transport: str, **weights: object) -> RunConfig:
+    config = make_config(folder, folder / "no-model", "redis://unused", "push")
+    update = {"transport": transport, "bucket_bytes": 30_000, "ready_timeout_s": 15.0, "push_timeout_s": 20.0}
+    return config.model_copy(update={"weights": config.weights.model_copy(update=update | weights)})
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts members; kills them in the end, stopped ones too."""
+    members: list[MemberProcess] = []
+
+    def start_one(config: RunConfig, num_workers: int = 1, fault: str = "") -> MemberProcess:
+        file = tmp_path / "config.yaml"
+        file.write_text(dump_config(config))
+        members.append(MemberProcess.start(file, tmp_path / f"member-{len(members)}", num_workers, fault))
+        return members[-1]
+
+    yield start_one
+    for member in members:
+        member.kill()
+
+
+def stage(publisher: WeightPublisher, version: int, keep: tuple[int, ...] = (), changed: float = 1.0) -> str:
+    """Stage random weights, of which a share differs from version to version; returns the digest of the bytes."""
+    base, own = np.random.default_rng(0), np.random.default_rng(version)
+    staged = publisher.begin(version, 1, SHAPES, keep=keep)
+    for name, shape in SHAPES:
+        weight = base.standard_normal(shape, dtype=np.float32)
+        mask = own.random(shape) < changed
+        weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
+        staged.put(name, torch.from_numpy(weight))
+    staged.checksums(Patience(10, "hashing"))
+    return weights_digest([host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets])
+
+
+def targets(*members: MemberProcess) -> list[PushTarget]:
+    return [member.target for member in members]
+
+
+def assert_committed(report: PushReport, *members: MemberProcess) -> None:
+    assert sorted(report.committed) == sorted(member.target.server_id for member in members), report
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_version_arrives_byte_for_byte_at_every_worker(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    one, pair = start(config), start(config, num_workers=2)
+    expected = []
+    for version in range(1, 6):
+        digest = stage(publisher, version, keep=(version - 1,))
+        report = publisher.push(version, targets(one, pair))
+        assert_committed(report, one, pair)
+        assert report.transport == transport
+        assert report.weights_digest == digest
+        expected.append((version, [digest]))
+    assert one.loads == expected
+    assert pair.loads == expected, "both workers hold the same bytes"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_member_that_dies_leaves_and_the_others_commit(
+    transport: str, phase: str, tmp_path: Path, start: Start
+) -> None:
+    config = config_of(tmp_path, transport)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    healthy, dying = start(config), start(config, fault=f"die@{phase}")
+    digest = stage(publisher, 1)
+    report = publisher.push(1, targets(dying, healthy))
+    assert_committed(report, healthy)
+    assert list(report.failed) == [dying.target.server_id]
+    assert healthy.loads == [(1, [digest])]
+    assert dying.loads == []
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm", pytest.param("snapshot", marks=pytest.mark.long)])
+def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
+    transport: str, tmp_path: Path, start: Start
+) -> None:
+    config = config_of(tmp_path, transport, ready_timeout_s=3.0, push_timeout_s=4.0)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    healthy = start(config)
+    hanging = [start(config, fault=f"stop@{phase}") for phase in PHASES]
+    digests = {1: stage(publisher, 1)}
+    report = publisher.push(1, targets(*hanging, healthy))
+    assert_committed(report, healthy)
+    assert sorted(report.failed) == sorted(member.target.server_id for member in hanging)
+
+    digests[2] = stage(publisher, 2, keep=(1,))
+    assert_committed(publisher.push(2, targets(healthy)), healthy)
+    digests[3] = stage(publisher, 3, keep=(2,))  # would reuse the memory of version 1, if nobody could still read it
+    for member in hanging:
+        member.resume()
+    report = publisher.push(3, targets(*hanging, healthy))
+    assert_committed(report, *hanging, healthy)
+    for member in (*hanging, healthy):
+        assert member.loads[-1] == (3, [digests[3]])
+        for version, found in member.loads:
+            assert found == [digests[version]], "whatever was loaded was one whole version"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_late_joiner_catches_up_in_a_lane_of_its_own(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    early = start(config)
+    first = stage(publisher, 1)
+    assert_committed(publisher.push(1, targets(early)), early)
+    late = start(config)
+    second = stage(publisher, 2, keep=(1,))
+    catching_up = threading.Thread(target=publisher.push, args=(1, targets(late)), kwargs={"lane": "catch_up"})
+    catching_up.start()
+    assert_committed(publisher.push(2, targets(early)), early)
+    catching_up.join(30)
+    assert early.loads == [(1, [first]), (2, [second])]
+    assert late.loads == [(1, [first])]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_corrupted_bytes_are_refused(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    stage(publisher, 1)
+    publisher.staged[1].memory.buckets[-1][5] ^= 1
+    report = publisher.push(1, targets(member))
+    assert "is corrupt" in report.failed[member.target.server_id]
+    digest = stage(publisher, 2)
+    assert_committed(publisher.push(2, targets(member)), member)
+    assert member.loads == [(2, [digest])]
+
+
+def test_shared_memory_cannot_be_written_by_others_nor_taken_for_another_version(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "shm", push_timeout_s=3.0)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    stage(publisher, 1)
+    memory = publisher.staged[1].memory
+    assert isinstance(memory, SharedMemory)
+    with pytest.raises(PermissionError), Path(memory.path).open("r+b") as writer:
+        writer.write(b"x")
+    manifest = publisher.staged[1].manifest
+    memory.seal(weights_pb2.WeightManifest(run="push", term=1, policy_version=7), ["0" * 32] * len(manifest.buckets))
+    report = publisher.push(1, targets(member))
+    assert report.committed == []
+    assert member.loads == []
+
+
+def test_an_aborted_stage_is_forgotten_at_once(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "gloo", push_timeout_s=60.0)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    digest = stage(publisher, 1)
+    manifest = publisher.staged[1].manifest
+    with grpc.insecure_channel(member.target.address) as channel:
+        stub = weights_pb2_grpc.WeightMemberServiceStub(channel)
+        nobody = weights_pb2.AnnounceRequest(
+            manifest=manifest, transport="gloo", rendezvous="127.0.0.1:9/nobody", rank=1, world_size=2, deadline_s=60
+        )
+        stub.Announce(nobody, timeout=10)
+        stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1, reason="a test"), timeout=10)
+        commit = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=[], deadline_s=60)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Commit(commit, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.ABORTED
+    assert_committed(publisher.push(1, targets(member)), member)
+    assert member.loads == [(1, [digest])]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_a_delta_carries_only_what_changed(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport, delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    digests = [stage(publisher, 1, changed=0.02)]
+    whole = publisher.push(1, targets(member))
+    digests.append(stage(publisher, 2, keep=(1,), changed=0.02))
+    delta = publisher.push(2, targets(member), base_version=1)
+    assert_committed(delta, member)
+    if transport == "gloo":
+        assert delta.num_bytes < whole.num_bytes / 5
+    digests.append(stage(publisher, 3, keep=(2,), changed=1.0))
+    everything_changed = publisher.push(3, targets(member), base_version=2)
+    assert everything_changed.num_bytes == whole.num_bytes
+    assert member.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+def test_a_member_without_the_base_gets_whole_buckets(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "gloo", delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    old, new = start(config), start(config)
+    stage(publisher, 1, changed=0.02)
+    publisher.push(1, targets(old))
+    digest = stage(publisher, 2, keep=(1,), changed=0.02)
+    report = publisher.push(2, targets(old, new), base_version=1)
+    assert_committed(report, old, new)
+    assert old.loads[-1] == new.loads[-1] == (2, [digest])
+
+
+def test_auto_takes_shared_memory_on_one_host_and_gloo_across_hosts(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "auto")
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    stage(publisher, 1)
+    assert publisher.push(1, targets(member)).transport == "shm"
+    far = PushTarget(member.target.server_id, member.target.address, host_id="another", transports=("gloo", "shm"))
+    stage(publisher, 2, keep=(1,))
+    report = publisher.push(2, [far])
+    assert report.transport == "gloo"
+    assert_committed(report, member)

@@ -163,7 +163,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
         stop_tcp()
         for pusher in pushers.values():
             pusher.stop()
-    one, eight = measured["push by shm, 1 member"], measured["push by shm, 8 members"]
+    one, eight, gloo = (measured[f"push by {name}"] for name in pushers)
     bars = [
         Bar("shm, 1 GB: push / memory copy", median_ratio(one, measured["memory copy"]), 0.6),
         Bar(

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from learner_runs import make_config
-from penstock.config.rollout import EngineConfig
+from engine_member import HOST, config_of, greedy_log_probs, member
 from penstock.config.run import RunConfig
 from penstock.ports import free_port
-from penstock.trajectory import Sampling
-from penstock.v1 import weights_pb2_grpc
 from penstock.weights.patience import Patience
-from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine, GenerateRequest
-from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.receivers.available import available_transports
-from penstock_rollout.weight_member import WeightMember
 from tiny_model import make_tiny_qwen2
-
-HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -47,35 +32,6 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def config_of(folder: Path, model: Path, key_file: Path | None, transport: str = "gloo") -> RunConfig:
-    config = make_config(folder, model, "redis://unused", "push")
-    weights = config.weights.model_copy(
-        update={"transport": transport, "cluster_key_file": key_file, "ready_timeout_s": 5.0, "push_timeout_s": 20.0}
-    )
-    return config.model_copy(update={"weights": weights})
-
-
-@contextlib.asynccontextmanager
-async def member(config: RunConfig) -> AsyncIterator[tuple[PushTarget, Engine, WeightMember]]:
-    """A rollout server's weight listener with a torch engine behind it."""
-    engine = create_engine(EngineConfig(name="torch", max_model_len=64), config.model.path, "float32", 0)
-    await engine.start(policy_version=0)
-    servicer = WeightMember("push", engine, config.weights, RolloutMetrics(CollectorRegistry()))
-    listener = grpc.aio.server()
-    weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(servicer, listener)
-    port = listener.add_insecure_port(f"{HOST}:0")
-    await listener.start()
-    try:
-        yield (
-            PushTarget(f"server-{port}", f"{HOST}:{port}", host_id=host_id(), transports=available_transports(["cpu"])),
-            engine,
-            servicer,
-        )
-    finally:
-        await listener.stop(None)
-        await engine.stop()
-
-
 def publisher_of(config: RunConfig, model: Path, version: int = 1, term: int = 1) -> WeightPublisher:
     """A publisher that holds the weights of a model folder as `version`."""
     weights = list(AutoModelForCausalLM.from_pretrained(model).named_parameters())
@@ -84,16 +40,6 @@ def publisher_of(config: RunConfig, model: Path, version: int = 1, term: int = 1
     for name, weight in weights:
         staged.put(name, weight.detach())
     return publisher
-
-
-async def greedy_log_probs(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    sampling = Sampling(temperature=0.0, max_tokens=6)
-    tokens: list[int] = []
-    log_probs: list[float] = []
-    async for chunk in engine.generate(GenerateRequest("r", prompt, sampling)):
-        tokens += chunk.token_ids
-        log_probs += chunk.log_probs
-    return tokens, log_probs
 
 
 def expected_greedy(model: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:

@@ -20,7 +20,9 @@ from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.transcript import Transcript
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
@@ -44,6 +46,15 @@ class Parrot(Tool):
 """
 CALL = called('{"name": "parrot"}')
 ANSWER = (*spelled("no"), END)
+
+
+async def think_twice(context: AgentContext) -> Episode:
+    """The one of docs/agents.md."""
+    transcript = Transcript(context)
+    turn = await transcript.sample_turn()
+    if turn.finish_reason == "stop" and transcript.insert([{"role": "user", "content": "Are you sure?"}]):
+        turn = await transcript.sample_turn()
+    return transcript.episode(turn.finish_reason)
 
 
 async def returns_nothing(context: AgentContext) -> None:
@@ -139,6 +150,17 @@ async def test_a_tool_group_survives_the_wire(
         assert (trajectory.min_version, trajectory.max_version) == (2, 5)
         assert trajectory.reward == reward
         assert trajectory.reward_parts == {"score": score, "turn_1": 0.5, "turn_2": 0.0}
+
+
+async def test_a_custom_agent_makes_a_group(tokenization: Tokenization) -> None:
+    config = AgentsConfig(custom={"think_twice": f"{__file__}:think_twice"}, scored_text="last_turn")
+    engine = ScriptedEngine([(*spelled("yes"), END), ANSWER])
+    async with producing(tokenization, engine, config) as (queue, _):
+        (prompt_id,) = await submit(queue, agent_name="think_twice")
+        (trajectory,) = (await made(queue, prompt_id)).trajectories
+    shown = tokenization.text(trajectory.token_ids[trajectory.loss_mask == 0].tolist())
+    assert shown == "\nuser\nAre you sure?\nassistant\n"
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {})
 
 
 @pytest.mark.parametrize("agent", ["returns_nothing", "cancels_itself"])

@@ -1,4 +1,4 @@
-"""Configuration of rollout servers: engine, concurrency, rewards."""
+"""Configuration of rollout servers: engine, concurrency, agents, rewards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.base import Config
 
 
@@ -52,9 +53,11 @@ class RolloutConfig(Config):
     """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
-    """Prompts that a server works on at once."""
+    """Prompts that a server works on at once, at most."""
+    adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     prompt_timeout_s: float = Field(default=600.0, gt=0)
     """A prompt that takes longer is given back, and counts as an attempt."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Budget for loading the model."""
+    agents: AgentsConfig = AgentsConfig()
     reward: RewardConfig = RewardConfig()

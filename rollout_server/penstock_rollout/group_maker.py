@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from penstock.codec import check_group
 from penstock.errors import PenstockError
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt, Trajectory
-from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.registry import find_agent
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.episode import Episode, combine_rewards
+from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
@@ -30,6 +32,7 @@ class GroupMaker:
         tokenization: Tokenization,
         scorer: Scorer,
         metrics: RolloutMetrics,
+        agents: Agents,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -37,44 +40,65 @@ class GroupMaker:
         self.tokenization = tokenization
         self.scorer = scorer
         self.metrics = metrics
+        self.agents = agents
 
     async def make(self, lease: Lease, prompt: Prompt) -> Group:
         """Cancelling this aborts the samples that still run."""
-        prompt_ids = self.tokenization.prompt_ids(prompt)
-        agent = find_agent(prompt.agent_name)
+        agent = self.agents.find(prompt.agent_name)
+        contexts = self._contexts(lease, prompt)
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    agent(
-                        self.engine,
-                        f"{lease.prompt_id}.{lease.attempt}.{index}",
-                        prompt_ids,
-                        replace(prompt.sampling, seed=_seed(prompt, index)),
-                    )
-                )  # fmt: skip
-                for index in range(prompt.num_samples)
-            ]
-        episodes = [task.result() for task in running]
+            running = [tasks.create_task(agent(context)) for context in contexts]
+        episodes = [_episode(task, prompt.agent_name) for task in running]
         if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
             raise PenstockError("a sample was aborted by the engine")
-        responses = [self.tokenization.text(episode.token_ids.tolist()) for episode in episodes]
+        responses = [self._scored_text(episode) for episode in episodes]
         scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
+        how = self.agents.config.turn_rewards
         trajectories = tuple(
-            _trajectory(episode, reward, parts) for episode, (reward, parts) in zip(episodes, scores, strict=True)
+            _trajectory(episode, *combine_rewards(score, episode, how))
+            for episode, score in zip(episodes, scores, strict=True)
         )
-        self._observe(prompt, trajectories)
-        return Group(
+        group = Group(
             run=self.run,
             prompt_id=lease.prompt_id,
             attempt=lease.attempt,
             server_id=self.server_id,
             data_source=prompt.data_source,
             sampling=prompt.sampling,
-            prompt_token_ids=np.array(prompt_ids, dtype=np.int32),
+            prompt_token_ids=np.array(contexts[0].prompt_token_ids, dtype=np.int32),
             trajectories=trajectories,
             agent_name=prompt.agent_name,
             finished_at_ms=int(time.time() * 1000),
         )
+        check_group(group)
+        self._observe(prompt, trajectories)
+        return group
+
+    def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
+        """One for each sample; they differ in request id and seed."""
+        toolbox = self.agents.toolbox_for(prompt)
+        prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
+        return [
+            AgentContext(
+                engine=self.engine,
+                tokenization=self.tokenization,
+                request_id=f"{lease.prompt_id}.{lease.attempt}.{index}",
+                prompt=prompt,
+                prompt_token_ids=prompt_ids,
+                sampling=replace(prompt.sampling, seed=_seed(prompt, index)),
+                config=self.agents.config,
+                max_model_len=self.agents.max_model_len,
+                toolbox=toolbox,
+                parse_calls=self.agents.parse_calls,
+                interactions=self.agents.interactions,
+                metrics=self.metrics,
+            )
+            for index in range(prompt.num_samples)
+        ]
+
+    def _scored_text(self, episode: Episode) -> str:
+        start = episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
+        return self.tokenization.text(episode.token_ids[start:].tolist())
 
     def _observe(self, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         self.metrics.trajectories.labels(prompt.data_source or "default").inc(len(trajectories))
@@ -86,6 +110,14 @@ class GroupMaker:
 
 def _seed(prompt: Prompt, index: int) -> int | None:
     return None if prompt.sampling.seed is None else prompt.sampling.seed + index
+
+
+def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
+    """The result of an agent that ended. A custom one may have cancelled itself, or return something else."""
+    episode = None if task.cancelled() else task.result()
+    if not isinstance(episode, Episode):
+        raise PenstockError(f"agent {agent_name} returned {type(episode).__name__}, not an Episode")
+    return episode
 
 
 def _trajectory(episode: Episode, reward: float, parts: dict[str, float]) -> Trajectory:

@@ -33,6 +33,14 @@ class RolloutMetrics:
             name("trajectory_version_span"), "Versions within one trajectory, minus one.", registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),
         )  # fmt: skip
+        self.turns = Histogram(
+            name("rollout_turns"), "Assistant turns of a sample.", registry=registry, buckets=(1, 2, 3, 4, 6, 8, 16, 32)
+        )
+        self.tool_calls = Counter(name("tool_calls"), "Tool calls.", ["tool", "result"], registry=registry)
+        self.tool_seconds = Histogram(name("tool_duration_seconds"), "One tool call.", registry=registry)
+        self.concurrency_limit = Gauge(
+            name("rollout_concurrency_limit"), "Groups that may be generated at once.", registry=registry
+        )
         self.reward_seconds = Histogram(name("reward_duration_seconds"), "Scoring one group.", registry=registry)
         self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
         self.failures = Counter(

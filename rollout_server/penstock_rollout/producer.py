@@ -25,6 +25,8 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull, Unavailable
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.trajectory import Group, Prompt
+from penstock_rollout.concurrency import ConcurrencyLimit
+from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.hand_in import HandIn
 from penstock_rollout.metrics import RolloutMetrics
@@ -36,11 +38,12 @@ RETRY_S = 0.5
 
 
 class Producer:
-    """`may_lease` says whether this server serves a version that training wants; it is asked before every lease."""
+    """`may_lease` says whether this server serves a version that training wants; it is asked before every lease.
+    `engine_stats` is what the number of groups at once adapts to; without it, it is always the configured one."""
 
     def __init__(
         self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
-        metrics: RolloutMetrics, may_lease: Callable[[], bool],
+        metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.hand_in = HandIn(queue)
@@ -50,8 +53,11 @@ class Producer:
         self.replay = replay
         self.metrics = metrics
         self.may_lease = may_lease
+        self.engine_stats = engine_stats
+        self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._workers: dict[int, asyncio.Task[None]] = {}
+        self._handing_in: set[int] = set()
         self._outbox: dict[int, FinishedGroup] = {}
 
     @property
@@ -60,7 +66,7 @@ class Producer:
 
     async def lease_loop(self) -> None:
         while True:
-            free = self.rollout.max_concurrent_groups - len(self._leases)
+            free = self._concurrency_limit() - len(self._leases)
             leases: list[Lease] = []
             if free > 0 and self.may_lease():
                 try:
@@ -78,8 +84,16 @@ class Producer:
             else:
                 await asyncio.sleep(0)
 
+    def _concurrency_limit(self) -> int:
+        if self.engine_stats is not None:
+            self.concurrency.observe(time.monotonic(), self.engine_stats(), len(self._leases))
+        self.metrics.concurrency_limit.set(self.concurrency.limit)
+        return self.concurrency.limit
+
     async def heartbeat_loop(self) -> None:
-        """Keep the leases; stop working on prompts that were given to someone else."""
+        """Keep the leases; stop working on prompts that were given to someone else.
+
+        A group that is being handed in is left alone: its lease may be gone because it was just accepted."""
         while True:
             await asyncio.sleep(self.replay.lease_ttl_s / 3)
             try:
@@ -87,7 +101,7 @@ class Producer:
             except (QueueFull, Unavailable) as error:
                 logger.warning("heartbeat failed: %s", error)
                 continue
-            for prompt_id in lost:
+            for prompt_id in set(lost) - self._handing_in:
                 self._leases.pop(prompt_id, None)
                 if worker := self._workers.get(prompt_id):
                     logger.warning("the lease of prompt %d was lost; its samples are aborted", prompt_id)
@@ -127,12 +141,14 @@ class Producer:
             if prompt.evaluation_id:
                 await self._record_evaluation(lease, prompt, group)
             else:
+                self._handing_in.add(lease.prompt_id)
                 await self._hand_in(lease, group)
             self.metrics.episode_seconds.observe(time.monotonic() - started)
             self._drop(lease)
         except Exception as error:
             await self._give_back(lease, error)
         finally:
+            self._handing_in.discard(lease.prompt_id)
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
 

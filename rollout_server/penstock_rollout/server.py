@@ -21,6 +21,7 @@ from penstock.ports import is_loopback
 from penstock.replay.redis_queue import RedisReplayQueue, connect
 from penstock.v1 import policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
+from penstock_rollout.agents.registry import Agents
 from penstock_rollout.catch_up import load_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
@@ -56,14 +57,15 @@ class RolloutServer:
         _check_address(config)
         scorer = Scorer(config.rollout.reward, self.metrics)
         tokenization = Tokenization(config.model.path)
+        agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
         client = connect(config.redis)
         self.fleet = Fleet(client, config.run)
         self.policies = PolicyRegistry(client, config.run)
         queue = RedisReplayQueue(client, config.run, config.replay)
-        maker = GroupMaker(config.run, self.server_id, self.engine, tokenization, scorer, self.metrics)
+        maker = GroupMaker(config.run, self.server_id, self.engine, tokenization, scorer, self.metrics, agents)
         self.producer = Producer(
             queue, self.server_id, maker, config.rollout, config.replay, self.metrics,
-            may_lease=self._may_lease,
+            may_lease=self._may_lease, engine_stats=self.engine.stats,
         )  # fmt: skip
         listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:

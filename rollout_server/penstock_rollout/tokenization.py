@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
+from penstock_rollout.chat_turns import ChatTurns, Message
+from penstock_rollout.engines.model_folder import stop_token_ids
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's function form, as chat templates take them."""
 
 
 class Tokenization:
-    """The tokenizer of a model folder. Response ids are decoded for rewards only, never to be tokenized again."""
+    """The tokenizer of a model folder. Response ids are decoded to be read, never to be tokenized again."""
 
     def __init__(self, model_path: Path) -> None:
         from transformers import AutoTokenizer
@@ -21,21 +27,32 @@ class Tokenization:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
+        self.stop_ids = frozenset(stop_token_ids(model_path))
+        """Ids that end a turn; an engine leaves the one that was sampled at the end of its tokens."""
+        self._turns = ChatTurns(self._tokenizer, self.stop_ids)
 
-    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: Prompt, tools: ToolSchemas = ()) -> tuple[int, ...]:
+        """The first turn's prompt. `tools` are shown to the model where the prompt is messages."""
         if prompt.token_ids:
             if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
             return prompt.token_ids
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except ValueError as error:
-            raise InvalidInput("messages", f"the model's chat template refused them: {error}") from error
-        return tuple(encoded["input_ids"])
+        return self._turns.prompt_ids(messages, tools)
 
-    def text(self, token_ids: list[int]) -> str:
-        decoded: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def next_ids(self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
+        """What stands between an assistant turn that ended with `last_sampled` and the one that answers `messages`."""
+        return self._turns.next_ids(last_sampled, messages, tools)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Readable text, without special tokens."""
+        decoded: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return decoded
+
+    def raw_text(self, token_ids: Sequence[int]) -> str:
+        """Text with the special tokens, of which a tool call may be made, but without a stop token at the end."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        decoded: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return decoded

@@ -1,1 +1,1 @@
-"""Agent loops: how a prompt becomes a trajectory. By name, or by `package.module:function`."""
+"""Agent loops: how a prompt becomes a trajectory. See docs/agents.md."""

@@ -1,19 +1,93 @@
-"""Agent loops by name."""
+"""The agents of a rollout server: loops by name, and all that they share."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from penstock.errors import InvalidInput
-from penstock_rollout.agents.episode import AgentLoop
+from penstock.config.agents import AgentsConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.trajectory import Prompt
+from penstock_rollout.agents.context import AgentLoop
+from penstock_rollout.agents.imports import load_object
+from penstock_rollout.agents.interactions import Interaction, load_interactions
 from penstock_rollout.agents.single_turn import single_turn_agent
+from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
+from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
+from penstock_rollout.agents.tools import Toolbox
+from penstock_rollout.tokenization import Tokenization
 
-AGENTS: dict[str, AgentLoop] = {"single_turn_agent": single_turn_agent}
+logger = logging.getLogger(__name__)
+
+BUILT_IN: dict[str, AgentLoop] = {
+    "single_turn_agent": single_turn_agent,
+    "tool_agent": tool_agent,
+    "interaction_agent": interaction_agent,
+}
 
 
-def find_agent(name: str) -> AgentLoop:
-    if name in AGENTS:
-        return AGENTS[name]
-    nearest = difflib.get_close_matches(name, AGENTS, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(AGENTS)}"
-    raise InvalidInput("agent_name", f"unknown agent {name!r}; {hint}")
+@dataclass(frozen=True)
+class Agents:
+    """Everything is loaded and checked when the server starts. A prompt chooses among these and loads nothing: its
+    agent name comes from a client, who must not decide what is imported."""
+
+    config: AgentsConfig
+    max_model_len: int
+    loops: Mapping[str, AgentLoop]
+    toolbox: Toolbox
+    interactions: Mapping[str, Interaction]
+    parse_calls: ToolCallParser
+
+    @classmethod
+    def load(cls, config: AgentsConfig, max_model_len: int, tokenization: Tokenization) -> Agents:
+        agents = cls(
+            config=config,
+            max_model_len=max_model_len,
+            loops=BUILT_IN | _custom_loops(config.custom),
+            toolbox=Toolbox.load(config.tools_file) if config.tools_file else Toolbox(),
+            interactions=load_interactions(config.interactions_file) if config.interactions_file else {},
+            parse_calls=find_parser(config.tool_format),
+        )
+        agents._check_template(tokenization)
+        return agents
+
+    def find(self, name: str) -> AgentLoop:
+        if name in self.loops:
+            return self.loops[name]
+        nearest = difflib.get_close_matches(name, self.loops, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(self.loops)}"
+        raise InvalidInput("agent_name", f"unknown agent {name!r}; {hint}")
+
+    def toolbox_for(self, prompt: Prompt) -> Toolbox:
+        """The tools that the prompt's agent offers to the model."""
+        if not getattr(self.find(prompt.agent_name), "uses_tools", False):
+            return Toolbox()
+        return self.toolbox.offered(prompt.extra_info)
+
+    def _check_template(self, tokenization: Tokenization) -> None:
+        """Refuse at the start what would fail with every prompt: a template that cannot render what is inserted."""
+        roles = [*(["tool"] if self.toolbox.tools else []), *(["user"] if self.interactions else [])]
+        try:
+            for role in roles:
+                tokenization.next_ids(0, [{"role": role, "content": "0", "name": "0"}], self.toolbox.schemas)
+        except InvalidInput as error:
+            raise ConfigError(f"model.path: this model cannot have turns of a {role}: {error}") from error
+        if self.toolbox.tools:
+            question = Prompt(messages=(("user", "0"),))
+            if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):
+                logger.warning("the model's chat template does not show tools; the model must know them by itself")
+
+
+def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:
+    loops: dict[str, AgentLoop] = {}
+    for name, path in paths.items():
+        where = f"rollout.agents.custom.{name}"
+        if name in BUILT_IN:
+            raise ConfigError(f"{where}: this is the name of a built-in agent; choose another")
+        loops[name] = load_object(path, where)
+        if not inspect.iscoroutinefunction(loops[name]):
+            raise ConfigError(f"{where}: {path} is not an `async def` function")
+    return loops

@@ -1,0 +1,32 @@
+"""An environment that says whether an answer was right, and asks again when it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
+
+
+class Feedback(Interaction):
+    """Right at once earns 1; each try before that halves it. What was wrong is asked again.
+
+    `config.wrong` is said before the question is repeated; it must be something the model's tokenizer can spell."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._num_tries: dict[str, int] = {}
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._num_tries[instance_id] = 0
+
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> InteractionAnswer:
+        self._num_tries[instance_id] += 1
+        if messages[-1]["content"] == kwargs["ground_truth"]:
+            return True, "", 0.5 ** (self._num_tries[instance_id] - 1), {"tries": self._num_tries[instance_id]}
+        return False, f"{self.config.get('wrong', '')}{messages[0]['content']}", 0.0, {}
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._num_tries.pop(instance_id, None)

@@ -1,0 +1,150 @@
+"""Interactions: an environment that answers the model, declared in the YAML file `rollout.agents.interactions_file`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError
+from penstock_rollout.agents.declarations import InteractionsFile, read_declarations
+from penstock_rollout.agents.imports import load_object
+
+logger = logging.getLogger(__name__)
+
+InteractionAnswer = tuple[bool, str, float, dict[str, Any]]
+"""Whether the conversation ends, what the environment says, the turn's reward, and numbers to record."""
+
+
+class Interaction:
+    """Base of all interactions; the calls are those of verl's BaseInteraction.
+
+    One object serves all samples of a server; `instance_id` names the sample. The keyword arguments are the prompt's
+    `extra_info.interaction_kwargs`. Each call has the deadline `rollout.agents.tool_timeout_s`. There is nobody to
+    show an error to: one that is raised gives the prompt back, to be tried again.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Prepare for a sample."""
+
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> InteractionAnswer:
+        """Answer the conversation, whose last message is the assistant's. What is said in the end is not shown."""
+        raise NotImplementedError
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
+        """A reward for the whole conversation, beside those of its turns. None: there is none."""
+        return None
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what the sample used. Called always, also when it is cancelled."""
+
+
+def load_interactions(path: Path) -> dict[str, Interaction]:
+    """Read the file and make one object of each class in it."""
+    where = "rollout.agents.interactions_file"
+    interactions: dict[str, Interaction] = {}
+    for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
+        place = f"{where} {path}: interaction.{index}"
+        if declared.name in interactions:
+            raise ConfigError(f"{place}: an interaction {declared.name!r} was declared already")
+        loaded = load_object(declared.class_name, f"{place}.class_name")
+        if not (isinstance(loaded, type) and issubclass(loaded, Interaction)):
+            raise ConfigError(
+                f"{place}.class_name: {declared.class_name} is not a subclass of "
+                "penstock_rollout.agents.interactions.Interaction"
+            )
+        try:
+            interactions[declared.name] = loaded(declared.config)
+        except Exception as error:
+            raise ConfigError(f"{place}: {declared.class_name} cannot be created: {error!r}") from error
+    return interactions
+
+
+class InteractionSession:
+    """The interaction of one sample, from start to finalize."""
+
+    def __init__(
+        self, interactions: Mapping[str, Interaction], instance_id: str, kwargs: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        self._instance_id = instance_id
+        self._timeout_s = timeout_s
+        self._name, self._kwargs = _chosen(interactions, kwargs)
+        self._interaction = interactions[self._name]
+
+    async def __aenter__(self) -> InteractionSession:
+        try:
+            await self._call("start_interaction", **self._kwargs)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        try:
+            await self._call("finalize_interaction", **self._kwargs)
+        except PenstockError as error:
+            logger.warning("%s", error)
+
+    async def respond(self, messages: Sequence[Mapping[str, Any]]) -> InteractionAnswer:
+        answer = await self._call("generate_response", messages, **self._kwargs)
+        if not (isinstance(answer, tuple) and len(answer) == 4 and isinstance(answer[1], str)):
+            raise PenstockError(
+                f"interaction {self._name}: generate_response must return (done, feedback, reward, numbers)"
+            )
+        done, feedback, reward, extra = answer
+        return bool(done), feedback, self._finite(reward), _numbers(extra or {})
+
+    async def final_reward(self) -> float | None:
+        reward = await self._call("calculate_score", **self._kwargs)
+        return None if reward is None else self._finite(reward)
+
+    async def _call(self, method: str, *arguments: Any, **kwargs: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await getattr(self._interaction, method)(self._instance_id, *arguments, **kwargs)
+        except Exception as error:
+            what = f"interaction {self._name}: {method}"
+            if deadline.expired():
+                raise DeadlineExceeded(f"{what} took more than {self._timeout_s:g} s") from error
+            raise PenstockError(f"{what} failed: {error!r}") from error
+
+    def _finite(self, reward: Any) -> float:
+        try:
+            number = float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise PenstockError(f"interaction {self._name}: {reward!r} is not a reward")
+        return number
+
+
+def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The interaction that `interaction_kwargs` names, or the only one there is, and the other arguments."""
+    where = "extra_info.interaction_kwargs"
+    if not interactions:
+        raise InvalidInput(where, "no interaction is declared; set rollout.agents.interactions_file")
+    known = ", ".join(interactions)
+    name = kwargs.get("name")
+    if name is None and len(interactions) > 1:
+        raise InvalidInput(f"{where}.name", f"say which interaction: {known}")
+    name = next(iter(interactions)) if name is None else name
+    if name not in interactions:
+        raise InvalidInput(f"{where}.name", f"there is no interaction {name!r}; declared: {known}")
+    return str(name), {key: value for key, value in kwargs.items() if key != "name"}
+
+
+def _numbers(extra: Mapping[str, Any]) -> dict[str, float]:
+    """What of the additional data can be recorded."""
+    return {
+        str(key): float(value)
+        for key, value in extra.items()
+        if isinstance(value, int | float) and math.isfinite(float(value))
+    }

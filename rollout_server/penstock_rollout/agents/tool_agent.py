@@ -1,0 +1,125 @@
+"""Agents of many turns: the model calls tools, an environment answers it, or both.
+
+| after a turn             | what happens                                    | the sample ends with            |
+|--------------------------|-------------------------------------------------|---------------------------------|
+| that calls tools         | all calls run at once; their answers go in      | `length`, at the last turn      |
+| without a call, alone    |                                                 | the turn's own finish reason    |
+| before an interaction    | it scores the turn; done, or its words go in    | the turn's own, when it is done |
+| whose answer has no room | nothing goes in                                 | `length`                        |
+
+A turn that a limit cut calls no tools, since what it wrote of them may be half a call.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from penstock.errors import InvalidInput
+from penstock.trajectory import FinishReason
+from penstock_rollout.agents.context import AgentContext, uses_tools
+from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.interactions import InteractionSession
+from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
+from penstock_rollout.agents.tool_session import ToolSession
+from penstock_rollout.agents.transcript import Transcript, Turn
+from penstock_rollout.chat_turns import Message
+
+
+@uses_tools
+async def tool_agent(context: AgentContext) -> Episode:
+    """Offers the tools, and answers with an interaction where the prompt has `interaction_kwargs`."""
+    if not context.toolbox.tools:
+        raise InvalidInput("agent_name", "tool_agent has no tools to offer; set rollout.agents.tools_file")
+    return await _Conversation(context, _interaction_kwargs(context)).run()
+
+
+async def interaction_agent(context: AgentContext) -> Episode:
+    """No tools; every turn is answered by the interaction that `interaction_kwargs` names."""
+    return await _Conversation(context, _interaction_kwargs(context) or {}).run()
+
+
+class _Conversation:
+    """One sample. `messages` is for interactions to read; tokens come from the transcript alone."""
+
+    def __init__(self, context: AgentContext, interaction_kwargs: dict[str, Any] | None) -> None:
+        self.context = context
+        self.transcript = Transcript(context)
+        self.tools = ToolSession(context)
+        self.interaction = (
+            None
+            if interaction_kwargs is None
+            else InteractionSession(
+                context.interactions, context.request_id, interaction_kwargs, context.config.tool_timeout_s
+            )
+        )
+        self.messages: list[Message] = [{"role": role, "content": text} for role, text in context.prompt.messages]
+        self.turn_rewards: list[float] = []
+        self.numbers: dict[str, float] = {}
+
+    async def run(self) -> Episode:
+        async with self.tools, self.interaction or nullcontext():
+            finish_reason = await self._turns()
+            final_reward = None if finish_reason == "aborted" else await self._final_reward()
+        return self.transcript.episode(
+            finish_reason, turn_rewards=self.turn_rewards, final_reward=final_reward, reward_parts=self.numbers
+        )
+
+    async def _turns(self) -> FinishReason:
+        while True:
+            turn = await self.transcript.sample_turn()
+            if turn.finish_reason == "aborted":
+                return "aborted"
+            is_last = self.transcript.num_turns >= self.context.config.max_turns
+            answer = await self._answer(turn, is_last)
+            if answer is None:
+                return turn.finish_reason
+            if is_last or not self.transcript.insert(answer):
+                return "length"
+            self.messages += answer
+
+    async def _answer(self, turn: Turn, is_last: bool) -> list[Message] | None:
+        """What the environment says to a turn; None ends the sample. Appends the turn's reward."""
+        tokenization = self.context.tokenization
+        self.messages.append({"role": "assistant", "content": tokenization.text(turn.token_ids)})
+        calls: list[ToolCall | MalformedCall] = []
+        if self.context.toolbox.tools and turn.finish_reason == "stop":
+            calls = self.context.parse_calls(tokenization.raw_text(turn.token_ids))
+        if calls:
+            return await self._tool_messages([] if is_last else calls)
+        if self.interaction is None:
+            self.turn_rewards.append(0.0)
+            return None
+        done, feedback, reward, numbers = await self.interaction.respond(self.messages)
+        self.turn_rewards.append(reward)
+        self._record(numbers)
+        return None if done else [{"role": "user", "content": feedback}]
+
+    async def _tool_messages(self, calls: list[ToolCall | MalformedCall]) -> list[Message]:
+        outcomes = await self.tools.run(calls)
+        self.turn_rewards.append(sum(outcome.reward for outcome in outcomes))
+        for outcome in outcomes:
+            self._record(outcome.numbers)
+        turn = self.transcript.num_turns - 1
+        return [
+            {"role": "tool", "name": outcome.name, "tool_call_id": f"call_{turn}_{index}", "content": outcome.text}
+            for index, outcome in enumerate(outcomes)
+        ]
+
+    async def _final_reward(self) -> float | None:
+        given = [await self.tools.final_reward(), await self.interaction.final_reward() if self.interaction else None]
+        rewards = [reward for reward in given if reward is not None]
+        return sum(rewards) if rewards else None
+
+    def _record(self, numbers: dict[str, float]) -> None:
+        """Numbers of the same name add up over the turns."""
+        for name, value in numbers.items():
+            self.numbers[name] = self.numbers.get(name, 0.0) + value
+
+
+def _interaction_kwargs(context: AgentContext) -> dict[str, Any] | None:
+    """None where the prompt has none; Parquet writes null for rows without the field."""
+    kwargs = context.prompt.extra_info.get("interaction_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise InvalidInput("extra_info.interaction_kwargs", "must be an object with the interaction's `name`")
+    return kwargs

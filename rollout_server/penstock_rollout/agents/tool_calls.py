@@ -1,0 +1,121 @@
+"""How models write tool calls: one parser for each format. A parser reads a turn's text and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock_rollout.agents.imports import load_callable
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Something that was meant as a call. The model is told why it could not be read."""
+
+    why: str
+
+
+ToolCallParser = Callable[[str], list[ToolCall | MalformedCall]]
+"""The calls of a turn, in order. The text has its special tokens but no stop token at its end."""
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_OPENAI = re.compile(r'\{\s*"tool_calls"\s*:')
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Qwen2.5, Qwen3, Hermes."""
+    return [_decoded(body.strip(), "arguments") for body in _HERMES.findall(text)]
+
+
+def parse_llama3_json(text: str) -> list[ToolCall | MalformedCall]:
+    """`{"name": ..., "parameters": {...}}` as the whole turn, several with semicolons between: Llama 3.1 to 3.3."""
+    tagged = text.lstrip().startswith(_PYTHON_TAG)
+    body = text.replace(_PYTHON_TAG, "").strip()
+    if not body.startswith("{"):
+        return [MalformedCall(f"{_PYTHON_TAG} is not followed by a JSON object")] if tagged else []
+    calls: list[ToolCall | MalformedCall] = []
+    while body:
+        try:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            is_attempt = tagged or calls or re.match(r'\{\s*"(name|parameters)"', body)
+            return [*calls, MalformedCall(f"not valid JSON: {error}")] if is_attempt else []
+        if not isinstance(value, dict) or "name" not in value:
+            return calls  # JSON as an answer, not as a call
+        calls.append(_call(value, "parameters"))
+        body = body[end:].lstrip("; \t\r\n")
+    return calls
+
+
+def parse_openai(text: str) -> list[ToolCall | MalformedCall]:
+    """`{"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": "{...}"}}]}`, words before it
+    allowed: the message object of OpenAI's API. `arguments` may be JSON text, as there, or an object."""
+    found = _OPENAI.search(text)
+    if not found:
+        return []
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text[found.start() :])
+    except (ValueError, RecursionError) as error:
+        return [MalformedCall(f"not valid JSON: {error}")]
+    entries = value["tool_calls"]
+    if not isinstance(entries, list):
+        return [MalformedCall("tool_calls is not a list")]
+    return [
+        _call(entry["function"], "arguments")
+        if isinstance(entry, dict) and isinstance(entry.get("function"), dict)
+        else MalformedCall("an entry of tool_calls has no `function` object")
+        for entry in entries
+    ]
+
+
+TOOL_FORMATS: dict[str, ToolCallParser] = {
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "openai": parse_openai,
+}
+
+
+def find_parser(name: str) -> ToolCallParser:
+    """By name, or by import path."""
+    if name in TOOL_FORMATS:
+        return TOOL_FORMATS[name]
+    where = "rollout.agents.tool_format"
+    if ":" in name:
+        parser: ToolCallParser = load_callable(name, where)
+        return parser
+    nearest = difflib.get_close_matches(name, TOOL_FORMATS, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(TOOL_FORMATS)}, or package.module:name"
+    raise ConfigError(f"{where}: unknown format {name!r}; {hint}")
+
+
+def _decoded(body: str, arguments_key: str) -> ToolCall | MalformedCall:
+    try:
+        return _call(json.loads(body), arguments_key)
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(f"not valid JSON: {error}")
+
+
+def _call(value: Any, arguments_key: str) -> ToolCall | MalformedCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return MalformedCall('a call needs a "name"')
+    arguments = value.get(arguments_key, {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return MalformedCall(f'"{arguments_key}" is not valid JSON: {error}')
+    if not isinstance(arguments, dict):
+        return MalformedCall(f'"{arguments_key}" must be a JSON object')
+    return ToolCall(value["name"], arguments)

@@ -1,0 +1,174 @@
+"""The tools of one sample while it runs: instances, deadlines, and errors turned into answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
+from penstock_rollout.agents.tools import ToolAnswer, tools_kwargs
+
+logger = logging.getLogger(__name__)
+
+Result = Literal["ok", "error", "timeout", "unknown", "malformed", "refused"]
+NO_TOOL = "none"
+"""Label of calls that reach no tool: a name that the model made up must not become one."""
+
+
+@dataclass(frozen=True)
+class ToolOutcome:
+    """What became of one call; `text` is what the model reads."""
+
+    name: str
+    text: str
+    reward: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class ToolFailure(Exception):
+    """A call that gave no answer. The message is what the model reads, less the word Error."""
+
+    def __init__(self, result: Result, message: str) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class ToolSession:
+    """Lives for one sample. No call raises for what a tool did; it is counted, and shown to the model."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._tools = context.toolbox.tools
+        self._config = context.config
+        self._metrics = context.metrics
+        self._instance_id = context.request_id
+        self._kwargs = tools_kwargs(context.prompt.extra_info)
+        self._begun: set[str] = set()
+        """Tools whose `create` was called, and whose `release` must be."""
+        self._ready: set[str] = set()
+        """Tools whose `create` came back."""
+
+    async def __aenter__(self) -> ToolSession:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Release every instance, whatever ended the sample."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._begun:
+                tasks.create_task(self._counted(name, "release"))
+
+    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolOutcome]:
+        """Run the calls of one turn at the same time; outcomes in their order. Cancelling cancels them all."""
+        limit = self._config.max_calls_per_turn
+        names = {call.name for call in calls[:limit] if isinstance(call, ToolCall) and call.name in self._tools}
+        failed = dict(zip(names, await asyncio.gather(*(self._create(name) for name in names)), strict=True))
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._answer(call, is_refused=index >= limit, failed=failed))
+                for index, call in enumerate(calls)
+            ]
+        return [task.result() for task in running]
+
+    async def final_reward(self) -> float | None:
+        """The sum of what the instances' `calc_reward` give; None where none gives one."""
+        given = [await self._counted(name, "calc_reward") for name in sorted(self._ready)]
+        rewards = [reward for reward in given if reward is not None]
+        return sum(rewards) if rewards else None
+
+    async def _answer(
+        self, call: ToolCall | MalformedCall, is_refused: bool, failed: dict[str, ToolFailure | None]
+    ) -> ToolOutcome:
+        name = call.name if isinstance(call, ToolCall) else ""
+        result: Result = "ok"
+        try:
+            if is_refused:
+                raise ToolFailure("refused", f"at most {self._config.max_calls_per_turn} calls a turn are run")
+            text, reward, numbers = await self._execute(call, failed)
+        except ToolFailure as failure:
+            result, text, reward, numbers = failure.result, f"Error: {failure}", 0.0, {}
+        self._metrics.tool_calls.labels(name if name in self._tools else NO_TOOL, result).inc()
+        return ToolOutcome(name, self._cut(text), reward, {f"{name}/{key}": value for key, value in numbers.items()})
+
+    async def _execute(self, call: ToolCall | MalformedCall, failed: dict[str, ToolFailure | None]) -> ToolAnswer:
+        if isinstance(call, MalformedCall):
+            raise ToolFailure("malformed", f"the tool call could not be read: {call.why}")
+        if call.name not in self._tools:
+            raise ToolFailure("unknown", f"there is no tool {call.name!r}; tools: {', '.join(self._tools)}")
+        if failure := failed[call.name]:
+            raise failure
+        with self._metrics.tool_seconds.time():
+            return _checked(call.name, await self._call(call.name, "execute", call.arguments))
+
+    async def _create(self, name: str) -> ToolFailure | None:
+        if name in self._ready:
+            return None
+        self._begun.add(name)
+        try:
+            await self._call(name, "create")
+        except ToolFailure as failure:
+            return failure
+        self._ready.add(name)
+        return None
+
+    async def _counted(self, name: str, method: Literal["calc_reward", "release"]) -> float | None:
+        """A call of which the model hears nothing. What it gives, or None."""
+        try:
+            given = await self._call(name, method)
+            return None if given is None or method == "release" else _finite(given)
+        except ToolFailure as failure:
+            self._metrics.tool_calls.labels(name, failure.result).inc()
+            logger.warning("%s of tool %s failed: %s", method, name, failure)
+            return None
+
+    async def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call into a tool; what it raises, and a deadline that it misses, become ToolFailure."""
+        timeout_s = self._config.tool_timeout_s
+        kwargs = self._kwargs.get(name, {}).get(f"{method}_kwargs", {})
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await getattr(self._tools[name], method)(self._instance_id, *arguments, **kwargs)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise ToolFailure("error", f"{name} was cancelled from within") from error
+        except Exception as error:
+            if deadline.expired():
+                raise ToolFailure("timeout", f"{name} did not answer within {timeout_s:g} s") from error
+            raise ToolFailure("error", f"{type(error).__name__}: {error}") from error
+
+    def _cut(self, text: str) -> str:
+        limit, keep = self._config.max_tool_response_chars, self._config.tool_response_keep
+        if len(text) <= limit:
+            return text
+        if keep == "head":
+            return f"{text[:limit]}...(truncated)"
+        if keep == "tail":
+            return f"(truncated)...{text[-limit:]}"
+        return f"{text[: (limit + 1) // 2]}...(truncated)...{text[len(text) - limit // 2 :]}"
+
+
+def _checked(name: str, answer: Any) -> ToolAnswer:
+    """A tool may answer with text alone, or with text, reward and numbers."""
+    if isinstance(answer, str):
+        return answer, 0.0, {}
+    if isinstance(answer, tuple) and len(answer) == 3:
+        text, reward, numbers = answer
+        if isinstance(text, str) and isinstance(numbers, dict | None):
+            return text, _finite(reward), {str(key): _finite(value) for key, value in (numbers or {}).items()}
+    logger.error("tool %s answered with %s instead of text, or (text, reward, numbers)", name, type(answer).__name__)
+    raise ToolFailure("error", f"{name} gave no readable answer")
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ToolFailure("error", f"a tool gave {value!r} as a number") from error
+    if not math.isfinite(number):
+        raise ToolFailure("error", f"a tool gave the number {number}")
+    return number

@@ -1,0 +1,113 @@
+"""Tools: Python classes that a model calls, declared in the YAML file `rollout.agents.tools_file`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, InvalidInput
+from penstock_rollout.agents.declarations import ToolsFile, read_declarations
+from penstock_rollout.agents.imports import load_object
+
+ToolAnswer = tuple[str, float, dict[str, float]]
+"""What the model reads, the reward of this call, and numbers to record."""
+
+
+class Tool:
+    """Base of all tools; the calls are those of verl's BaseTool.
+
+    One object serves all samples of a server. A sample that calls the tool gets an instance, named by `instance_id`:
+    `create` before its first call, `calc_reward` when it has ended well, `release` always, also when it is cancelled.
+    Calls of one turn run at the same time, those of one sample too. Each has the deadline
+    `rollout.agents.tool_timeout_s`. Whatever blocks belongs into `asyncio.to_thread`, since all samples share one
+    event loop.
+
+    The keyword arguments are the prompt's `extra_info.tools_kwargs[name]`, under `create_kwargs`, `execute_kwargs`,
+    `calc_reward_kwargs` and `release_kwargs`.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any]) -> None:
+        self.config = config
+        self.tool_schema = tool_schema
+
+    @property
+    def name(self) -> str:
+        name: str = self.tool_schema["function"]["name"]
+        return name
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Prepare an instance."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolAnswer | str:
+        """Run one call. `parameters` is what the model wrote, unchecked. Whatever is raised is shown to the model."""
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """A reward for what was done with the instance, beside those of its calls. None: there is none."""
+        return None
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free the instance."""
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools that a server, or one prompt, has."""
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.tool_schema for tool in self.tools.values()]
+
+    @classmethod
+    def load(cls, path: Path) -> Toolbox:
+        """Read the file and make one object of each class in it."""
+        where = "rollout.agents.tools_file"
+        tools: dict[str, Tool] = {}
+        for index, declared in enumerate(read_declarations(path, ToolsFile, where).tools):
+            place = f"{where} {path}: tools.{index}"
+            tool = _create(declared.class_name, f"{place}.class_name", declared.config, declared.openai_schema)
+            if tool.name in tools:
+                raise ConfigError(f"{place}: a tool {tool.name!r} was declared already")
+            tools[tool.name] = tool
+        return cls(tools)
+
+    def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
+        """What a prompt may use: all, or with `need_tools_kwargs` those that its `tools_kwargs` names."""
+        kwargs = tools_kwargs(extra_info)
+        if unknown := sorted(set(kwargs) - set(self.tools)):
+            raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {self._known()}")
+        if not extra_info.get("need_tools_kwargs"):
+            return self
+        return Toolbox({name: tool for name, tool in self.tools.items() if name in kwargs})
+
+    def _known(self) -> str:
+        return f"tools: {', '.join(self.tools)}" if self.tools else "set rollout.agents.tools_file"
+
+
+def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The prompt's arguments for tools. Nulls count as absent: Parquet writes them for rows without the field."""
+    by_tool = extra_info.get("tools_kwargs") or {}
+    if not isinstance(by_tool, dict):
+        raise InvalidInput("extra_info.tools_kwargs", "must be an object: tool name to create_kwargs and so on")
+    checked: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, calls in by_tool.items():
+        if calls is None:
+            continue
+        if not isinstance(calls, dict) or not all(isinstance(kwargs, dict | None) for kwargs in calls.values()):
+            raise InvalidInput(f"extra_info.tools_kwargs.{name}", "must be an object of objects, such as create_kwargs")
+        checked[name] = {call: kwargs for call, kwargs in calls.items() if kwargs}
+    return checked
+
+
+def _create(class_name: str, where: str, config: dict[str, Any], schema: dict[str, Any]) -> Tool:
+    loaded = load_object(class_name, where)
+    if not (isinstance(loaded, type) and issubclass(loaded, Tool)):
+        raise ConfigError(f"{where}: {class_name} is not a subclass of penstock_rollout.agents.tools.Tool")
+    try:
+        return loaded(config, schema)
+    except Exception as error:
+        raise ConfigError(f"{where}: {class_name} cannot be created: {error!r}") from error

@@ -1,0 +1,134 @@
+"""The response of one sample as it grows, turn by turn.
+
+Invariants, after every call:
+- sampled ids are kept as the engine gave them; the next turn's prompt is the prompt and these very ids;
+- the arrays have one entry a token: mask 1 and the engine's log-prob where it was sampled, 0 and 0.0 where inserted;
+- segments cover the response without gap or overlap. Inserted tokens belong to the segment of the sampled token before
+  them, so a trajectory never names a version that sampled none of it;
+- an episode never ends with inserted tokens: nothing was sampled after them, so they teach nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.trajectory import FinishReason, Sampling, VersionSegment
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.episode import Episode
+from penstock_rollout.chat_turns import Message
+from penstock_rollout.engines.engine import GenerateRequest
+
+SEED_STRIDE = 1_000_003
+"""Samples of a prompt have neighbouring seeds, so turns of one sample lie far apart."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    token_ids: tuple[int, ...]
+    """As sampled, a stop token included."""
+    finish_reason: FinishReason
+
+
+class Transcript:
+    """Samples turns and inserts what answers them. One per sample; turns run one after the other."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+        self.num_turns = 0
+        self._token_ids: list[int] = []
+        self._loss_mask: list[int] = []
+        self._log_probs: list[float] = []
+        self._segments: list[VersionSegment] = []
+        self._last_turn_start = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that the response may still have, by its budget and by the model's length."""
+        context = self.context
+        used = len(self._token_ids)
+        by_length = context.max_model_len - len(context.prompt_token_ids) - used
+        return min(context.sampling.max_tokens - used, by_length)
+
+    async def sample_turn(self) -> Turn:
+        """Let the model speak until it stops or a limit is reached. Every token is the model's own and is trained."""
+        context, start = self.context, len(self._token_ids)
+        finish_reason: FinishReason | None = None
+        request = GenerateRequest(
+            f"{context.request_id}.{self.num_turns}",
+            (*context.prompt_token_ids, *self._token_ids),
+            self._turn_sampling(),
+        )
+        # The protocol says AsyncIterator; every engine gives a generator, whose closing aborts the request.
+        async with aclosing(cast(Any, context.engine.generate(request))) as chunks:
+            async for chunk in chunks:
+                self._token_ids += chunk.token_ids
+                self._log_probs += chunk.log_probs
+                for segment in chunk.segments:
+                    self._append_segment(start + segment.start, start + segment.end, segment.policy_version)
+                finish_reason = chunk.finish_reason
+        self._loss_mask += [1] * (len(self._token_ids) - start)
+        self._last_turn_start = start
+        self.num_turns += 1
+        return Turn(tuple(self._token_ids[start:]), finish_reason or "aborted")
+
+    def insert(self, messages: Sequence[Message]) -> bool:
+        """Append the messages as the chat template renders them, up to where the model speaks again. False, and nothing
+        is appended, when no room would be left for a token of the model's."""
+        if not self._loss_mask or not self._loss_mask[-1]:
+            raise PenstockError("an agent inserted messages where no turn came before; insert once after each turn")
+        ids = self.context.tokenization.next_ids(self._token_ids[-1], messages, self.context.toolbox.schemas)
+        if len(ids) >= self.room:
+            return False
+        start = len(self._token_ids)
+        self._token_ids += ids
+        self._loss_mask += [0] * len(ids)
+        self._log_probs += [0.0] * len(ids)
+        self._append_segment(start, len(self._token_ids), self._segments[-1].policy_version)
+        return True
+
+    def episode(
+        self,
+        finish_reason: FinishReason,
+        *,
+        turn_rewards: Sequence[float] = (),
+        final_reward: float | None = None,
+        reward_parts: dict[str, float] | None = None,
+    ) -> Episode:
+        self.context.metrics.turns.observe(self.num_turns)
+        end = len(self._token_ids)
+        while end and not self._loss_mask[end - 1]:
+            end -= 1
+        return Episode(
+            token_ids=np.array(self._token_ids[:end], dtype=np.int32),
+            loss_mask=np.array(self._loss_mask[:end], dtype=np.uint8),
+            log_probs=np.array(self._log_probs[:end], dtype=np.float32),
+            segments=tuple(replace(segment, end=min(segment.end, end)) for segment in self._segments),
+            finish_reason=finish_reason,
+            last_turn_start=self._last_turn_start,
+            turn_rewards=tuple(turn_rewards),
+            final_reward=final_reward,
+            reward_parts=reward_parts or {},
+        )
+
+    def _turn_sampling(self) -> Sampling:
+        """The first turn keeps the sample's seed. A prompt that is too long is left to the engine to refuse."""
+        sampling, limit = self.context.sampling, self.context.config.max_turn_tokens
+        max_tokens = max(1, self.room if limit is None else min(self.room, limit))
+        seed = sampling.seed
+        if seed is not None and self.num_turns:
+            seed = (seed + self.num_turns * SEED_STRIDE) % 2**63
+        return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+    def _append_segment(self, start: int, end: int, policy_version: int) -> None:
+        """Neighbours of one version become one segment; nothing is appended for no tokens."""
+        if start == end:
+            return
+        if self._segments and self._segments[-1].policy_version == policy_version:
+            start = self._segments.pop().start
+        self._segments.append(VersionSegment(start, end, policy_version))

@@ -1,0 +1,82 @@
+"""Which tokens a chat template puts between two assistant turns.
+
+The ids that the model sampled are never rendered or encoded again. What follows them is taken from a fixed
+conversation instead: the template renders `[user, assistant, *messages]`, where the assistant says a marker, and all
+that comes after the marker are the tokens to append. For a Qwen template and one tool message that is
+
+    <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
+
+The leading end-of-turn token is there because the template ends an assistant message with one. A turn that was cut by
+a limit needs it. A turn whose last sampled id is a stop token has ended already, with whichever stop token the model
+chose, so everything up to the template's own is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError, InvalidInput
+
+Message = Mapping[str, Any]
+"""role, content, and what else the template reads (`name`, `tool_call_id`)."""
+
+_SPOKEN = "PENSTOCK_SPOKEN"
+_NEXT = "PENSTOCK_NEXT"
+_BASE: tuple[Message, ...] = ({"role": "user", "content": "0"}, {"role": "assistant", "content": _SPOKEN})
+
+
+class ChatTurns:
+    """The turn boundaries of one tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, stop_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._closing: dict[str, bool] = {}
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """A whole conversation, ready for the model's next turn, with the tools it may call."""
+        return self._encode(self._render(messages, tools))
+
+    def next_ids(
+        self, last_sampled: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
+        """The ids that go between a turn that ended with `last_sampled` and the next one, which answers `messages`."""
+        before, after = self._split(messages, tools)
+        whole, prefix = self._encode(before + after), self._encode(before)
+        # A tokenizer may merge across the boundary; the appended part then stands for itself.
+        ids = whole[len(prefix) :] if whole[: len(prefix)] == prefix else self._encode(after)
+        if last_sampled in self._stop_ids and self._closes(str(messages[0]["role"]), tools):
+            return ids[next(index for index, token in enumerate(ids) if token in self._stop_ids) + 1 :]
+        return ids
+
+    def _closes(self, role: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the template ends an assistant's turn with a stop token before a message of `role` begins."""
+        if role not in self._closing:
+            _, after = self._split([{"role": role, "content": _NEXT, "name": _NEXT}], tools)
+            self._closing[role] = not self._stop_ids.isdisjoint(self._encode(after.partition(_NEXT)[0]))
+        return self._closing[role]
+
+    def _split(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The fixed conversation up to the end of the assistant's words, and what follows."""
+        text = self._render([*_BASE, *messages], tools)
+        before, marker, after = text.partition(_SPOKEN)
+        if not marker:
+            raise ConfigError("the model's chat template leaves out what the assistant said; multi-turn agents need it")
+        return before + marker, after
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is the model's own code
+            why = " ".join(str(error).split())
+            raise InvalidInput("messages", f"the model's chat template refused them: {why}") from error
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

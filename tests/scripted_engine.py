@@ -1,0 +1,155 @@
+"""An engine that says what a test wrote down, and a model folder with nothing but a tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from penstock.config.agents import AgentsConfig
+from penstock.trajectory import FinishReason, Prompt, Sampling, VersionSegment
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.interactions import Interaction
+from penstock_rollout.agents.tool_calls import ToolCallParser, parse_hermes
+from penstock_rollout.agents.tools import Tool, Toolbox
+from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.tokenization import Tokenization
+
+LOG_PROB = -0.25
+SPECIAL = ("<|end|>", "<|other_end|>", "<|start|>", "<tool_call>", "</tool_call>")
+END, OTHER_END, START = 0, 1, 2
+TEXT = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789{}[]()\":,.;+-*/=_<>|'!?\n"
+MERGES = (("a", "b"), ("ab", "c"), ("o", "k"))
+
+CHATML = (
+    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}<|start|>user\n[{{ message.content }}]<|end|>\n"
+    "{% else %}<|start|>{{ message.role }}\n{{ message.content | trim }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""Shaped like Qwen's: every message ends with the stop token and a new line."""
+PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""No special token anywhere: the stop token that the model samples is not in the template."""
+
+
+def make_tokenizer_folder(folder: Path, chat_template: str = CHATML) -> Path:
+    """A BPE that merges `ab` and `abc`. The ids of `a`, `b`, `c` decode to text that encodes to another id."""
+    characters = TEXT.replace(" ", "\u0120").replace("\n", "\u010a")  # the byte-level alphabet's names
+    tokens = [*SPECIAL, *characters, *("".join(pair) for pair in MERGES)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    added = [
+        {"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": token.startswith("<|")}
+        for index, token in enumerate(SPECIAL)
+    ]  # fmt: skip
+    model = {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in MERGES], "unk_token": None}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level,
+                 "model": model}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    described = {"tokenizer_class": "Qwen2Tokenizer", "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": len(vocab)}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, OTHER_END]}))
+    return folder
+
+
+def spelled(text: str) -> tuple[int, ...]:
+    """One id a character, as a model may sample them and the tokenizer never would."""
+    return tuple(len(SPECIAL) + TEXT.index(character) for character in text)
+
+
+def called(body: str) -> tuple[int, ...]:
+    """A Hermes tool call, spelled, and the end of the turn."""
+    return (SPECIAL.index("<tool_call>"), *spelled(body), SPECIAL.index("</tool_call>"), END)
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers the requests of each sample with the turns of `script`, one after the other, in two chunks each."""
+
+    script: Sequence[Sequence[int]]
+    versions: Sequence[int] = (0,)
+    """Version of each turn; the last one goes on."""
+    requests: list[GenerateRequest] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    hold: Callable[[GenerateRequest], asyncio.Event | None] = lambda request: None
+    """A request that gets an event waits for it in the middle of its tokens."""
+    name: str = "scripted"
+
+    @property
+    def policy_version(self) -> int:
+        return self.versions[0]
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        assert request.request_id not in self.running
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        turn = int(request.request_id.rpartition(".")[2])
+        version = self.versions[min(turn, len(self.versions) - 1)]
+        ids = tuple(self.script[turn])
+        is_cut = len(ids) > request.sampling.max_tokens or ids[-1] not in (END, OTHER_END)
+        ids = ids[: request.sampling.max_tokens]
+        finish_reason: FinishReason = "length" if is_cut else "stop"
+        middle = len(ids) // 2
+        try:
+            yield _chunk(ids, 0, middle, version, None)
+            if event := self.hold(request):
+                await event.wait()
+            yield _chunk(ids, middle, len(ids), version, finish_reason)
+        finally:
+            self.running.discard(request.request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 0, 0.0)
+
+
+def _chunk(ids: tuple[int, ...], start: int, end: int, version: int, reason: FinishReason | None) -> TokenChunk:
+    segments = (VersionSegment(start, end, version),) if end > start else ()
+    return TokenChunk(ids[start:end], (LOG_PROB,) * (end - start), segments, reason)
+
+
+def make_context(
+    engine: Any,
+    tokenization: Tokenization,
+    *,
+    tools: Sequence[Tool] = (),
+    interactions: dict[str, Interaction] | None = None,
+    extra_info: dict[str, Any] | None = None,
+    max_tokens: int = 1000,
+    max_model_len: int = 4096,
+    parse_calls: ToolCallParser = parse_hermes,
+    seed: int | None = None,
+    **config: Any,
+) -> AgentContext:
+    toolbox = Toolbox({tool.name: tool for tool in tools})
+    prompt = Prompt(messages=(("user", "hi"),), extra_info=extra_info or {})
+    return AgentContext(
+        engine=engine,
+        tokenization=tokenization,
+        request_id="7.1.0",
+        prompt=prompt,
+        prompt_token_ids=tokenization.prompt_ids(prompt, toolbox.schemas),
+        sampling=Sampling(max_tokens=max_tokens, seed=seed),
+        config=AgentsConfig(**config),
+        max_model_len=max_model_len,
+        toolbox=toolbox,
+        parse_calls=parse_calls,
+        interactions=interactions or {},
+        metrics=RolloutMetrics(CollectorRegistry()),
+    )
+
+
+def function_schema(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}

@@ -1,0 +1,219 @@
+"""Loading agents, tools and interactions: what is wrong is said in one line, before the server starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.agents import AgentsConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.trajectory import Prompt
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.tokenization import Tokenization
+from tests.scripted_engine import CHATML, make_tokenizer_folder
+
+CODE = """
+from penstock_rollout.agents.interactions import Interaction
+from penstock_rollout.agents.tools import Tool
+
+NUMBER = 3
+
+class Echo(Tool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return str(parameters) + self.config.get("suffix", "")
+
+class Broken(Tool):
+    def __init__(self, config, tool_schema):
+        raise RuntimeError("no licence")
+
+class Teacher(Interaction):
+    pass
+
+async def my_agent(context):
+    return None
+
+def not_async(context):
+    return None
+"""
+TOOL = """
+tools:
+  - class_name: {file}:{name}
+    config: {{suffix: "!"}}
+    tool_schema:
+      type: function
+      function: {{name: echo, description: says it again, parameters: {{type: object}}, strict: true}}
+"""
+INTERACTION = """
+interaction:
+  - name: teacher
+    class_name: {file}:{name}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
+    return Tokenization(make_tokenizer_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(CODE)
+    return path
+
+
+def load(tokenization: Tokenization, **config: Any) -> Agents:
+    return Agents.load(AgentsConfig(**config), 4096, tokenization)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "declared.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_tools_interactions_and_agents_are_loaded_once(tokenization: Tokenization, code: Path, tmp_path: Path) -> None:
+    tools = written(tmp_path, TOOL.format(file=code, name="Echo"))
+    interactions = tmp_path / "interactions.yaml"
+    interactions.write_text(INTERACTION.format(file=code, name="Teacher"))
+    agents = load(tokenization, tools_file=tools, interactions_file=interactions, custom={"mine": f"{code}:my_agent"})
+    echo = agents.toolbox.tools["echo"]
+    assert echo.config == {"suffix": "!"}
+    assert echo.tool_schema["function"]["strict"] is True, "the schema reaches the template as it was written"
+    teacher = agents.interactions["teacher"]
+    assert type(echo).__module__ == type(teacher).__module__ == agents.find("mine").__module__, "one module, one file"
+
+
+def test_a_dotted_class_name_works_as_in_verl(
+    tokenization: Tokenization, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code.rename(tmp_path / "dotted_tools.py")
+    path = written(tmp_path, TOOL.format(file="dotted_tools", name="Echo").replace("dotted_tools:", "dotted_tools."))
+    assert list(load(tokenization, tools_file=path).toolbox.tools) == ["echo"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tools: [", "is not YAML"),
+        ("tools: []", "tools: List should have at least 1 item"),
+        ("tool: []", "tools: Field required"),
+        ("tools: [{class_name: a:B}]", "tools.0.tool_schema: Field required"),
+        (TOOL.replace("name: echo, ", ""), "tools.0.tool_schema.function.name: Field required"),
+        (TOOL.replace("type: function", "type: retrieval"), "tools.0.tool_schema.type: Input should be 'function'"),
+        (TOOL.replace("config", "confg"), "tools.0.confg: Extra inputs are not permitted"),
+        (TOOL + TOOL.replace("\ntools:", ""), "tools.1: a tool 'echo' was declared already"),
+        (TOOL.replace("{name}", "Ekko"), "has no 'Ekko'"),
+        (TOOL.replace("{name}", "NUMBER"), "is not a subclass of penstock_rollout.agents.tools.Tool"),
+        (TOOL.replace("{name}", "Teacher"), "is not a subclass of penstock_rollout.agents.tools.Tool"),
+        (TOOL.replace("{name}", "Broken"), "cannot be created: RuntimeError('no licence')"),
+        (TOOL.replace("{file}", "no_such_package.tools"), "there is no module no_such_package"),
+        (TOOL.replace("{file}", "no/such.py"), "there is no file no/such.py"),
+        (TOOL.replace("{file}:{name}", "Echo"), "'Echo' is not an import path"),
+    ],
+)
+def test_a_wrong_tools_file_is_explained_in_one_line(
+    tokenization: Tokenization, code: Path, tmp_path: Path, text: str, why: str
+) -> None:
+    path = written(tmp_path, text.format(file=code, name="Echo") if "{{" in text else text)
+    with pytest.raises(ConfigError) as raised:
+        load(tokenization, tools_file=path)
+    assert why in str(raised.value)
+    assert str(raised.value).startswith(f"rollout.agents.tools_file {path}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            INTERACTION + INTERACTION.replace("\ninteraction:", ""),
+            "interaction.1: an interaction 'teacher' was declared",
+        ),
+        (
+            INTERACTION.replace("{name}", "Echo"),
+            "is not a subclass of penstock_rollout.agents.interactions.Interaction",
+        ),
+        ("interaction: 3", "interaction: Input should be a valid list"),
+    ],
+)
+def test_a_wrong_interactions_file_is_explained_in_one_line(
+    tokenization: Tokenization, code: Path, tmp_path: Path, text: str, why: str
+) -> None:
+    path = written(tmp_path, text.format(file=code, name="Teacher"))
+    with pytest.raises(ConfigError) as raised:
+        load(tokenization, interactions_file=path)
+    assert why in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("custom", "why"),
+    [
+        ({"mine": "{code}:not_async"}, "rollout.agents.custom.mine: .* is not an `async def` function"),
+        ({"tool_agent": "{code}:my_agent"}, "built-in agent"),
+        ({"mine": "penstock_rollout.agents.single_turn:nothing"}, "has no 'nothing'"),
+    ],
+)
+def test_a_wrong_custom_agent(tokenization: Tokenization, code: Path, custom: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load(tokenization, custom={name: path.format(code=code) for name, path in custom.items()})
+
+
+def test_a_file_that_fails_on_import(tokenization: Tokenization, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import no_such_thing_at_all")
+    with pytest.raises(ConfigError, match=r"bad\.py fails on import: ModuleNotFoundError"):
+        load(tokenization, custom={"mine": f"{tmp_path}/bad.py:agent"})
+
+
+def test_a_prompt_cannot_make_the_server_import_anything(tokenization: Tokenization, code: Path) -> None:
+    with pytest.raises(InvalidInput, match="unknown agent"):
+        load(tokenization).find(f"{code}:my_agent")
+
+
+def test_an_unknown_agent_names_the_nearest(tokenization: Tokenization) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'tool_agent'"):
+        load(tokenization).find("tools_agent")
+
+
+def test_a_template_that_refuses_tools_is_found_at_the_start(tmp_path: Path, code: Path) -> None:
+    refusal = "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    strict = CHATML.replace("{% for message in messages %}", "{% for message in messages %}" + refusal)
+    tokenization = Tokenization(make_tokenizer_folder(tmp_path / "model", strict))
+    with pytest.raises(ConfigError, match="cannot have turns of a tool: .*no tools here"):
+        load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
+
+
+def test_a_template_that_hides_tools_is_warned_about(
+    tmp_path: Path, code: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blind = Tokenization(make_tokenizer_folder(tmp_path / "model", CHATML.replace("{% if tools %}", "{% if false %}")))
+    load(blind, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
+    assert "does not show tools" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("agent", "extra_info", "offered"),
+    [
+        ("single_turn_agent", {}, []),
+        ("interaction_agent", {}, []),
+        ("tool_agent", {}, ["echo"]),
+        ("tool_agent", {"tools_kwargs": None}, ["echo"]),
+        ("tool_agent", {"need_tools_kwargs": True, "tools_kwargs": {"echo": {}}}, ["echo"]),
+        ("tool_agent", {"need_tools_kwargs": True, "tools_kwargs": {"echo": None}}, []),
+    ],
+)
+def test_which_tools_a_prompt_is_offered(
+    tokenization: Tokenization, code: Path, tmp_path: Path, agent: str, extra_info: dict[str, Any], offered: list[str]
+) -> None:
+    agents = load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
+    assert list(agents.toolbox_for(Prompt(agent_name=agent, extra_info=extra_info)).tools) == offered
+
+
+def test_arguments_for_a_tool_that_is_not_there(tokenization: Tokenization, code: Path, tmp_path: Path) -> None:
+    agents = load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
+    with pytest.raises(InvalidInput, match="there is no tool 'ekko'; tools: echo"):
+        agents.toolbox_for(Prompt(agent_name="tool_agent", extra_info={"tools_kwargs": {"ekko": {}}}))

@@ -1,0 +1,108 @@
+"""The concurrency limit, driven by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.agents import AdaptiveConcurrencyConfig
+from penstock_rollout.concurrency import ConcurrencyLimit
+from penstock_rollout.engines.engine import EngineStats
+
+CONFIG = AdaptiveConcurrencyConfig(max_kv_usage=0.9, max_queue_s=5)
+IDLE = EngineStats(running_requests=10, waiting_requests=0, kv_cache_usage=0.5)
+
+
+def waiting(running: int, waiting: int, kv: float = 0.5) -> EngineStats:
+    return EngineStats(running, waiting, kv)
+
+
+def drive(limit: ConcurrencyLimit, start_s: int, end_s: int, stats: EngineStats, groups: int | None = None) -> int:
+    """One look a second; as many groups as the limit allows unless said otherwise."""
+    for now_s in range(start_s, end_s):
+        limit.observe(now_s, stats, limit.limit if groups is None else groups)
+    return limit.limit
+
+
+def test_it_starts_at_the_maximum_and_stays_there_while_nothing_waits() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 100, IDLE) == 64
+
+
+def test_requests_that_wait_for_a_moment_change_nothing() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    for start_s in range(0, 100, 5):
+        drive(limit, start_s, start_s + 4, waiting(10, 30))
+        drive(limit, start_s + 4, start_s + 5, IDLE)
+    assert limit.limit == 64
+
+
+def test_a_lasting_queue_lowers_it_by_the_share_that_waits() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 5, waiting(30, 10)) == 64
+    assert drive(limit, 5, 6, waiting(30, 10)) == 48
+
+
+def test_a_full_cache_lowers_it_at_once_but_not_again_before_it_had_effect() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 5, waiting(30, 10, kv=0.95)) == 48
+    assert drive(limit, 5, 10, waiting(30, 10, kv=0.95)) == 36
+
+
+def test_a_full_cache_where_nothing_waits_is_well_used() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 50, EngineStats(10, 0, 0.99)) == 64
+
+
+def test_it_falls_to_half_at_most_and_never_below_one() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 1, waiting(0, 1000, kv=1.0)) == 32
+    assert drive(limit, 1, 200, waiting(0, 1000, kv=1.0)) == 1
+
+
+def test_it_falls_from_what_runs_when_that_is_less_than_the_limit() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    assert drive(limit, 0, 1, waiting(30, 10, kv=1.0), groups=20) == 15
+
+
+def test_it_rises_one_by_one_only_while_it_binds() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    drive(limit, 0, 1, waiting(30, 10, kv=1.0))
+    assert drive(limit, 1, 20, IDLE, groups=10) == 48
+    assert drive(limit, 20, 24, IDLE) == 52
+    assert drive(limit, 24, 28, EngineStats(10, 0, 0.92)) == 52, "no more while the cache is nearly full"
+    assert drive(limit, 28, 100, IDLE) == 64
+
+
+def test_looks_between_two_seconds_count_once() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    drive(limit, 0, 1, waiting(30, 10, kv=1.0))
+    for tick in range(100):
+        limit.observe(1 + tick / 100, IDLE, 48)
+    assert limit.limit == 49
+
+
+def test_switched_off_it_never_moves() -> None:
+    limit = ConcurrencyLimit(AdaptiveConcurrencyConfig(enabled=False), 64)
+    assert drive(limit, 0, 100, waiting(0, 1000, kv=1.0)) == 64
+
+
+@dataclass
+class SimulatedEngine:
+    """Decodes `places` requests at once; a group has 8."""
+
+    places: int
+
+    def settle(self, limit: ConcurrencyLimit, seconds: int) -> list[int]:
+        limits = []
+        for now_s in range(seconds):
+            requests = limit.limit * 8
+            running = min(requests, self.places)
+            limits.append(limit.observe(now_s, waiting(running, requests - running), limit.limit))
+        return limits
+
+
+def test_it_settles_where_the_engine_is_just_full() -> None:
+    limits = SimulatedEngine(places=160).settle(ConcurrencyLimit(CONFIG, 64), 300)
+    settled = limits[100:]
+    assert min(settled) >= 20, "160 places are 20 groups: fewer would leave the engine idle"
+    assert max(settled) <= 26

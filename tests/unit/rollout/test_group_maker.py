@@ -1,0 +1,200 @@
+"""Prompt to group with agents of many turns, through the real producer and an in-memory queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.cancellation import end_task
+from penstock.codec import decode_group, encode_prompt
+from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import RewardConfig, RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Group, Prompt, Sampling
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.transcript import Transcript
+from penstock_rollout.engines.engine import EngineStats
+from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.producer import Producer
+from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import Tokenization
+from tests.scripted_engine import END, ScriptedEngine, called, make_tokenizer_folder, spelled
+
+REPLAY = ReplayConfig(groups_per_step=64, max_attempts=1)
+TOOLS = """
+tools:
+  - class_name: {folder}/parrot.py:Parrot
+    tool_schema: {{function: {{name: parrot}}}}
+"""
+PARROT = """
+from penstock_rollout.agents.tools import Tool
+
+class Parrot(Tool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "ok", 0.5, {}
+"""
+CALL = called('{"name": "parrot"}')
+ANSWER = (*spelled("no"), END)
+
+
+async def think_twice(context: AgentContext) -> Episode:
+    """The one of docs/agents.md."""
+    transcript = Transcript(context)
+    turn = await transcript.sample_turn()
+    if turn.finish_reason == "stop" and transcript.insert([{"role": "user", "content": "Are you sure?"}]):
+        turn = await transcript.sample_turn()
+    return transcript.episode(turn.finish_reason)
+
+
+async def returns_nothing(context: AgentContext) -> None:
+    return None
+
+
+async def cancels_itself(context: AgentContext) -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.fixture
+def tokenization(tmp_path: Path) -> Tokenization:
+    return Tokenization(make_tokenizer_folder(tmp_path / "model"))
+
+
+@pytest.fixture
+def tools_file(tmp_path: Path) -> Path:
+    (tmp_path / "parrot.py").write_text(PARROT)
+    path = tmp_path / "tools.yaml"
+    path.write_text(TOOLS.format(folder=tmp_path))
+    return path
+
+
+@asynccontextmanager
+async def producing(
+    tokenization: Tokenization, engine: ScriptedEngine, config: AgentsConfig, stats: EngineStats | None = None
+) -> AsyncIterator[tuple[MemoryReplayQueue, Producer]]:
+    queue = MemoryReplayQueue(MemoryStore(), REPLAY)
+    metrics = RolloutMetrics(CollectorRegistry())
+    scorer = Scorer(RewardConfig(), metrics)
+    agents = Agents.load(config, 4096, tokenization)
+    maker = GroupMaker("test", "rollout-0", engine, tokenization, scorer, metrics, agents)  # type: ignore[arg-type]
+    producer = Producer(
+        queue, "rollout-0", maker, RolloutConfig(max_concurrent_groups=4), REPLAY, metrics,
+        may_lease=lambda: True, engine_stats=(lambda: stats) if stats else None,
+    )  # fmt: skip
+    loop = asyncio.create_task(producer.lease_loop())
+    try:
+        yield queue, producer
+    finally:
+        await end_task(loop)
+        await producer.drain()
+        scorer.close()
+
+
+async def submit(queue: MemoryReplayQueue, num_prompts: int = 1, **fields: Any) -> list[int]:
+    prompt = Prompt(messages=(("user", "hi"),), ground_truth="no", sampling=Sampling(max_tokens=200), **fields)
+    payloads = [encode_prompt(prompt)] * num_prompts
+    return list((await queue.submit(payloads, [0] * num_prompts, "key")).prompt_ids)
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+async def made(queue: MemoryReplayQueue, prompt_id: int) -> Group:
+    async def is_queued() -> bool:
+        return (await queue.stat()).queued > 0
+
+    await eventually(is_queued)
+    return decode_group(await queue.get_group(prompt_id))
+
+
+@pytest.mark.parametrize(
+    ("config", "reward", "score"),
+    [
+        ({"scored_text": "last_turn"}, 1.5, 1.0),
+        ({"scored_text": "response"}, 0.5, 0.0),
+        ({"scored_text": "last_turn", "turn_rewards": "replace"}, 0.5, 1.0),
+    ],
+)
+async def test_a_tool_group_survives_the_wire(
+    tokenization: Tokenization, tools_file: Path, config: dict[str, Any], reward: float, score: float
+) -> None:
+    engine = ScriptedEngine([CALL, ANSWER], versions=[2, 5])
+    async with producing(tokenization, engine, AgentsConfig(tools_file=tools_file, **config)) as (queue, _):
+        (prompt_id,) = await submit(queue, agent_name="tool_agent", num_samples=3)
+        group = await made(queue, prompt_id)
+    assert '"name": "parrot"' in tokenization.raw_text(group.prompt_token_ids.tolist())
+    assert {request.request_id for request in engine.requests} == {
+        f"{prompt_id}.1.{i}.{t}" for i in range(3) for t in (0, 1)
+    }
+    for trajectory in group.trajectories:
+        ids = tuple(trajectory.token_ids.tolist())
+        assert ids[: len(CALL)] == CALL
+        assert ids[-len(ANSWER) :] == ANSWER
+        inserted = slice(len(CALL), len(ids) - len(ANSWER))
+        assert not trajectory.loss_mask[inserted].any()
+        assert trajectory.loss_mask.sum() == len(CALL) + len(ANSWER)
+        assert set(trajectory.token_versions()[inserted]) == {2}
+        assert (trajectory.min_version, trajectory.max_version) == (2, 5)
+        assert trajectory.reward == reward
+        assert trajectory.reward_parts == {"score": score, "turn_1": 0.5, "turn_2": 0.0}
+
+
+async def test_a_custom_agent_makes_a_group(tokenization: Tokenization) -> None:
+    config = AgentsConfig(custom={"think_twice": f"{__file__}:think_twice"}, scored_text="last_turn")
+    engine = ScriptedEngine([(*spelled("yes"), END), ANSWER])
+    async with producing(tokenization, engine, config) as (queue, _):
+        (prompt_id,) = await submit(queue, agent_name="think_twice")
+        (trajectory,) = (await made(queue, prompt_id)).trajectories
+    shown = tokenization.text(trajectory.token_ids[trajectory.loss_mask == 0].tolist())
+    assert shown == "\nuser\nAre you sure?\nassistant\n"
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {})
+
+
+@pytest.mark.parametrize("agent", ["returns_nothing", "cancels_itself"])
+async def test_a_custom_agent_that_makes_no_episode_gives_the_prompt_back(
+    tokenization: Tokenization, agent: str
+) -> None:
+    config = AgentsConfig(custom={"mine": f"{__file__}:{agent}"})
+    async with producing(tokenization, ScriptedEngine([]), config) as (queue, producer):
+        await submit(queue, agent_name="mine")
+
+        async def is_dead() -> bool:
+            return bool(await queue.dead_letter_reasons())
+
+        await eventually(is_dead)
+        assert producer.num_running == 0
+
+
+async def test_a_server_whose_engine_is_full_leases_fewer_groups(tokenization: Tokenization) -> None:
+    never = asyncio.Event()
+    engine = ScriptedEngine([ANSWER], hold=lambda request: never)
+    full = EngineStats(running_requests=1, waiting_requests=9, kv_cache_usage=1.0)
+    async with producing(tokenization, engine, AgentsConfig(), full) as (queue, producer):
+        await submit(queue, num_prompts=8)
+
+        async def is_running() -> bool:
+            return bool(engine.running)
+
+        await eventually(is_running)
+        await asyncio.sleep(0.1)
+        assert producer.num_running == 1
+    async with producing(tokenization, engine, AgentsConfig()) as (queue, producer):
+        await submit(queue, num_prompts=8)
+
+        async def are_running() -> bool:
+            return producer.num_running == 4
+
+        await eventually(are_running)

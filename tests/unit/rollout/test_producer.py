@@ -1,0 +1,67 @@
+"""The producer's invariant: an accepted group is in the outbox, whatever happens while it is handed in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from groups import make_group
+from penstock.cancellation import end_task
+from penstock.codec import encode_prompt
+from penstock.config.rollout import RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Group, Prompt, Sampling
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.producer import Producer
+
+
+class SlowAnswers(MemoryReplayQueue):
+    """Accepts at once and answers late; counts heartbeats that found a lease gone."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__(MemoryStore(), config)
+        self.answer = asyncio.Event()
+        self.lost = asyncio.Event()
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        outcomes = await super().append_many(groups)
+        await self.answer.wait()
+        return outcomes
+
+    async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
+        lost = await super().heartbeat(server_id, leases)
+        if lost:
+            self.lost.set()
+        return lost
+
+
+class Maker:
+    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+        return make_group(lease.prompt_id)
+
+
+async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> None:
+    replay = ReplayConfig(lease_ttl_s=0.3)
+    queue = SlowAnswers(replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)], [0], "")
+    maker: Any = Maker()
+    metrics = RolloutMetrics(CollectorRegistry())
+    producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
+    loops = [asyncio.create_task(producer.lease_loop()), asyncio.create_task(producer.heartbeat_loop())]
+    try:
+        async with asyncio.timeout(20):
+            await queue.lost.wait()
+            queue.answer.set()
+            while producer.num_running:
+                await asyncio.sleep(0.01)
+    finally:
+        for loop in loops:
+            await end_task(loop)
+    assert list(producer._outbox) == [1]

@@ -31,6 +31,8 @@ class Reception:
     device: torch.device
     """Where the buckets shall lie: the engine's GPU when it has room for a second set, else host memory."""
     patience: Patience
+    worker_device: torch.device = torch.device("cpu")
+    """Where the engine's own weights lie. The calling thread has it as its current device, with a stream of its own."""
 
 
 @dataclass(frozen=True)

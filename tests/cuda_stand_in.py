@@ -1,4 +1,4 @@
-"""A stand-in of `cupy.cuda.runtime` on the host: the same calls, streams that run in order and beside each other, events.
+"""A stand-in of `cupy.cuda.runtime` on the host: the same calls, streams that run beside each other, events.
 
 Memory is host memory, so that pointers of torch's CPU tensors are device pointers too. IPC works inside one process.
 """

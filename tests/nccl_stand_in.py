@@ -84,6 +84,7 @@ class NcclStandIn:
         """These take part in the start, and never in a broadcast."""
         self.broken_ranks: set[int] = set()
         """These see an asynchronous error at the next broadcast."""
+        self.communicators: list[_Communicator] = []
         self._stores: list[Any] = []
         module = self
 
@@ -97,6 +98,11 @@ class NcclStandIn:
         self._stores.append(store)
         return f"127.0.0.1:{store.port}".encode().ljust(128, b"\0")
 
+    def stop(self) -> None:
+        """End what a test left waiting; gloo does not survive a thread that the interpreter's end takes away."""
+        for communicator in self.communicators:
+            communicator.abort()
+
 
 class _Communicator:
     nccl: NcclStandIn
@@ -104,6 +110,7 @@ class _Communicator:
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
         assert len(commId) == 128
         self.nccl.num_inits += 1
+        self.nccl.communicators.append(self)
         self.rank = rank
         self._aborted = threading.Event()
         self._failure = 0

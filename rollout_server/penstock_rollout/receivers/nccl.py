@@ -25,7 +25,7 @@ MAX_ENQUEUED = 32
 def receive(reception: Reception) -> Iterator[Arrived]:
     """Buckets on the engine's GPU, or through two buffers on it in pinned host memory.
 
-    The rendezvous is an NcclMeeting. The communicator is kept for the next push of the same group, unless this one fails."""
+    The rendezvous is an NcclMeeting. The communicator is kept for the next push of its group, unless this one fails."""
     meeting = NcclMeeting.from_json(reception.rendezvous)
     joined = _groups.join(meeting, reception)
     try:

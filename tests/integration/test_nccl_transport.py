@@ -32,9 +32,9 @@ from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.receivers import nccl as receiving
 from penstock_rollout.receivers.stage import WeightStage
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SHORT_S = 1.0
-PROMPT_S = 8.0
+PROMPT_S = 25.0
 """Longer than a deadline of SHORT_S and an abort take on a busy machine, far shorter than DEADLINE_S."""
 NUM_TENSORS = 9
 

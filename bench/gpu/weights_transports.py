@@ -16,6 +16,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
+from penstock.weights.cuda.ipc import IpcOffer, opened
 from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.patience import Patience
@@ -85,15 +86,25 @@ class IpcMember:
         return sum(bucket.num_bytes for bucket in self.manifest.buckets)
 
     def transfer(self) -> float:
-        """GB/s of the receiver alone, mapping and unmapping included."""
+        """GB/s of the receiver alone, from the offer to the last bucket; unmapping comes after it."""
         rendezvous = self._publisher.call("offer")
         patience = Patience(TIMEOUT_S, "receiving")
         reception = Reception(self.manifest, rendezvous, 1, 2, DEVICE, patience, worker_device=DEVICE)
         self.received = []
         started = time.monotonic()
         with beside_the_engine(DEVICE):
-            self.received = [arrived.wire for arrived in find_receiver("cuda_ipc")(reception)]
-        return self.num_bytes / (time.monotonic() - started) / 1e9
+            for arrived in find_receiver("cuda_ipc")(reception):
+                self.received.append(arrived.wire)
+                last_at = time.monotonic()
+        return self.num_bytes / (last_at - started) / 1e9
+
+    def mapping(self) -> list[float]:
+        """Seconds of mapping the publisher's memory, and of unmapping it."""
+        handle = bytes.fromhex(IpcOffer.from_json(self._publisher.call("offer")).handle)
+        started = time.monotonic()
+        with opened(handle, 0):
+            mapped = time.monotonic()
+        return [mapped - started, time.monotonic() - mapped]
 
     def verify(self) -> float:
         """GB/s of the checksum over what was received."""
@@ -159,6 +170,9 @@ def _bench_ipc(results: Results, size: str, member: IpcMember) -> None:
         results.add(measurement.name, "GB/s", *measurement.rates)
     results.add(f"cuda_ipc transfer, {size}", "ms", *(1e-6 * member.num_bytes / rate for rate in ours.rates))
     results.bar(f"cuda_ipc of the copy's speed, {size}", median_ratio(ours, limit), 0.6)
+    mappings = [member.mapping() for _ in range(NUM_ROUNDS)]
+    results.add(f"mapping, {size}", "ms", *(1e3 * mapped for mapped, _ in mappings))
+    results.add(f"unmapping, {size}", "ms", *(1e3 * unmapped for _, unmapped in mappings))
     sources.clear()
     targets.clear()
     member.received = []

@@ -43,7 +43,7 @@ def _copies(
     pointer: int, offsets: list[int], sizes: list[int], reception: Reception, device_index: int
 ) -> Iterator[Arrived]:
     stream = DeviceStream(device_index)
-    ready = _ReadyBuckets(pointer + offsets[-1], identity(reception.manifest), device_index)
+    ready = _ReadyBuckets(stream, pointer + offsets[-1], identity(reception.manifest))
     enqueued: deque[tuple[torch.Tensor, int]] = deque()
     try:
         for bucket, (offset, num_bytes) in enumerate(zip(offsets, sizes, strict=False)):
@@ -58,7 +58,6 @@ def _copies(
     finally:
         stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
         stream.close()
-        ready.close()
 
 
 def _oldest(stream: DeviceStream, enqueued: deque[tuple[torch.Tensor, int]], patience: Patience) -> Arrived:
@@ -68,12 +67,13 @@ def _oldest(stream: DeviceStream, enqueued: deque[tuple[torch.Tensor, int]], pat
 
 
 class _ReadyBuckets:
-    """The header in the publisher's memory, read anew when it did not yet say enough."""
+    """The header in the publisher's memory, read anew when it did not yet say enough. A read waits for copies that are
+    enqueued before it, and these for nobody."""
 
-    def __init__(self, pointer: int, expected: bytes, device_index: int) -> None:
+    def __init__(self, stream: DeviceStream, pointer: int, expected: bytes) -> None:
+        self._stream = stream
         self._pointer = pointer
         self._expected = expected
-        self._stream = DeviceStream(device_index)
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
         self._num_ready = 0
 
@@ -91,9 +91,6 @@ class _ReadyBuckets:
         found, num_ready = HEADER.unpack(self._header.tobytes())
         # No bucket is ready in memory that is still another version's, or nobody's.
         self._num_ready = num_ready if found == self._expected else 0
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:

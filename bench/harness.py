@@ -92,7 +92,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
             {"name": m.name, "unit": m.unit, "median": m.median, "spread": m.spread, "rates": m.rates}
             for m in measurements
         ],
-        "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "ok": b.ok} for b in bars],
+        "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return all(bar.ok for bar in bars)

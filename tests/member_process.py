@@ -21,10 +21,13 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from cuda_stand_in import RuntimeStandIn
+from nccl_stand_in import NcclStandIn
 from penstock.config.loading import load_config
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.cuda import libraries
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
@@ -132,6 +135,15 @@ def _digest(stage: WeightStage) -> str:
     return weights_digest([host_checksum(XXH3, bucket.numpy()) for bucket in stage.buckets])
 
 
+def install_nccl_stand_in() -> NcclStandIn:
+    """NCCL over gloo, with pointers to host memory, in this process."""
+    runtime = RuntimeStandIn()
+    nccl = NcclStandIn(runtime)
+    libraries.runtime = lambda: runtime
+    libraries.nccl = lambda: nccl
+    return nccl
+
+
 def with_fault(fault: Fault) -> None:
     """Let the fault happen after the first bucket that arrives."""
 
@@ -150,6 +162,8 @@ def with_fault(fault: Fault) -> None:
 
 async def _serve(config_file: Path, num_workers: int, fault_text: str, is_quiet: bool, say: Say) -> None:
     config = load_config(config_file)
+    if config.weights.transport == "nccl":
+        install_nccl_stand_in()
     fault = Fault(fault_text, say)
     with_fault(fault)
     engine = StagingEngine(num_workers, config.model.path, fault, None if is_quiet else say)
@@ -200,7 +214,8 @@ class MemberProcess:
     def target(self) -> PushTarget:
         devices = ("cpu",) * self.num_workers
         address = f"127.0.0.1:{self.wait_for('port')}"
-        return PushTarget(f"member-{self.process.pid}", address, devices, host_id(), available_transports(devices))
+        transports = ("nccl", *available_transports(devices))  # by the stand-in
+        return PushTarget(f"member-{self.process.pid}", address, devices, host_id(), transports)
 
     @property
     def loads(self) -> list[tuple[int, list[str]]]:

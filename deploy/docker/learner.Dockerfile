@@ -13,7 +13,7 @@ COPY learner learner
 COPY services services
 # KubeRay's probes ask the dashboard agent, which only ray[default] has.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
-    ".[learner,gpu]" "ray[default]==${RAY_VERSION}"
+    ".[learner,cuda]" "ray[default]==${RAY_VERSION}"
 
 FROM python:3.11.13-slim-bookworm
 # wget: KubeRay's probes call it. The links: KubeRay starts Ray in a login shell, which resets PATH.

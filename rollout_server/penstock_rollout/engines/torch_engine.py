@@ -214,6 +214,8 @@ class TorchEngine:
         with torch.no_grad():
             for name, tensor in stage.tensors():
                 state[name].copy_(tensor)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
         self._policy_version = stage.manifest.policy_version
         self._loaded = stage
         if not self._config.keep_kv_cache:

@@ -33,13 +33,16 @@ class Reception:
     patience: Patience
     spare: list[torch.Tensor]
     """Buffers of an earlier version, to be filled again: touching new memory costs more than filling old."""
+    worker_device: torch.device = torch.device("cpu")
+    """Where the engine's own weights lie. The calling thread has it as its current device, with a stream of its own."""
 
     def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised bucket."""
+        """An uninitialised bucket; pinned in host memory that a GPU copies to or from."""
         for index, tensor in enumerate(self.spare):
             if tensor.numel() == num_bytes and tensor.device == device:
                 return self.spare.pop(index)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        pin = device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -108,8 +110,9 @@ class WeightStage:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            self._receive()
-            self._tensors = self._loadable()
+            with beside_the_engine(self._device):
+                self._receive()
+                self._tensors = self._loadable()
             self.receive_s = time.monotonic() - started
             self.phase = "received"
         except Exception as error:
@@ -130,6 +133,7 @@ class WeightStage:
             device=self._roomy_device(),
             patience=Patience(request.timeout_s, f"receiving weights by {request.transport}", self._aborted),
             spare=self._last.release() if self._last and not self._last.manifest.retain else [],
+            worker_device=self._device,
         )
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
             sums = []
@@ -163,8 +167,28 @@ class WeightStage:
         if self._device.type != "cuda":
             return torch.device("cpu")
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        # What earlier stages left in torch's cache is as good as free.
+        free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         needed = sum(bucket.num_bytes for bucket in self.manifest.buckets) + SPARE_DEVICE_BYTES
         return self._device if free_bytes >= needed else torch.device("cpu")
+
+
+@contextmanager
+def beside_the_engine(device: torch.device) -> Iterator[None]:
+    """Make `device` the thread's own, with a stream that neither waits for the engine's nor is waited for. At the end
+    everything enqueued on it is done, so that the engine's stream may read it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_stage_stream(device)):
+        yield
+        torch.cuda.current_stream().synchronize()
+
+
+@cache
+def _stage_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: torch caches memory by stream, and every stage shall find what the last one left."""
+    return torch.cuda.Stream(device)
 
 
 def bucket_checksum(name: str, bucket: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ def make_sender(transport: str, host: str, device: torch.device) -> Sender:
     if transport == "cuda_ipc":
         from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 
-        return CudaIpcSender()
+        return CudaIpcSender(device)
     if transport == "shm":
         from penstock_learner.weights.senders.shm import ShmSender
 

@@ -1,0 +1,243 @@
+"""cuda_ipc between two processes against a device-to-device copy of the same bytes, and NCCL with one rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from weights_processes import Child
+from weights_results import Results, say
+
+from harness import alternate, median_ratio
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+from penstock.weights.checksums import weights_digest
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.ipc import IpcOffer, opened
+from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
+from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.patience import Patience
+from penstock_learner.weights.device_memory import DeviceMemory
+from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
+from penstock_learner.weights.senders.sender import Shipment
+from penstock_learner.weights.staging import StagedVersion, checksum_name
+from penstock_rollout.engines.engine import StageRequest
+from penstock_rollout.receivers.reception import Reception, find_receiver
+from penstock_rollout.receivers.stage import WeightStage, beside_the_engine, bucket_checksum
+
+DEVICE = torch.device("cuda", 0)
+BUCKET_BYTES = 64 * 2**20
+TENSOR_SHAPE = (2048, 4096)
+"""16 MiB in bfloat16."""
+NUM_ROUNDS = 7
+NUM_PUSHES = 20
+TIMEOUT_S = 60.0
+
+
+class IpcPublisher:
+    """The publisher's process: stages versions of random weights and offers them."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self._shapes = [TensorShape(f"w{index}", "BF16", TENSOR_SHAPE) for index in range(num_tensors)]
+        self._source = torch.rand(TENSOR_SHAPE, device=DEVICE, dtype=torch.bfloat16)
+        self._sender = CudaIpcSender(DEVICE)
+        self._staged: StagedVersion | None = None
+
+    def stage(self, version: int) -> tuple[float, bytes, list[str]]:
+        """Seconds to stage and hash, the manifest and the checksums."""
+        started = time.monotonic()
+        self._staged = None
+        manifest = build_manifest("bench", version, 1, self._shapes, BUCKET_BYTES)
+        memory = DeviceMemory([bucket.num_bytes for bucket in manifest.buckets], DEVICE)
+        manifest.checksum = checksum_name(memory)
+        staged = self._staged = StagedVersion(manifest, memory, torch.bfloat16)
+        for index, shape in enumerate(self._shapes):
+            staged.put(shape.name, self._source * (version + index))
+        checksums = staged.checksums(Patience(TIMEOUT_S, "hashing"))
+        return time.monotonic() - started, manifest.SerializeToString(), checksums
+
+    def offer(self) -> str:
+        assert self._staged is not None
+        shipment = Shipment(self._staged.manifest, self._staged)
+        rendezvous = self._sender.open(shipment, [], Patience(TIMEOUT_S, "opening"))
+        self._sender.send(shipment, [], Patience(TIMEOUT_S, "sending"))
+        return rendezvous
+
+
+class IpcMember:
+    """The member's process is this one: what a worker does, without an engine."""
+
+    def __init__(self, publisher: Child) -> None:
+        self._publisher = publisher
+        self.manifest = weights_pb2.WeightManifest()
+        self.checksums: list[str] = []
+        self.received: list[torch.Tensor] = []
+
+    def stage(self, version: int) -> float:
+        seconds, manifest, self.checksums = self._publisher.call("stage", version)
+        self.manifest = weights_pb2.WeightManifest.FromString(manifest)
+        return float(seconds)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.manifest.buckets)
+
+    def transfer(self) -> float:
+        """GB/s of the receiver alone, from the offer to the last bucket; unmapping comes after it."""
+        rendezvous = self._publisher.call("offer")
+        patience = Patience(TIMEOUT_S, "receiving")
+        reception = Reception(self.manifest, rendezvous, 1, 2, DEVICE, patience, worker_device=DEVICE)
+        self.received = []
+        started = time.monotonic()
+        with beside_the_engine(DEVICE):
+            for arrived in find_receiver("cuda_ipc")(reception):
+                self.received.append(arrived.wire)
+                last_at = time.monotonic()
+        return self.num_bytes / (last_at - started) / 1e9
+
+    def mapping(self) -> list[float]:
+        """Seconds of mapping the publisher's memory, and of unmapping it."""
+        handle = bytes.fromhex(IpcOffer.from_json(self._publisher.call("offer")).handle)
+        started = time.monotonic()
+        with opened(handle, 0):
+            mapped = time.monotonic()
+        return [mapped - started, time.monotonic() - mapped]
+
+    def verify(self) -> float:
+        """GB/s of the checksum over what was received."""
+        started = time.monotonic()
+        found = [bucket_checksum(self.manifest.checksum, bucket) for bucket in self.received]
+        rate = self.num_bytes / (time.monotonic() - started) / 1e9
+        assert weights_digest(found) == weights_digest(self.checksums), "other bytes arrived than were sent"
+        return rate
+
+    def push(self) -> float:
+        """Seconds from the offer to a received and verified stage."""
+        started = time.monotonic()
+        rendezvous = self._publisher.call("offer")
+        stage = WeightStage(
+            StageRequest(self.manifest, "cuda_ipc", rendezvous, 1, 2, TIMEOUT_S), Path("unused"), device=DEVICE
+        )
+        stage.start()
+        stage.done.result(TIMEOUT_S)
+        seconds = time.monotonic() - started
+        why = stage.failure or stage.mismatch(self.checksums)
+        assert not why, why
+        assert stage.buckets[0].is_cuda
+        return seconds
+
+
+def copy_rate(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> float:
+    """GB/s of copying buckets inside the GPU: the limit of cuda_ipc."""
+    num_bytes = sum(source.numel() for source in sources)
+    stream = torch.cuda.Stream(DEVICE)
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    with torch.cuda.stream(stream):
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+    stream.synchronize()
+    return num_bytes / (time.monotonic() - started) / 1e9
+
+
+def bench_ipc(gigabytes: list[float]) -> Results:
+    results = Results()
+    for size in gigabytes:
+        num_tensors = max(1, round(size * 1e9 / (TENSOR_SHAPE[0] * TENSOR_SHAPE[1] * 2)))
+        say(f"ipc: {size:g} GB, {num_tensors} tensors")
+        publisher = Child(IpcPublisher, num_tensors)
+        try:
+            _bench_ipc(results, f"{size:g} GB", IpcMember(publisher))
+        finally:
+            publisher.stop()
+    return results
+
+
+def _bench_ipc(results: Results, size: str, member: IpcMember) -> None:
+    member.stage(1)
+    sizes = [bucket.num_bytes for bucket in member.manifest.buckets]
+    sources, targets = ([torch.ones(n, dtype=torch.uint8, device=DEVICE) for n in sizes] for _ in range(2))
+    contenders: dict[str, Any] = {
+        f"cuda_ipc, {size}": member.transfer,
+        f"verify, {size}": member.verify,
+        f"copy inside the GPU, {size}": lambda: copy_rate(sources, targets),
+    }
+    ours, verify, limit = alternate(contenders, NUM_ROUNDS, "GB/s").values()
+    for measurement in (ours, verify, limit):
+        results.add(measurement.name, "GB/s", *measurement.rates)
+    results.add(f"cuda_ipc transfer, {size}", "ms", *(1e-6 * member.num_bytes / rate for rate in ours.rates))
+    results.bar(f"cuda_ipc of the copy's speed, {size}", median_ratio(ours, limit), 0.6)
+    mappings = [member.mapping() for _ in range(NUM_ROUNDS)]
+    results.add(f"mapping, {size}", "ms", *(1e3 * mapped for mapped, _ in mappings))
+    results.add(f"unmapping, {size}", "ms", *(1e3 * unmapped for _, unmapped in mappings))
+    sources.clear()
+    targets.clear()
+    member.received = []
+    stagings, pushes = [], []
+    for version in range(2, 2 + 2 + NUM_PUSHES):
+        stagings.append(member.stage(version))
+        pushes.append(member.push())
+    results.add(f"staging and hashing at the publisher, {size}", "ms", *(1e3 * s for s in stagings[2:]))
+    results.add(f"push, received and verified, {size}", "ms", *(1e3 * s for s in pushes[2:]))
+    flat = statistics.median(pushes[-5:]) / statistics.median(pushes[2:7])
+    results.bar(f"the last 5 of {NUM_PUSHES} pushes to the first 5, {size}", flat, 1.2, at_most=True)
+
+
+def bench_nccl() -> Results:
+    """NCCL refuses two ranks on one GPU: what one can show is the start, the calls, a deadline and the aborts."""
+    results = Results()
+    nccl = libraries.nccl()
+    say(f"NCCL {nccl.get_version()}, CuPy built with {nccl.get_build_version()}")
+    results.bar("calls can be made non-blocking", float(nonblocking_config(nccl) is not None), 1)
+    bucket = torch.arange(BUCKET_BYTES // 4, dtype=torch.int32, device=DEVICE)
+    torch.cuda.synchronize()
+    starts, aborts, calls = [], [], []
+    for _ in range(4):
+        patience = Patience(TIMEOUT_S, "an NCCL group of one")
+        started = time.monotonic()
+        group = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
+        group.open(patience)
+        starts.append(1e3 * (time.monotonic() - started))
+        group.wait(group.broadcast(bucket.data_ptr(), BUCKET_BYTES, patience), patience)
+        started = time.monotonic()
+        events = [group.broadcast(bucket.data_ptr(), BUCKET_BYTES, patience, hold=bucket) for _ in range(20)]
+        for event in events:
+            group.wait(event, patience)
+        calls.append(1e3 * (time.monotonic() - started) / len(events))
+        started = time.monotonic()
+        group.abort()
+        aborts.append(1e3 * (time.monotonic() - started))
+    intact = torch.equal(bucket, torch.arange(BUCKET_BYTES // 4, dtype=torch.int32, device=DEVICE))
+    results.bar("the bucket is intact", float(intact), 1)
+    results.add("start of a group of one", "ms", *starts[1:])
+    results.add("64 MiB broadcast, one rank", "ms", *calls[1:])
+    results.add("abort", "ms", *aborts[1:])
+    _bench_missing_rank(results, nccl)
+    return results
+
+
+def _bench_missing_rank(results: Results, nccl: Any) -> None:
+    """A group of two whose second rank never comes: the deadline must hold, and the GPU go on."""
+    deadline_s = 2.0
+    group = NcclGroup(nccl.get_unique_id(), 2, 0, 0)
+    started = time.monotonic()
+    try:
+        group.open(Patience(deadline_s, "meeting a rank that never comes"))
+        raise AssertionError("NCCL met a rank that does not exist")
+    except WeightPushFailed as error:
+        say(f"{error}")
+    waited_s = time.monotonic() - started
+    started = time.monotonic()
+    group.abort()
+    results.add("abort of a start that waits", "ms", 1e3 * (time.monotonic() - started))
+    results.bar("a missing rank costs its deadline", waited_s / deadline_s, 1.5, at_most=True)
+    again = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
+    patience = Patience(TIMEOUT_S, "a group after an abort")
+    again.open(patience)
+    tensor = torch.ones(1024, dtype=torch.uint8, device=DEVICE)
+    again.wait(again.broadcast(tensor.data_ptr(), 1024, patience, hold=tensor), patience)
+    again.abort()
+    results.bar("a group works after that", float(int(tensor.sum()) == 1024), 1)

@@ -1,0 +1,88 @@
+"""nccl: one broadcast a bucket, GPU to GPU, on a stream of its own."""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import WeightPushFailed
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.nccl_group import NcclGroup, NcclMeeting
+from penstock.weights.cuda.relay import NUM_SLOTS, Relay
+from penstock.weights.patience import Patience
+from penstock_learner.weights.device_memory import device_index
+from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
+
+MAX_ENQUEUED = 32
+"""Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
+
+
+class NcclSender:
+    """Keeps its communicator from push to push while the members are the same. The rendezvous is an NcclMeeting.
+
+    Buckets in host memory, and deltas, go through two device buffers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_index = device_index(device)
+        self._name = uuid.uuid4().hex
+        self._group: NcclGroup | None = None
+        self._relay: Relay | None = None
+        self._members: tuple[PushTarget, ...] = ()
+        self._meeting = NcclMeeting(self._name, "", "", kept=False)
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> str:
+        if self._group is not None and self._group.is_open and self._members == tuple(members):
+            kept = NcclMeeting(self._name, self._meeting.group, self._meeting.unique_id, kept=True)
+            return kept.to_json()
+        self._drop()
+        unique_id: bytes = libraries.nccl().get_unique_id()
+        self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False)
+        self._group = NcclGroup(unique_id, num_ranks(members), 0, self._device_index)
+        self._members = tuple(members)
+        return self._meeting.to_json()
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> None:
+        assert self._group is not None, "send follows open"
+        try:
+            if not self._group.is_open:
+                self._group.open(patience)
+            self._send(self._group, shipment, patience)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
+
+    def _send(self, group: NcclGroup, shipment: Shipment, patience: Patience) -> None:
+        enqueued: deque[int] = deque()
+        for wire in shipment.wires(patience):
+            direct = is_on_gpu(wire)
+            while len(enqueued) >= (MAX_ENQUEUED if direct else NUM_SLOTS):
+                group.wait(enqueued.popleft(), patience)
+            pointer, num_bytes = wire.data_ptr(), wire.numel()
+            if direct:
+                enqueued.append(group.broadcast(pointer, num_bytes, patience, hold=wire))
+            else:
+                enqueued.append(self._relay_of(group, shipment).send(pointer, num_bytes, patience))
+        while enqueued:
+            group.wait(enqueued.popleft(), patience)
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._relay = None
+
+    def _relay_of(self, group: NcclGroup, shipment: Shipment) -> Relay:
+        max_bytes = max(bucket.num_bytes for bucket in shipment.manifest.buckets)
+        if self._relay is None or self._relay.max_bytes < max_bytes:
+            self._relay = Relay(group, max_bytes)
+        return self._relay
+
+
+def is_on_gpu(wire: torch.Tensor) -> bool:
+    return wire.is_cuda

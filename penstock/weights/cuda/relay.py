@@ -1,0 +1,41 @@
+"""Host memory's part in a broadcast: two device buffers in turn, so that one is copied while the other is broadcast."""
+
+from __future__ import annotations
+
+from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights.cuda.stream import DeviceAllocation
+from penstock.weights.patience import Patience
+
+NUM_SLOTS = 2
+
+
+class Relay:
+    """Kept with its group. Before a bucket the caller has waited for the one NUM_SLOTS before it."""
+
+    def __init__(self, group: NcclGroup, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._group = group
+        self._slots = [DeviceAllocation(max_bytes, group.device_index) for _ in range(NUM_SLOTS)]
+        self._num_used = 0
+
+    def send(self, pointer: int, num_bytes: int, patience: Patience) -> int:
+        """Copy, and enqueue the broadcast; returns its event. Earlier broadcasts run meanwhile."""
+        slot = self._next_slot()
+        self._group.wait(self._group.copy(slot.pointer, pointer, num_bytes), patience)
+        return self._group.broadcast(slot.pointer, num_bytes, patience, hold=slot)
+
+    def receive(self, pointer: int, num_bytes: int, patience: Patience, hold: object) -> tuple[int, int]:
+        """Enqueue the broadcast and, after it, the copy to pinned memory, which `hold` owns. For `wait`."""
+        slot = self._next_slot()
+        arrived = self._group.broadcast(slot.pointer, num_bytes, patience, hold=(slot, hold))
+        return arrived, self._group.copy(pointer, slot.pointer, num_bytes, after=arrived)
+
+    def wait(self, received: tuple[int, int], patience: Patience) -> None:
+        arrived, copied = received
+        self._group.wait(copied, patience)
+        self._group.wait(arrived, patience)
+
+    def _next_slot(self) -> DeviceAllocation:
+        slot = self._slots[self._num_used % NUM_SLOTS]
+        self._num_used += 1
+        return slot

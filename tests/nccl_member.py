@@ -1,0 +1,48 @@
+"""One worker of a member, in a process of its own over the stand-ins, for tests that kill it.
+
+    nccl_member.py MANIFEST_HEX RENDEZVOUS RANK WORLD_SIZE
+
+Says `ready`, waits for a line, says `meeting`, receives one bucket, says `bucket`, and stops without closing anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from cuda_stand_in import RuntimeStandIn
+from nccl_stand_in import NcclStandIn
+from penstock.v1 import weights_pb2
+from penstock.weights.cuda import libraries
+from penstock.weights.patience import Patience
+from penstock_rollout.receivers.nccl import receive
+from penstock_rollout.receivers.reception import Reception
+
+LIFETIME_S = 120.0
+
+
+def main(manifest: str, rendezvous: str, rank: str, world_size: str) -> None:
+    runtime = RuntimeStandIn()
+    nccl = NcclStandIn(runtime)
+    libraries.runtime = lambda: runtime
+    libraries.nccl = lambda: nccl
+    reception = Reception(
+        manifest=weights_pb2.WeightManifest.FromString(bytes.fromhex(manifest)),
+        rendezvous=rendezvous,
+        rank=int(rank),
+        world_size=int(world_size),
+        device=torch.device("cpu"),
+        patience=Patience(LIFETIME_S, "receiving"),
+    )
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print("meeting", flush=True)
+    for _ in receive(reception):
+        print("bucket", flush=True)
+        time.sleep(LIFETIME_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,183 @@
+"""A stand-in of `cupy.cuda.nccl` over gloo: the same call signatures and results, for ranks in one or many processes.
+
+As with CuPy 14: a unique id is 128 bytes that say where rank 0 listens; a communicator waits for ever for a missing
+rank; with `blocking = 0` a call raises KeyError(7) while it is in progress, as CuPy does for a result that its table
+lacks; a broadcast runs on its stream, and hangs there when a peer does, until `abort`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from cuda_stand_in import RuntimeStandIn
+
+IN_PROGRESS = 7
+NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
+FOR_EVER = timedelta(hours=1)
+POLL_S = 0.001
+
+
+class NcclError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"NCCL_ERROR_{NAMES[status]}: stand-in")
+
+
+class NcclConfig:
+    def __init__(self, split_share: int = 0) -> None:
+        self.split_share = split_share
+        self.blocking = 1
+
+
+class _Aborted(Exception):
+    pass
+
+
+class _AbortableStore(Store):
+    """A store whose waits end with an abort."""
+
+    def __init__(self, inner: Any, aborted: threading.Event) -> None:
+        super().__init__()
+        self._inner = inner
+        self._aborted = aborted
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> Any:
+        self.wait([key])
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._inner.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        while not self.check(keys):
+            if self._aborted.wait(POLL_S):
+                raise _Aborted
+
+
+class NcclStandIn:
+    """As the module `cupy.cuda.nccl`. `num_inits` counts the communicators that were begun, `num_aborts` the aborts."""
+
+    available = True
+    NCCL_UINT8 = 1
+    NcclError = NcclError
+    NcclConfig = NcclConfig
+
+    def __init__(self, runtime: RuntimeStandIn) -> None:
+        self.runtime = runtime
+        self.num_inits = 0
+        self.num_aborts = 0
+        self.silent_ranks: set[int] = set()
+        """These take part in the start, and never in a broadcast."""
+        self.broken_ranks: set[int] = set()
+        """These see an asynchronous error at the next broadcast."""
+        self.communicators: list[_Communicator] = []
+        self._stores: list[Any] = []
+        module = self
+
+        class NcclCommunicator(_Communicator):
+            nccl = module
+
+        self.NcclCommunicator = NcclCommunicator
+
+    def get_unique_id(self) -> bytes:
+        store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=FOR_EVER)
+        self._stores.append(store)
+        return f"127.0.0.1:{store.port}".encode().ljust(128, b"\0")
+
+    def stop(self) -> None:
+        """End what a test left waiting; gloo does not survive a thread that the interpreter's end takes away."""
+        for communicator in self.communicators:
+            communicator.abort()
+
+
+class _Communicator:
+    nccl: NcclStandIn
+
+    def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
+        assert len(commId) == 128
+        self.nccl.num_inits += 1
+        self.nccl.communicators.append(self)
+        self.rank = rank
+        self._aborted = threading.Event()
+        self._failure = 0
+        self._group: Any = None
+        self._starting = threading.Thread(target=self._start, args=(ndev, commId), daemon=True)
+        self._starting.start()
+        if config is not None and config.blocking == 0:
+            raise KeyError(IN_PROGRESS)
+        self._starting.join()
+        self.check_async_error()
+
+    def _start(self, num_ranks: int, unique_id: bytes) -> None:
+        try:
+            host, _, port = unique_id.rstrip(b"\0").decode().partition(":")
+            inner = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=10))
+            store = _AbortableStore(PrefixStore("nccl", inner), self._aborted)
+            self._group = ProcessGroupGloo(store, self.rank, num_ranks, FOR_EVER)
+        except Exception:
+            self._failure = 2
+
+    def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        assert datatype == self.nccl.NCCL_UINT8
+        self.check_async_error()
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(buff))
+        self.nccl.runtime.enqueue(stream, lambda: self._broadcast(torch.from_numpy(array), root))
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """On the stream. A GPU's kernel would spin here too."""
+        if self.rank in self.nccl.silent_ranks:
+            self._aborted.wait()
+        if self.rank in self.nccl.broken_ranks:
+            self._failure = 6
+            self._aborted.wait()
+        if self._aborted.is_set():
+            return
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._group.broadcast([tensor], options)
+        while not work.is_completed():
+            if self._aborted.wait(POLL_S):
+                self._break_connections(work)
+                return
+        try:
+            work.wait()
+        except RuntimeError:
+            self._failure = 6
+            self._aborted.wait()
+
+    def _break_connections(self, work: Any) -> None:
+        """Gloo has no abort: an operation that times out closes every connection of its group."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(milliseconds=1)
+        poison = self._group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and not (work.is_completed() and poison.is_completed()):
+            time.sleep(POLL_S)
+
+    def check_async_error(self) -> None:
+        if self._failure:
+            raise NcclError(self._failure)
+        if self._starting.is_alive():
+            raise KeyError(IN_PROGRESS)
+
+    def abort(self) -> None:
+        self.nccl.num_aborts += 1
+        self._aborted.set()
+        self._starting.join()
+
+    def destroy(self) -> None:
+        self._group = None

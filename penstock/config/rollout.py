@@ -1,13 +1,13 @@
-"""Configuration of rollout servers: engine, concurrency, rewards."""
+"""Configuration of rollout servers: engine, concurrency."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from penstock.config.base import Config
+from penstock.config.rewards import RewardConfig
 
 
 class EngineConfig(Config):
@@ -26,17 +26,6 @@ class EngineConfig(Config):
     """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
     extra: dict[str, Any] = {}
     """Further engine arguments, passed to vLLM unchanged."""
-
-
-class RewardConfig(Config):
-    function_file: Path | None = None
-    """Python file with a custom reward function; used for every data source."""
-    function_name: str = "compute_score"
-    """Its name; verl's signature (data_source, solution_str, ground_truth, extra_info)."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one reward."""
-    error_value: float = 0.0
-    """Reward of a sample whose function failed or ran out of time; counted in reward_errors_total."""
 
 
 class RolloutConfig(Config):

@@ -63,6 +63,7 @@ class RolloutServer:
         )  # fmt: skip
         listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:
+            await scorer.check()
             await asyncio.wait_for(self.engine.start(policy_version=0), config.rollout.start_timeout_s)
             self.metrics.version.labels("rollout").set(0)
             await self._listen(listener)
@@ -78,7 +79,7 @@ class RolloutServer:
                 await self.fleet.leave(self.server_id)
             await listener.stop(grace=1.0)
             await self.engine.stop()
-            scorer.close()
+            await scorer.close()
             await client.aclose()
 
     async def _listen(self, listener: grpc.aio.Server) -> None:

@@ -79,7 +79,10 @@ class RewardProcess:
     async def _exchange(self, request: Json, timeout_s: float) -> Json:
         """Raises RewardFailed timeout or worker_died, after which the process is of no more use."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        text = json.dumps(request).encode()
+        try:
+            text = json.dumps(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardFailed("exception", f"its arguments cannot be written as JSON ({error})") from error
         try:
             async with asyncio.timeout(timeout_s):
                 self.process.stdin.write(struct.pack("<I", len(text)) + text)

@@ -123,6 +123,12 @@ async def test_failures_are_counted_by_kind_and_give_the_configured_value(make_s
     assert errors(scorer) == {"exception": 2, "worker_died": 2}
 
 
+async def test_arguments_that_are_no_json_are_a_failure_like_any_other(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer()
+    assert await score(scorer, "7", ground_truth=b"7") == [(0.0, {})]
+    assert errors(scorer) == {"exception": 1}
+
+
 @pytest.mark.parametrize("verb", ["sleep 60", "hang"])
 async def test_a_deadline_ends_the_reward_and_no_other(make_scorer: MakeScorer, verb: str) -> None:
     scorer = await make_scorer(timeout_s=1.0)

@@ -28,6 +28,14 @@ class EngineConfig(Config):
     """Further engine arguments, passed to vLLM unchanged."""
 
 
+class PromptConfig(Config):
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt, rendered with the chat template; None: what the model's length leaves room for one token with."""
+    overlong: Literal["filter", "truncate_left", "truncate_right", "truncate_middle"] = "filter"
+    """What happens to longer ones. `filter`: dead-lettered at once, as `prompt_too_long`. Or tokens are cut off on a
+    side, or out of the middle."""
+
+
 class RolloutConfig(Config):
     num_servers: int = Field(default=1, ge=0)
     """Servers that `penstock up` starts on this machine."""
@@ -46,4 +54,5 @@ class RolloutConfig(Config):
     """A prompt that takes longer is given back, and counts as an attempt."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Budget for loading the model."""
+    prompt: PromptConfig = PromptConfig()
     reward: RewardConfig = RewardConfig()

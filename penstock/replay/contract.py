@@ -195,9 +195,9 @@ class GroupProducer(Protocol):
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
     ) -> None: ...
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered; a held-out
-        prompt then counts as finished in its evaluation, without samples."""
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered (at once if
+        it `is_final`); a held-out prompt then counts as finished in its evaluation, without samples."""
         ...
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:

@@ -180,13 +180,14 @@ class MemoryReplayQueue:
         evaluation.rewards += rewards
         evaluation.versions += (min_version, max_version)
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
         if not self._holds(server_id, lease):
             return
+        max_attempts = 1 if is_final else self.config.max_attempts
         if lease.prompt_id in self.store.eval_leases:
-            self.store.return_evaluation(lease.prompt_id, failure, self.config.max_attempts)
+            self.store.return_evaluation(lease.prompt_id, failure, max_attempts)
         else:
-            self.store.return_prompt(lease.prompt_id, failure, self.config.max_attempts)
+            self.store.return_prompt(lease.prompt_id, failure, max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         settled, missing = [], []

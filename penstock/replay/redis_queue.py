@@ -181,8 +181,9 @@ class RedisReplayQueue:
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version
         )
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, self.config.max_attempts)
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+        max_attempts = 1 if is_final else self.config.max_attempts
+        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         if not held:

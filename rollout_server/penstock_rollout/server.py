@@ -24,6 +24,7 @@ from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer
+from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
 from penstock_rollout.weight_member import WeightMember
@@ -51,7 +52,10 @@ class RolloutServer:
         config = self.config
         _check_address(config)
         scorer = Scorer(config.rollout.reward, self.metrics)
-        tokenization = Tokenization(config.model.path)
+        tokenization = Tokenization(
+            config.model.path,
+            PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, self.metrics).fit,
+        )
         client = connect(config.redis)
         self.fleet = Fleet(client, config.run)
         self.policies = PolicyRegistry(client, config.run)

@@ -172,6 +172,19 @@ async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: ReplayQueue) 
     await assert_conserved(queue)
 
 
+async def test_a_final_failure_dead_letters_at_once(queue: ReplayQueue) -> None:
+    await submit(queue, 2)
+    await queue.create_evaluation("e", [b"held out"])
+    evaluated, first, second = await queue.lease("s", 3)
+    await queue.give_back("s", evaluated, failure="prompt_too_long", is_final=True)
+    await queue.give_back("s", first, failure="prompt_too_long", is_final=True)
+    await queue.give_back("s", second, failure="engine_error")
+    assert await queue.dead_letter_reasons() == {"prompt_too_long": 1}
+    assert (await queue.get_evaluation("e")).num_finished == 1
+    assert [lease.prompt_id for lease in await queue.lease("s", 3)] == [second.prompt_id]
+    await assert_conserved(queue)
+
+
 async def test_giving_back_without_a_failure_costs_no_attempt(queue: ReplayQueue) -> None:
     await submit(queue, 1)
     for attempt in range(1, 8):

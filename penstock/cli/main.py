@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
     "up": ("penstock_services.local.up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.submit", "submit the prompts of a dataset file to a run"),
+    "feed": ("penstock.cli.feed", "submit the dataset of a config file to its run, and validate beside it"),
     "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
     "policies": ("penstock.cli.policies", "list the newest policy versions of a run"),
     "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),

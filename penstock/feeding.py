@@ -30,6 +30,12 @@ POLL_S = 0.5
 _SEED_STRIDE = 1_000_003
 
 
+def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
+    """The prompt with seeds that no other number of the run has, one a sample."""
+    first = seed * _SEED_STRIDE + number * prompt.num_samples
+    return replace(prompt, sampling=replace(prompt.sampling, seed=first))
+
+
 class PromptStream:
     """The prompts of a dataset by number: number p is place `p % n` of the order of epoch `p // n`."""
 
@@ -70,9 +76,7 @@ class PromptStream:
 
     def _at(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self.prompts))
-        prompt = self.prompts[int(self._order(epoch)[place])]
-        seed = self.seed * _SEED_STRIDE + number * prompt.num_samples
-        return replace(prompt, sampling=replace(prompt.sampling, seed=seed))
+        return seeded(self.prompts[int(self._order(epoch)[place])], self.seed, number)
 
     def _make_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         if not self.config.shuffle:

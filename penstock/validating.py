@@ -14,6 +14,7 @@ from penstock.config.dataset import ValidationConfig
 from penstock.config.run import RunConfig
 from penstock.datasets import read_prompts
 from penstock.errors import InvalidInput, QueueFull, Unavailable
+from penstock.feeding import seeded
 from penstock.replay.contract import Evaluation, PromptIntake
 from penstock.trajectory import Prompt, Sampling
 
@@ -41,7 +42,9 @@ class Validator:
         validation = config.dataset.validation
         assert validation.file is not None
         sampling = Sampling(validation.temperature, validation.top_p, validation.max_tokens)
-        prompts = list(read_prompts(validation.file, num_samples=validation.num_samples, sampling=sampling))
+        rows = read_prompts(validation.file, num_samples=validation.num_samples, sampling=sampling)
+        # The same seeds at every step: scores differ by the policy, not by the draw.
+        prompts = [seeded(prompt, config.seed, number) for number, prompt in enumerate(rows)]
         if not prompts:
             raise InvalidInput(str(validation.file), "holds no prompts")
         return cls(queue, prompts, validation, config.dataset.name, config.folder / "validation.jsonl")

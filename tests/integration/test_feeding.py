@@ -185,7 +185,7 @@ async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
     assert lines[0]["score"] == (1 + 4) / 8
     assert lines[0]["pass_at"] == {"1": pytest.approx(5 / 8), "2": pytest.approx(3 / 4), "4": 1.0}
     assert (lines[0]["policy_version_min"], lines[0]["policy_version_max"]) == (5, 6)
-    assert len(server) == 6
+    assert len(server) == 6 and len({prompt.sampling.seed for prompt in server}) == 2
     assert (server[0].sampling.temperature, server[0].sampling.top_p, server[0].sampling.max_tokens) == (0.5, 0.5, 9)
 
 

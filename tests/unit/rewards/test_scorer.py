@@ -131,7 +131,7 @@ async def test_arguments_that_are_no_json_are_a_failure_like_any_other(make_scor
 
 @pytest.mark.parametrize("verb", ["sleep 60", "hang"])
 async def test_a_deadline_ends_the_reward_and_no_other(make_scorer: MakeScorer, verb: str) -> None:
-    scorer = await make_scorer(timeout_s=1.0)
+    scorer = await make_scorer(timeout_s=3.0)
     await score(scorer, "7", "7")
     started = time.monotonic()
     slow, *others = await score(scorer, verb, "sleep 0.3", "sleep 0.3", "7")
@@ -143,9 +143,9 @@ async def test_a_deadline_ends_the_reward_and_no_other(make_scorer: MakeScorer, 
 
 
 async def test_waiting_for_a_process_is_not_the_rewards_time(make_scorer: MakeScorer) -> None:
-    scorer = await make_scorer(num_processes=1, timeout_s=1.5)
-    results = await score(scorer, *["sleep 0.4"] * 6)
-    assert [reward for reward, _ in results] == [1.0] * 6 and errors(scorer) == {}
+    scorer = await make_scorer(num_processes=1, timeout_s=3.0)
+    results = await score(scorer, *["sleep 0.5"] * 8)
+    assert [reward for reward, _ in results] == [1.0] * 8 and errors(scorer) == {}
 
 
 async def test_cancelling_ends_the_process(make_scorer: MakeScorer) -> None:

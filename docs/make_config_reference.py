@@ -36,15 +36,27 @@ def _models(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseM
     """A model and, after it, those of its fields, each with its dotted path."""
     yield path, model
     for name, field in model.model_fields.items():
+        dotted = f"{path}.{name}".lstrip(".")
         if (inner := _model_of(field)) is not None:
-            yield from _models(f"{path}.{name}".lstrip("."), inner)
+            yield from _models(dotted, inner)
+        for choice in _choices_of(field):
+            yield f"{dotted} of kind {get_args(choice.model_fields['kind'].annotation)[0]}", choice
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+    """The model of a section; None for a value, and for a choice among models."""
+    models = _models_in(field.annotation)
+    return models[0] if len(models) == 1 else None
+
+
+def _choices_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """The models of a field that is one of several, told apart by `kind`."""
+    return _models_in(field.annotation) if field.discriminator else []
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    kinds = (annotation, *get_args(annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
@@ -80,6 +92,8 @@ def _type(field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if models := _models_in(annotation):
+        return "one of " + ", ".join(f"`{get_args(model.model_fields['kind'].annotation)[0]}`" for model in models)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
@@ -99,6 +113,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     spelled = {None: "null", True: "true", False: "false", "": '""'}
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     if value is None or isinstance(value, bool | str):
         return f"`{spelled.get(value, value)}`"
     return f"`{list(value) if isinstance(value, tuple) else value}`"

@@ -1,6 +1,6 @@
-"""Dataset files as prompts: verl's Parquet schema, or JSONL with the same fields.
+"""Dataset files as prompts: verl's Parquet schema, or the same fields in JSONL or in a Hugging Face dataset on disk.
 
-    prompt         list of {role, content}
+    prompt         list of {role, content}; a text is one message of the user
     data_source    chooses the reward function
     reward_model   {ground_truth: anything JSON can carry, ...}
     extra_info     object handed to the reward function unchanged (optional)
@@ -12,7 +12,7 @@ Other columns are ignored. A row that does not fit raises InvalidInput with the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,24 @@ _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 
 def read_prompts(path: Path | str, *, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
-    """The prompts of a file, in its order. Rows are read as the iterator advances."""
-    path = Path(path)
+    """The prompts of a file, or of a folder that `Dataset.save_to_disk` wrote, in its order.
+
+    Rows are read as the iterator advances."""
+    for where, row in _rows(Path(path)):
+        yield _prompt(where, row, num_samples, sampling)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.is_dir():
+        return _folder_rows(path)
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
     if path.suffix not in readers:
-        raise InvalidInput(str(path), "is neither .parquet nor .jsonl; convert it to one of them")
+        raise InvalidInput(
+            str(path), "is neither .parquet nor .jsonl nor a dataset's folder; convert it to one of them"
+        )
     if not path.is_file():
         raise InvalidInput(str(path), "is not a file; check the path")
-    for where, row in readers[path.suffix](path):
-        yield _prompt(where, row, num_samples, sampling)
+    return readers[path.suffix](path)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -41,11 +50,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            if "prompt" not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names)
-                raise InvalidInput(
-                    str(path), f"has no column `prompt`, only {names}; rename the one that holds {_SHAPE}"
-                )
+            _check_columns(path, file.schema_arrow.names)
             number = 0
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for row in batch.to_pylist():
@@ -53,6 +58,49 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
+
+
+def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of the Arrow streams that state.json names, in its order."""
+    import pyarrow
+
+    splits = _read_json(path / "dataset_dict.json").get("splits", [])
+    if len(splits) > 1:
+        raise InvalidInput(str(path), f"has the splits {', '.join(splits)}; choose one, as in {path / splits[0]}")
+    if splits:
+        path = path / splits[0]
+    files = [path / entry["filename"] for entry in _read_json(path / "state.json").get("_data_files", [])]
+    if not files:
+        raise InvalidInput(str(path), "is no dataset that save_to_disk wrote: its state.json names no files")
+    number = 0
+    try:
+        for file in files:
+            with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+                _check_columns(path, stream.schema.names)
+                for batch in stream:
+                    for row in batch.to_pylist():
+                        yield f"{path} row {number}", row
+                        number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InvalidInput(str(path), f"cannot be read as Arrow ({_one_line(error)}); save it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidInput(str(path), f"cannot be read ({_one_line(error)}); save the dataset again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    if "prompt" not in names:
+        raise InvalidInput(
+            str(path), f"has no column `prompt`, only {', '.join(names)}; rename the one that holds {_SHAPE}"
+        )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -90,6 +138,8 @@ def _prompt(where: str, row: Any, num_samples: int, sampling: Sampling) -> Promp
 
 
 def _messages(where: str, value: Any) -> tuple[tuple[str, str], ...]:
+    if isinstance(value, str):
+        return (("user", value),)
     if not isinstance(value, list) or not value:
         raise InvalidInput(where, f"must be {_SHAPE}, not {_kind(value)}")
     for index, message in enumerate(value):

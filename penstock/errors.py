@@ -3,6 +3,7 @@
 PenstockError                INTERNAL             500
 ├── ConfigError              INVALID_ARGUMENT     400   a config file or an override is wrong
 ├── InvalidInput             INVALID_ARGUMENT     400   a request is wrong; carries the field's path
+│   └── PromptTooLong        INVALID_ARGUMENT     400   it has more tokens than the servers take
 ├── NotFound                 NOT_FOUND            404
 ├── Unauthenticated          UNAUTHENTICATED      401
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
@@ -43,6 +44,10 @@ class InvalidInput(PenstockError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class PromptTooLong(InvalidInput):
+    reason = "PROMPT_TOO_LONG"
 
 
 class NotFound(PenstockError):

@@ -193,4 +193,4 @@ def _parse_submission(answer: Json) -> Submission:
 
 
 def _parse_evaluation(answer: Json) -> Evaluation:
-    return Evaluation(**answer)
+    return Evaluation(**answer | {"pass_at": {int(k): share for k, share in answer["pass_at"].items()}})

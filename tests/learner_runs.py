@@ -20,7 +20,7 @@ from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.policies import PolicyRegistry
 from penstock.replay.contract import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue, connect, key_prefix
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
@@ -35,6 +35,7 @@ class Outcome:
     losses: list[float]
     stat: QueueStat
     ledger: list[list[int]]
+    feed_positions: dict[str, int]
 
 
 def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: Any) -> RunConfig:
@@ -63,9 +64,17 @@ async def fill_queue(config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_
     """Submit prompts and hand in their groups, in order, as a rollout server would."""
     client = connect(config.redis)
     queue = RedisReplayQueue(client, config.run, config.replay)
-    await queue.submit([b""] * num_groups, [0] * num_groups, "")
+    await queue.feed("train", "fingerprint", 0, [b""] * num_groups, [0] * num_groups)
     for lease in await queue.lease("rollout-0", num_groups):
         await queue.append(lease, encode_group(make_group(lease.prompt_id)), 0)
+    await client.aclose()
+
+
+async def forget_run(config: RunConfig) -> None:
+    """Redis as it is after a disk was lost."""
+    client = connect(config.redis)
+    async for key in client.scan_iter(f"{key_prefix(config.run)}*"):
+        await client.delete(key)
     await client.aclose()
 
 
@@ -111,5 +120,6 @@ async def _outcome(config: RunConfig) -> Outcome:
         digests.setdefault(policy.step, policy.weights_digest)
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     newest = sorted((config.folder / "checkpoints").glob("term-*-step-*"))[-1]
-    ledger = json.loads((newest / "trainer.json").read_text())["ledger"]
-    return Outcome(digests, [json.loads(line)["loss"] for line in lines], stat, ledger)
+    trainer = json.loads((newest / "trainer.json").read_text())
+    losses = [json.loads(line)["loss"] for line in lines]
+    return Outcome(digests, losses, stat, trainer["ledger"], trainer["feed_positions"])

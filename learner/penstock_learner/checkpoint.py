@@ -28,6 +28,8 @@ class TrainerState:
     term: int = 0
     ledger: list[tuple[int, int]] = field(default_factory=list)
     kl_coefficient: float | None = None
+    feed_positions: dict[str, int] = field(default_factory=dict)
+    """How far each dataset had been submitted. The positions that count are in Redis, beside the prompts."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock submit", description="Submit the prompts of a dataset file to a run."
     )
-    parser.add_argument("file", type=Path, help="verl Parquet, or JSONL with the same fields")
+    parser.add_argument("file", type=Path, help="verl Parquet, JSONL with the same fields, or a Hugging Face folder")
     add_gateway_arguments(parser)
     parser.add_argument("--num-samples", type=int, default=8, help="samples of each prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")

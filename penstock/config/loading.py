@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -29,10 +29,14 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and check everything."""
-    data = _read(path)
+    return load_overrides(_read(path), overrides, str(path))
+
+
+def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:
+    """As `load_config`, for what would stand in the file."""
     for keys, value in parse_overrides(overrides):
         _assign(data, keys, value)
-    return validate(data, str(path))
+    return validate(data, source)
 
 
 def validate(data: dict[str, Any], source: str) -> RunConfig:
@@ -111,13 +115,28 @@ def _explain(error: ValidationError) -> str:
 
 
 def _fields_at(path: Sequence[str]) -> list[str]:
-    """Names of the fields of the model that `path` leads to."""
-    model: type[BaseModel] = RunConfig
+    """Names of the fields of the model that `path` leads to, through sections, mappings and choices by `kind`."""
+    annotation: Any = RunConfig
     for part in path:
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), RunConfig)
-    return list(model.model_fields)
+        models = _models_in(annotation)
+        chosen = [model for model in models if part in _kinds_of(model)]
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        elif chosen:
+            annotation = chosen[0]
+        elif models and part in models[0].model_fields:
+            annotation = models[0].model_fields[part].annotation
+    return list((_models_in(annotation) or [RunConfig])[0].model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _one_line(message: object) -> str:

@@ -1,14 +1,14 @@
-"""Configuration of rollout servers: engine, concurrency, agents, rewards."""
+"""Configuration of rollout servers: engine, concurrency, agents, prompts."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.base import Config
+from penstock.config.rewards import RewardConfig
 
 
 class EngineConfig(Config):
@@ -29,15 +29,12 @@ class EngineConfig(Config):
     """Further engine arguments, passed to vLLM unchanged."""
 
 
-class RewardConfig(Config):
-    function_file: Path | None = None
-    """Python file with a custom reward function; used for every data source."""
-    function_name: str = "compute_score"
-    """Its name; verl's signature (data_source, solution_str, ground_truth, extra_info)."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one reward."""
-    error_value: float = 0.0
-    """Reward of a sample whose function failed or ran out of time; counted in reward_errors_total."""
+class PromptConfig(Config):
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt, rendered with the chat template; None: what the model's length leaves room for one token with."""
+    overlong: Literal["filter", "truncate_left", "truncate_right", "truncate_middle"] = "filter"
+    """What happens to longer ones. `filter`: dead-lettered at once, as `prompt_too_long`. Or tokens are cut off on a
+    side, or out of the middle."""
 
 
 class RolloutConfig(Config):
@@ -60,4 +57,5 @@ class RolloutConfig(Config):
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Budget for loading the model."""
     agents: AgentsConfig = AgentsConfig()
+    prompt: PromptConfig = PromptConfig()
     reward: RewardConfig = RewardConfig()

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config.base import Config
+from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
@@ -29,6 +30,7 @@ class RunConfig(Config):
     seed: int = 1
     """Seeds sampling, data order and the learner."""
     model: ModelConfig
+    dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()
     replay: ReplayConfig = ReplayConfig()
     gateway: GatewayConfig = GatewayConfig()

@@ -10,7 +10,7 @@ A prompt passes through these places, and is in exactly one of them at any time:
 
     lease, append, give_back, heartbeat            rollout servers
     take, commit, expire, discard, dead_letter     the learner that holds the current term
-    submit                                         the gateway
+    submit, feed                                   the gateway, and whoever feeds a dataset
 
 `admitted` counts first leases, and leases after an expiry; a prompt whose lease was lost is still in flight. So
 `admitted = trained + expired + dead_lettered + queued + in_flight` at every moment (queued = ready + delivered;
@@ -33,7 +33,7 @@ Evaluation prompts take the lane beside this one: leased without admission, reco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 PromptState = Literal["pending", "leased", "queued", "trained"]
@@ -80,6 +80,19 @@ class Evaluation:
     score: float
     policy_version_min: int
     policy_version_max: int
+    num_samples: int = 0
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
+
+
+@dataclass(frozen=True)
+class FeedPosition:
+    """How far a dataset has been submitted."""
+
+    position: int
+    """Number of the next prompt, over all epochs."""
+    fingerprint: str
+    """Of the data and its order."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,13 @@ class PromptIntake(Protocol):
         """Accept all prompts or none. Durable as soon as it returns, as far as Redis is."""
         ...
 
+    async def feed(
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
+    ) -> FeedPosition:
+        """Submit the prompts at `position` of a dataset, where that is how far it has been submitted: so every one is
+        submitted once, whoever is killed. Otherwise, and without prompts, nothing changes. Returns where it stands."""
+        ...
+
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         """Queue held-out prompts. Repeating an id changes nothing and returns the first one."""
         ...
@@ -195,9 +215,9 @@ class GroupProducer(Protocol):
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
     ) -> None: ...
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered; a held-out
-        prompt then counts as finished in its evaluation, without samples."""
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered (at once if
+        it `is_final`); a held-out prompt then counts as finished in its evaluation, without samples."""
         ...
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
@@ -216,6 +236,10 @@ class GroupConsumer(Protocol):
         """Start from a checkpoint of `step`: the batch manifests that Redis holds for later steps, by step.
 
         Their groups are delivered again, in the same batches."""
+        ...
+
+    async def feed_positions(self) -> dict[str, int]:
+        """How far each dataset has been submitted, by name."""
         ...
 
     async def take(self, step: int, max_groups: int) -> list[int]:

@@ -15,6 +15,7 @@ from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
     Evaluation,
+    FeedPosition,
     FinishedGroup,
     Lease,
     Outbox,
@@ -31,6 +32,7 @@ from penstock.replay.memory_store import (
     Ordered,
     reason_label,
 )
+from penstock.sample_scores import summarise
 
 
 class MemoryReplayQueue:
@@ -47,14 +49,19 @@ class MemoryReplayQueue:
         store = self.store
         if idempotency_key and idempotency_key in store.submissions:
             return Submission(tuple(store.submissions[idempotency_key]), replayed=True)
-        last = store.count("next_prompt_id", len(payloads))
-        ids = range(last - len(payloads) + 1, last + 1)
-        for prompt_id, payload, priority in zip(ids, payloads, priorities, strict=True):
-            store.prompts[prompt_id] = MemoryPrompt(payload, priority)
-            store.make_pending(prompt_id)
+        ids = store.add_prompts(payloads, priorities)
         if idempotency_key:
             store.submissions[idempotency_key] = ids
         return Submission(tuple(ids), replayed=False)
+
+    async def feed(
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
+    ) -> FeedPosition:
+        stored = self.store.feeds.get(name, FeedPosition(0, fingerprint))
+        if payloads and stored == FeedPosition(position, fingerprint):
+            self.store.add_prompts(payloads, priorities)
+            stored = self.store.feeds[name] = FeedPosition(position + len(payloads), fingerprint)
+        return stored
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         store = self.store
@@ -70,9 +77,12 @@ class MemoryReplayQueue:
         found = self.store.evaluations.get(evaluation_id)
         if found is None:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
-        score = sum(found.rewards) / len(found.rewards) if found.rewards else 0.0
+        summary = summarise(found.rewards)
         low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
-        return Evaluation(evaluation_id, found.num_prompts, found.num_finished, score, low, high)
+        return Evaluation(
+            evaluation_id, found.num_prompts, found.num_finished, summary.mean, low, high, summary.num_samples,
+            summary.pass_at,
+        )  # fmt: skip
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         store = self.store
@@ -177,16 +187,17 @@ class MemoryReplayQueue:
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
         evaluation.num_finished += 1
-        evaluation.rewards += rewards
+        evaluation.rewards.append(list(rewards))
         evaluation.versions += (min_version, max_version)
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
         if not self._holds(server_id, lease):
             return
+        max_attempts = 1 if is_final else self.config.max_attempts
         if lease.prompt_id in self.store.eval_leases:
-            self.store.return_evaluation(lease.prompt_id, failure, self.config.max_attempts)
+            self.store.return_evaluation(lease.prompt_id, failure, max_attempts)
         else:
-            self.store.return_prompt(lease.prompt_id, failure, self.config.max_attempts)
+            self.store.return_prompt(lease.prompt_id, failure, max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         settled, missing = [], []
@@ -211,6 +222,9 @@ class MemoryReplayQueue:
             if of_step > step:
                 self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
         return {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+
+    async def feed_positions(self) -> dict[str, int]:
+        return {name: feed.position for name, feed in self.store.feeds.items()}
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         self._check_term()

@@ -9,8 +9,10 @@ import re
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from penstock.replay.contract import FeedPosition
 
 NEVER = float("inf")
 
@@ -77,7 +79,7 @@ class MemoryGroup:
 class MemoryEvaluation:
     num_prompts: int
     num_finished: int = 0
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
 
@@ -90,6 +92,7 @@ class MemoryStore:
         self.prompts: dict[int, MemoryPrompt] = {}
         self.groups: dict[int, MemoryGroup] = {}
         self.submissions: dict[str, range] = {}
+        self.feeds: dict[str, FeedPosition] = {}
         self.evaluations: dict[str, MemoryEvaluation] = {}
         self.policies: dict[int, bytes] = {}
         self.manifests: dict[int, list[int]] = {}
@@ -115,6 +118,14 @@ class MemoryStore:
     def count(self, name: str, by: int = 1) -> int:
         self.counters[name] += by
         return self.counters[name]
+
+    def add_prompts(self, payloads: Sequence[bytes], priorities: Sequence[int]) -> range:
+        last = self.count("next_prompt_id", len(payloads))
+        ids = range(last - len(payloads) + 1, last + 1)
+        for prompt_id, payload, priority in zip(ids, payloads, priorities, strict=True):
+            self.prompts[prompt_id] = MemoryPrompt(payload, priority)
+            self.make_pending(prompt_id)
+        return ids
 
     def make_pending(self, prompt_id: int) -> None:
         self.pending.put(prompt_id, -self.prompts[prompt_id].priority * 1e12 + prompt_id)

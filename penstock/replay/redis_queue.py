@@ -23,6 +23,7 @@ from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
     Evaluation,
+    FeedPosition,
     FinishedGroup,
     Lease,
     Outbox,
@@ -31,6 +32,7 @@ from penstock.replay.contract import (
     Submission,
 )
 from penstock.replay.scripts import call_script, load_script
+from penstock.sample_scores import summarise
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 _STAT_FIELDS = [field.name for field in dataclasses.fields(QueueStat) if not field.name.startswith("admission_")]
@@ -88,6 +90,13 @@ class RedisReplayQueue:
         first, count, replayed = await self._call("submit", idempotency_key, IDEMPOTENCY_TTL_S, *flat)
         return Submission(tuple(range(first, first + count)), bool(replayed))
 
+    async def feed(
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
+    ) -> FeedPosition:
+        flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        stored, known = await self._call("feed", name, fingerprint, position, *flat)
+        return FeedPosition(stored, known.decode())
+
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         await self._call("create_evaluation", evaluation_id, *payloads)
         return await self.get_evaluation(evaluation_id)
@@ -97,6 +106,8 @@ class RedisReplayQueue:
         if not fields:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
+        texts = [text for name, text in fields.items() if name.startswith(b"rewards:")]
+        rewards = [[float(word) for word in text.split()] for text in texts]
         return Evaluation(
             evaluation_id=evaluation_id,
             num_prompts=int(fields[b"num_prompts"]),
@@ -104,6 +115,8 @@ class RedisReplayQueue:
             score=float(fields[b"reward_sum"]) / num_samples if num_samples else 0.0,
             policy_version_min=int(fields.get(b"version_min", -1)),
             policy_version_max=int(fields.get(b"version_max", -1)),
+            num_samples=num_samples,
+            pass_at=summarise(rewards).pass_at,
         )
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
@@ -178,11 +191,13 @@ class RedisReplayQueue:
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
     ) -> None:
         await self._call(
-            "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version
-        )
+            "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
+            " ".join(map(repr, rewards)),
+        )  # fmt: skip
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "") -> None:
-        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, self.config.max_attempts)
+    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+        max_attempts = 1 if is_final else self.config.max_attempts
+        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         if not held:
@@ -199,6 +214,10 @@ class RedisReplayQueue:
     async def restore(self, step: int) -> dict[int, list[int]]:
         flat = await self._call("restore", self.term, step)
         return {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+
+    async def feed_positions(self) -> dict[str, int]:
+        fields = await guarded(self.client.hgetall(f"{self.prefix}feeds"))
+        return {name.decode(): int(value) for name, value in fields.items() if b":" not in name}
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         taken: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order)

@@ -140,17 +140,28 @@ class GetEvaluationRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., evaluation_id: _Optional[str] = ...) -> None: ...
 
 class Evaluation(_message.Message):
-    __slots__ = ("evaluation_id", "num_prompts", "num_finished", "score", "policy_version_min", "policy_version_max")
+    __slots__ = ("evaluation_id", "num_prompts", "num_finished", "score", "policy_version_min", "policy_version_max", "num_samples", "pass_at")
+    class PassAtEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PASS_AT_FIELD_NUMBER: _ClassVar[int]
     evaluation_id: str
     num_prompts: int
     num_finished: int
     score: float
     policy_version_min: int
     policy_version_max: int
-    def __init__(self, evaluation_id: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_finished: _Optional[int] = ..., score: _Optional[float] = ..., policy_version_min: _Optional[int] = ..., policy_version_max: _Optional[int] = ...) -> None: ...
+    num_samples: int
+    pass_at: _containers.ScalarMap[int, float]
+    def __init__(self, evaluation_id: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_finished: _Optional[int] = ..., score: _Optional[float] = ..., policy_version_min: _Optional[int] = ..., policy_version_max: _Optional[int] = ..., num_samples: _Optional[int] = ..., pass_at: _Optional[_Mapping[int, float]] = ...) -> None: ...

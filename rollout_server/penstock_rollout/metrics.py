@@ -29,6 +29,7 @@ class RolloutMetrics:
             buckets=(4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
         )  # fmt: skip
         self.truncated = Counter(name("rollout_truncated"), "Responses cut at max_tokens.", registry=registry)
+        self.prompts_truncated = Counter(name("rollout_prompts_truncated"), "Prompts cut to fit.", registry=registry)
         self.version_span = Histogram(
             name("trajectory_version_span"), "Versions within one trajectory, minus one.", registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),

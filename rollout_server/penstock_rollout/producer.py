@@ -22,7 +22,7 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded, PenstockError, QueueFull, Unavailable
+from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.concurrency import ConcurrencyLimit
@@ -194,6 +194,8 @@ class Producer:
         self.metrics.failures.labels(reason).inc()
         self._drop(lease)
         try:
-            await self.queue.give_back(self.server_id, lease, failure=reason)
+            # Another attempt would find the same prompt as long.
+            is_final = isinstance(error, PromptTooLong)
+            await self.queue.give_back(self.server_id, lease, failure=reason, is_final=is_final)
         except (QueueFull, Unavailable) as refused:
             logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, refused)

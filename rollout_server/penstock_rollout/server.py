@@ -27,6 +27,7 @@ from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer
+from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
@@ -56,7 +57,10 @@ class RolloutServer:
         config = self.config
         _check_address(config)
         scorer = Scorer(config.rollout.reward, self.metrics)
-        tokenization = Tokenization(config.model.path)
+        tokenization = Tokenization(
+            config.model.path,
+            PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, self.metrics).fit,
+        )
         agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
         client = connect(config.redis)
         self.fleet = Fleet(client, config.run)
@@ -69,6 +73,7 @@ class RolloutServer:
         )  # fmt: skip
         listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:
+            await scorer.check()
             await asyncio.wait_for(self.engine.start(policy_version=0), config.rollout.start_timeout_s)
             self.metrics.version.labels("rollout").set(0)
             await self._listen(listener)
@@ -84,7 +89,7 @@ class RolloutServer:
                 await self.fleet.leave(self.server_id)
             await listener.stop(grace=1.0)
             await self.engine.stop()
-            scorer.close()
+            await scorer.close()
             await client.aclose()
 
     async def _listen(self, listener: grpc.aio.Server) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 
 
 class Tokenization:
-    """The tokenizer of a model folder. Response ids are decoded to be read, never to be tokenized again."""
+    """The tokenizer of a model folder. Prompts are made to `fit`.
 
-    def __init__(self, model_path: Path) -> None:
+    Response ids are decoded to be read, never to be tokenized again."""
+
+    def __init__(self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ids: ids) -> None:
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
+        self._fit = fit
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
         self.stop_ids = frozenset(stop_token_ids(model_path))
         """Ids that end a turn; an engine leaves the one that was sampled at the end of its tokens."""
@@ -36,9 +39,9 @@ class Tokenization:
         if prompt.token_ids:
             if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
-            return prompt.token_ids
+            return self._fit(prompt.token_ids)
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        return self._turns.prompt_ids(messages, tools)
+        return self._fit(self._turns.prompt_ids(messages, tools))
 
     def next_ids(self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
         """What stands between an assistant turn that ended with `last_sampled` and the one that answers `messages`."""

@@ -13,10 +13,12 @@ from learner_runs import (
     NUM_STEPS,
     Outcome,
     fill_queue,
+    forget_run,
     make_config,
     outcome,
     run_learner,
 )
+from penstock.config.run import RunConfig
 from tiny_model import make_tiny_qwen2
 
 KILLED = -9
@@ -28,8 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_process: RedisProcess) -> Outcome:
-    config = make_config(tmp_path_factory.mktemp("runs"), model, redis_process.url, "undisturbed")
+def config(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_process: RedisProcess) -> RunConfig:
+    return make_config(tmp_path_factory.mktemp("runs"), model, redis_process.url, "undisturbed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: RunConfig) -> Outcome:
     asyncio.run(fill_queue(config))
     code, output = run_learner(config)
     assert code == 0, output[-3000:]
@@ -55,3 +61,13 @@ def test_a_killed_learner_is_continued_exactly(
     assert recovered.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert recovered.stat.conservation_error == 0
     assert recovered.stat.term == 2
+    assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
+
+
+def test_a_redis_that_lost_a_dataset_the_checkpoint_knows_is_refused(config: RunConfig, undisturbed: Outcome) -> None:
+    """Prompt ids would start again from 1, and the ledger holds those."""
+    assert undisturbed.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
+    asyncio.run(forget_run(config))
+    code, output = run_learner(config)
+    assert code == 1
+    assert "error: Redis has lost the position of dataset train" in output

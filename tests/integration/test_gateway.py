@@ -243,6 +243,7 @@ async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: Red
             await queue.record_evaluation("heldout", lease, [1.0, 0.0], 3, 4)
         finished = await client.wait_for_evaluation("heldout", timeout_s=20)
     assert (finished.score, finished.policy_version_min, finished.policy_version_max) == (0.5, 3, 4)
+    assert (finished.num_samples, finished.pass_at) == (4, {1: 0.5, 2: 1.0})
     answer = await runs_pb2_grpc.RunServiceStub(gateway.channel).GetEvaluation(
         runs_pb2.GetEvaluationRequest(evaluation_id="heldout")
     )

@@ -15,7 +15,7 @@ import redis.asyncio as redis
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Fenced, NotFound
-from penstock.replay.contract import FinishedGroup, Lease
+from penstock.replay.contract import FeedPosition, FinishedGroup, Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -172,6 +172,19 @@ async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: ReplayQueue) 
     await assert_conserved(queue)
 
 
+async def test_a_final_failure_dead_letters_at_once(queue: ReplayQueue) -> None:
+    await submit(queue, 2)
+    await queue.create_evaluation("e", [b"held out"])
+    evaluated, first, second = await queue.lease("s", 3)
+    await queue.give_back("s", evaluated, failure="prompt_too_long", is_final=True)
+    await queue.give_back("s", first, failure="prompt_too_long", is_final=True)
+    await queue.give_back("s", second, failure="engine_error")
+    assert await queue.dead_letter_reasons() == {"prompt_too_long": 1}
+    assert (await queue.get_evaluation("e")).num_finished == 1
+    assert [lease.prompt_id for lease in await queue.lease("s", 3)] == [second.prompt_id]
+    await assert_conserved(queue)
+
+
 async def test_giving_back_without_a_failure_costs_no_attempt(queue: ReplayQueue) -> None:
     await submit(queue, 1)
     for attempt in range(1, 8):
@@ -278,6 +291,23 @@ async def test_versions_are_never_reused(queue: ReplayQueue) -> None:
     assert await queue.allocate_version(10) == 10
 
 
+async def test_a_feed_moves_on_with_what_it_submits_and_only_then(make_queue: MakeQueue) -> None:
+    queue, other = make_queue(), make_queue()
+    assert await queue.feed("train", "f", 0, [], []) == FeedPosition(0, "f")
+    assert await queue.feed_positions() == {}
+    assert await queue.feed("train", "f", 0, [b"p0", b"p1"], [0, 5]) == FeedPosition(2, "f")
+    # A lost reply, or another feeder: nothing is submitted twice.
+    assert await other.feed("train", "f", 0, [b"p0", b"p1"], [0, 0]) == FeedPosition(2, "f")
+    assert await other.feed("train", "f", 3, [b"p3"], [0]) == FeedPosition(2, "f")
+    assert await other.feed("train", "other data", 2, [b"x"], [0]) == FeedPosition(2, "f")
+    assert await other.feed("train", "f", 2, [b"p2"], [0]) == FeedPosition(3, "f")
+    assert await queue.feed("more", "g", 0, [b"q0"], [0]) == FeedPosition(1, "g")
+    assert await queue.feed_positions() == {"train": 3, "more": 1}
+    leased = await make_queue(max_staleness=9).lease("s", 9)
+    assert [lease.payload for lease in leased] == [b"p1", b"p0", b"p2", b"q0"]  # by priority, then by age
+    await assert_conserved(queue)
+
+
 async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> None:
     await queue.create_evaluation("heldout", [b"q1", b"q2"])
     assert (await queue.create_evaluation("heldout", [b"other"])).num_prompts == 2
@@ -290,6 +320,7 @@ async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> No
     evaluation = await queue.get_evaluation("heldout")
     assert (evaluation.num_finished, evaluation.score) == (2, 0.75)
     assert (evaluation.policy_version_min, evaluation.policy_version_max) == (3, 5)
+    assert (evaluation.num_samples, evaluation.pass_at) == (4, {1: 0.75, 2: 1.0})
     stat = await queue.stat()
     assert (stat.admitted, stat.in_flight) == (0, 0)
 

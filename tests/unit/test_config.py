@@ -43,6 +43,7 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--lerner.lr", "3"], "unknown key 'lerner'; did you mean 'learner'?"),
         (["--learner.algorithm.loss.clip", "3"], "did you mean 'clip_low'?"),
         (["--learner.algorithm.loss.name", "pppo"], "did you mean 'ppo'?"),
+        (["--rollout.reward.by_data_source", "{x: {kind: math, wrong: 1}}"], "did you mean 'wrong_score'?"),
         (["--learner.lr", "fast"], "learner.lr: Input should be a valid number"),
         (["--learner.lr"], "--learner.lr needs a value"),
         (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),

@@ -1,4 +1,4 @@
-"""Dataset files: both formats give the same prompts, and a wrong row is named."""
+"""Dataset files: all formats give the same prompts, and a wrong row is named."""
 
 from __future__ import annotations
 
@@ -28,19 +28,38 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+FORMATS = ["train.parquet", "train.jsonl", "train"]
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
+    if not path.suffix:
+        write_folder(path, rows)
+    elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
+def write_folder(path: Path, rows: list[dict[str, Any]]) -> None:
+    """As `datasets.Dataset.save_to_disk(path, num_shards=2)` does, by datasets 4.4."""
+    path.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    middle = (len(rows) + 1) // 2
+    names = [f"data-{index:05d}-of-00002.arrow" for index in range(2)]
+    for name, part in zip(names, (table.slice(0, middle), table.slice(middle)), strict=True):
+        with pa.ipc.new_stream(str(path / name), table.schema) as stream:
+            stream.write_table(part)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "c6275756191e6de1", "_split": None}
+    (path / "state.json").write_text(json.dumps(state))
+    (path / "dataset_info.json").write_text("{}")
+
+
 def read(path: Path) -> list[Prompt]:
     return list(read_prompts(path, num_samples=4, sampling=SAMPLING))
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_become_prompts(tmp_path: Path, name: str) -> None:
     prompts = read(write(tmp_path / name, ROWS))
     assert prompts[1] == Prompt(
@@ -55,7 +74,7 @@ def test_rows_become_prompts(tmp_path: Path, name: str) -> None:
     assert [prompt.agent_name for prompt in prompts] == ["single_turn_agent", "tool_agent", "tool_agent"]
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
     [prompt] = read(write(tmp_path / name, [{"prompt": [{"role": "user", "content": ""}]}]))
     assert (prompt.ground_truth, prompt.extra_info, prompt.data_source) == (None, {}, "")
@@ -64,7 +83,7 @@ def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": "2+2?"}, r'line 3: prompt: must be a list like \[\{"role"'),
+        ({"prompt": 7}, r'line 3: prompt: must be a list like \[\{"role"'),
         ({"prompt": []}, "line 3: prompt: must be .* not empty"),
         ({"prompt": None}, "line 3: prompt: must be .* not missing"),
         ({"prompt": [{"role": "user"}]}, r"line 3: prompt\[0\]: must have a `role` and a `content`"),
@@ -102,6 +121,35 @@ def test_a_parquet_file_without_prompts_says_what_it_has(tmp_path: Path) -> None
     path = write(tmp_path / "train.parquet", [{"question": "2+2?", "answer": "4"}])
     with pytest.raises(InvalidInput, match="no column `prompt`, only question, answer; rename"):
         read(path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_text_is_one_message_of_the_user(tmp_path: Path, name: str) -> None:
+    prompts = read(write(tmp_path / name, [{"prompt": "2+2?"}, {"prompt": "3+3?"}]))
+    assert [prompt.messages for prompt in prompts] == [(("user", "2+2?"),), (("user", "3+3?"),)]
+
+
+def test_a_folder_of_splits_wants_one_of_them(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write(tmp_path / "data" / name, ROWS[:1] if name == "test" else ROWS)
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(InvalidInput, match="has the splits train, test; choose one, as in .*data/train"):
+        read(tmp_path / "data")
+    assert len(read(tmp_path / "data" / "train")) == 3 and len(read(tmp_path / "data" / "test")) == 1
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert len(read(tmp_path / "data")) == 1
+
+
+def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no dataset that save_to_disk wrote"):
+        read(tmp_path)
+    write(tmp_path / "train", ROWS)
+    (tmp_path / "train" / "data-00001-of-00002.arrow").write_bytes(b"not arrow")
+    with pytest.raises(InvalidInput, match="cannot be read as Arrow"):
+        read(tmp_path / "train")
+    write(tmp_path / "other", [{"question": "2+2?"}])
+    with pytest.raises(InvalidInput, match="no column `prompt`, only question"):
+        read(tmp_path / "other")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

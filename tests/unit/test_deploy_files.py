@@ -156,8 +156,10 @@ def queues(clients: Clients) -> Callable[[str], RedisReplayQueue]:
 async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue]) -> None:
     gateway, rollout, learner = (queues(role) for role in ROLES)
     submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids
+    assert (await gateway.feed("train", "f", 0, [], [])).position == 0
     await learner.take_term(0)
     assert await learner.restore(0) == {}
+    assert await learner.feed_positions() == {}
     await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
 
     leases = await rollout.lease("r0", 8)
@@ -183,6 +185,8 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert await learner.allocate_version(1) == 1
     assert (await learner.stat()).conservation_error == 0
 
+    assert (await gateway.feed("train", "f", 0, [b"p"], [0])).position == 1
+    assert await learner.feed_positions() == {"train": 1}
     await gateway.create_evaluation("e", [b"q"])
     evaluation = next(lease for lease in await rollout.lease("r0", 8) if lease.prompt_id not in submitted)
     await rollout.record_evaluation("e", evaluation, [1.0], 0, 0)

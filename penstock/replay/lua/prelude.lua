@@ -7,6 +7,8 @@ local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'o
 local OPEN = P .. 'open'
 local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
 local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
+-- Datasets that are fed: name to the position of the next prompt, and name:fingerprint to what they are.
+local FEEDS = P .. 'feeds'
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
 
 local function now_ms()
@@ -53,6 +55,19 @@ end
 local function make_pending(id)
   local priority = tonumber(redis.call('HGET', P .. 'priorities', id) or '0')
   redis.call('ZADD', PENDING, -priority * 1e12 + id, id)
+end
+
+-- ARGV from `start` on: payload and priority of each prompt. Returns the first id, and how many there are.
+local function add_prompts(start)
+  local n = (#ARGV - start + 1) / 2
+  local first = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', n) - n + 1
+  for i = 0, n - 1 do
+    local id, priority = first + i, ARGV[start + 1 + 2 * i]
+    redis.call('HSET', PROMPTS, id, ARGV[start + 2 * i])
+    if priority ~= '0' then redis.call('HSET', P .. 'priorities', id, priority) end
+    make_pending(id)
+  end
+  return first, n
 end
 
 local function drop_lease(id)

@@ -1,4 +1,4 @@
--- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version.
+-- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text.
 local evaluation, id = P .. 'evaluation:' .. ARGV[1], ARGV[2]
 if redis.call('HDEL', PROMPTS, id) == 0 then return 0 end
 redis.call('ZREM', EVAL_LEASES, id)
@@ -10,6 +10,7 @@ redis.call('HDEL', EVAL_OF, id)
 redis.call('HINCRBY', evaluation, 'num_finished', 1)
 redis.call('HINCRBY', evaluation, 'num_samples', ARGV[3])
 redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[4])
+redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7])
 local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
 if not low or tonumber(ARGV[5]) < tonumber(low) then redis.call('HSET', evaluation, 'version_min', ARGV[5]) end
 if not high or tonumber(ARGV[6]) > tonumber(high) then redis.call('HSET', evaluation, 'version_max', ARGV[6]) end

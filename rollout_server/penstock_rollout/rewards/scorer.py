@@ -1,74 +1,71 @@
-"""Scores responses beside generation: in a thread, with a deadline, errors counted and never raised."""
+"""Scores responses beside generation: in processes of their own, with a deadline, errors counted and never raised."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from penstock.config.rollout import RewardConfig
+from penstock.config.rewards import RemoteReward, Reward, RewardConfig
+from penstock.errors import ConfigError
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.function import exact_match, load_function, normalise_score
+from penstock_rollout.rewards.choice import RewardChoice
+from penstock_rollout.rewards.pool import Json, RewardFailed, RewardPool
+from penstock_rollout.rewards.remote import RemoteScorer
 
 logger = logging.getLogger(__name__)
-NUM_THREADS = 2
 
 
 class Scorer:
-    """One reward function for all responses of a server."""
+    """The rewards of a server, each data source by its own. Call `check` first and `close` last."""
 
     def __init__(self, config: RewardConfig, metrics: RolloutMetrics) -> None:
         self.config = config
         self.metrics = metrics
-        self.function = (
-            load_function(config.function_file, config.function_name) if config.function_file else exact_match
-        )
-        self._executor = _threads()
-        self._free = asyncio.Semaphore(NUM_THREADS)
+        self.choice = RewardChoice(config)
+        self._pool = RewardPool(config.num_processes)
+        self._remotes: dict[RemoteReward, RemoteScorer] = {}
+
+    async def check(self) -> None:
+        """ConfigError where a reward that the config names cannot work here."""
+        for reward in self.choice.configured():
+            if isinstance(reward, RemoteReward):
+                self._remote(reward)
+                continue
+            try:
+                await self._pool.prepare(self.choice.settings(reward))
+            except RewardFailed as error:
+                message = str(error).removeprefix("ConfigError: ")
+                raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
 
     async def score(
         self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[tuple[float, dict[str, float]]]:
         """Reward and parts of each response of one prompt. A failure gives `error_value`."""
+        reward = self.choice.of(data_source)
+        shared = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
         with self.metrics.reward_seconds.time():
             return await asyncio.gather(
-                *(self._bounded(data_source, response, ground_truth, extra_info) for response in responses)
+                *(self._bounded(reward, {**shared, "solution_str": response}) for response in responses)
             )
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    async def close(self) -> None:
+        await self._pool.close()
+        for remote in self._remotes.values():
+            await remote.close()
 
-    def _score_one(
-        self, data_source: str, response: str, ground_truth: Any, extra_info: dict[str, Any]
-    ) -> tuple[float, dict[str, float]]:
-        reward, parts = normalise_score(self.function(data_source, response, ground_truth, extra_info))
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward function returned {reward}")
-        return reward, parts
-
-    async def _bounded(self, data_source: str, *arguments: Any) -> tuple[float, dict[str, float]]:
-        """One reward. Its deadline runs from when a thread takes it, not while it waits for one."""
-        async with self._free:
-            call = asyncio.get_running_loop().run_in_executor(self._executor, self._score_one, data_source, *arguments)
-            try:
-                async with asyncio.timeout(self.config.timeout_s):
-                    return await call
-            except TimeoutError:
-                logger.warning("a reward of %s took longer than %.0f s", data_source, self.config.timeout_s)
-                self.metrics.reward_errors.labels("timeout").inc()
-                self._abandon_threads()
-            except Exception as error:
-                logger.warning("a reward of %s failed: %r", data_source, error)
-                self.metrics.reward_errors.labels("exception").inc()
+    async def _bounded(self, reward: Reward, arguments: Json) -> tuple[float, dict[str, float]]:
+        timeout_s = self.choice.timeout_s(reward)
+        try:
+            if isinstance(reward, RemoteReward):
+                return await self._remote(reward).compute(arguments, timeout_s)
+            return await self._pool.compute(self.choice.settings(reward), arguments, timeout_s)
+        except RewardFailed as error:
+            logger.warning("a reward of %s failed (%s): %s", arguments["data_source"], error.kind, error)
+            self.metrics.reward_errors.labels(error.kind).inc()
             return self.config.error_value, {}
 
-    def _abandon_threads(self) -> None:
-        """A thread cannot be killed: the hung one keeps its pool to itself, and the others get a new one."""
-        self._executor.shutdown(wait=False)
-        self._executor = _threads()
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="reward")
+    def _remote(self, reward: RemoteReward) -> RemoteScorer:
+        if reward not in self._remotes:
+            self._remotes[reward] = RemoteScorer(reward)
+        return self._remotes[reward]

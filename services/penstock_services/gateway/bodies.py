@@ -161,7 +161,8 @@ def servers_to_json(response: runs_pb2.ListServersResponse) -> Json:
 
 
 def evaluation_to_json(evaluation: runs_pb2.Evaluation) -> Json:
-    return {field.name: getattr(evaluation, field.name) for field in evaluation.DESCRIPTOR.fields}
+    fields = {field.name: getattr(evaluation, field.name) for field in evaluation.DESCRIPTOR.fields}
+    return fields | {"pass_at": {str(k): share for k, share in sorted(evaluation.pass_at.items())}}
 
 
 def _server_to_json(server: runs_pb2.Server) -> Json:

@@ -236,4 +236,6 @@ def _evaluation_to_proto(evaluation: Evaluation) -> runs_pb2.Evaluation:
         score=evaluation.score,
         policy_version_min=evaluation.policy_version_min,
         policy_version_max=evaluation.policy_version_max,
+        num_samples=evaluation.num_samples,
+        pass_at=evaluation.pass_at,
     )

@@ -20,6 +20,7 @@ from penstock_services.local.private_redis import find_redis_server, write_confi
 from penstock_services.local.processes import Child, ProcessGroup
 
 LEARNER = "learner"
+FEED = "feed"
 
 
 class LocalRun:
@@ -55,15 +56,17 @@ class LocalRun:
             self._lock.close()
 
     def start_workers(self) -> None:
-        """The learner and the rollout servers; each takes its own time to come up."""
+        """The learner, the rollout servers and the feed of a dataset; each takes its own time to come up."""
         self.learner = self._start_part(LEARNER, "penstock_learner", stop_timeout_s=60)
         for index in range(self.config.rollout.num_servers):
             server_id = f"rollout-{index}"
             self._start_part(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
+        if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
+            self._start_part(FEED, "penstock.cli.feed")
 
     def check(self) -> None:
-        """Raise ProcessDied when a part died. The learner may finish."""
-        self.processes.check(may_finish=(LEARNER,))
+        """Raise ProcessDied when a part died. The learner and the feed may finish."""
+        self.processes.check(may_finish=(LEARNER, FEED))
 
     @property
     def learner_finished(self) -> bool:
@@ -129,6 +132,9 @@ def check_before_start(config: RunConfig) -> None:
     reward_file = config.rollout.reward.function_file
     if reward_file is not None and not reward_file.is_file():
         raise ConfigError(f"rollout.reward.function_file {reward_file} does not exist")
+    for file in (config.dataset.file, config.dataset.validation.file):
+        if file is not None and not file.exists():
+            raise ConfigError(f"dataset {file} does not exist")
     for name in ("port", "grpc_port"):
         port = getattr(config.gateway, name)
         if port and not port_is_free(config.gateway.host, port):

@@ -6,6 +6,8 @@ import asyncio
 import signal
 
 from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded
+from penstock.validating import validated_steps
 from penstock_services.local.local_run import LocalRun
 
 POLL_S = 0.5
@@ -23,4 +25,22 @@ async def watch(config: RunConfig) -> None:
         while not stopping.is_set() and not run.learner_finished:
             run.check()
             await asyncio.sleep(POLL_S)
+        if run.learner_finished and config.dataset.validation.file is not None:
+            await _finish_validation(run)
         print("the learner has finished; stopping" if run.learner_finished else "stopping")
+
+
+async def _finish_validation(run: LocalRun) -> None:
+    """The last policy is the one whose score matters most; its validation may still be under way."""
+    every = run.config.dataset.validation.every_steps
+    due = (await run.client.get_run())["step"] // every * every
+    try:
+        async with asyncio.timeout(run.config.rollout.prompt_timeout_s):
+            while due not in validated_steps(run.folder / "validation.jsonl"):
+                run.check()
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the validation of step {due} was not done after {run.config.rollout.prompt_timeout_s:.0f} s; see "
+            f"{run.folder / 'logs' / 'feed.log'}, or raise rollout.prompt_timeout_s"
+        ) from error

@@ -1,0 +1,41 @@
+"""The feeder and the validator of a run, over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from penstock.cancellation import end_task
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.feeding import Feeder, PromptStream
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.validating import Validator
+
+
+async def feed_run(config: RunConfig) -> None:
+    """Submit all of `dataset.file`; with a `dataset.validation.file`, validate meanwhile, and after that until ended.
+
+    Data that cannot be read is an error before anything is submitted."""
+    dataset = config.dataset
+    if dataset.file is None and dataset.validation.file is None:
+        raise ConfigError("dataset.file is not set; give the data to feed")
+    async with AsyncExitStack() as stack:
+        client = connect(config.redis)
+        stack.push_async_callback(client.aclose)
+        queue = RedisReplayQueue(client, config.run, config.replay)
+        tasks = []
+        if dataset.validation.file is not None:
+            validator = await asyncio.to_thread(Validator.read, config, queue)
+            tasks.append(asyncio.create_task(validator.run(), name="validator"))
+        if dataset.file is not None:
+            stream = await asyncio.to_thread(PromptStream.read, config)
+            tasks.append(asyncio.create_task(_feed(queue, stream), name="feeder"))
+        for task in tasks:
+            stack.push_async_callback(end_task, task)
+        await asyncio.gather(*tasks)
+
+
+async def _feed(queue: RedisReplayQueue, stream: PromptStream) -> None:
+    num_prompts = await Feeder(queue, stream).run()
+    print(f"all {num_prompts} prompts of dataset {stream.config.name!r} are submitted", flush=True)

@@ -1,0 +1,65 @@
+"""Which reward a data source gets."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from penstock.config.rewards import FunctionReward, Reward, RewardConfig
+from penstock_rollout.rewards.kinds import DATA_SOURCES, Settings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_REWARD: TypeAdapter[Reward] = TypeAdapter(Reward)
+
+
+class RewardChoice:
+    """In this order: `by_data_source`, `function_file`, the built-in table, `default`. A name goes before a pattern."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self._chosen: dict[str, Reward] = {}
+
+    def of(self, data_source: str) -> Reward:
+        if data_source not in self._chosen:
+            self._chosen[data_source] = self._choose(data_source)
+        return self._chosen[data_source]
+
+    def configured(self) -> list[Reward]:
+        """What the config names itself, and so must work from the start."""
+        rewards = [*self.config.by_data_source.values(), self.config.default]
+        return [*rewards, self._function()] if self.config.function_file else rewards
+
+    def timeout_s(self, reward: Reward) -> float:
+        return reward.timeout_s or self.config.timeout_s
+
+    def settings(self, reward: Reward) -> Settings:
+        """As plain data, for a process that does not know the config models."""
+        return reward.model_dump(mode="json") | {"timeout_s": self.timeout_s(reward)}
+
+    def _choose(self, data_source: str) -> Reward:
+        if (reward := _find(self.config.by_data_source, data_source)) is not None:
+            return reward
+        if self.config.function_file is not None:
+            return self._function()
+        if (settings := _find(DATA_SOURCES, data_source)) is not None:
+            return _REWARD.validate_python(settings)
+        logger.warning(
+            "data source %r is not known; its reward is rollout.reward.default (%s). Name it in "
+            "rollout.reward.by_data_source to choose another", data_source, self.config.default.kind,
+        )  # fmt: skip
+        return self.config.default
+
+    def _function(self) -> FunctionReward:
+        assert self.config.function_file is not None
+        return FunctionReward(kind="function", file=self.config.function_file, name=self.config.function_name)
+
+
+def _find(table: Mapping[str, T], data_source: str) -> T | None:
+    if data_source in table:
+        return table[data_source]
+    return next((value for pattern, value in table.items() if fnmatch.fnmatchcase(data_source, pattern)), None)

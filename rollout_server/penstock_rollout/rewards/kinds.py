@@ -1,0 +1,89 @@
+"""Kinds of rewards and the data sources they are for: the one table of each.
+
+Imported by the processes that compute rewards, so it stays light: a kind's module is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock_rollout.rewards.function import RewardFunction, load_function
+
+Settings = dict[str, Any]
+"""A reward's settings as plain data: the fields of its config model, with `timeout_s` resolved."""
+
+DATA_SOURCES: dict[str, Settings] = {
+    "gsm8k": {"kind": "gsm8k"},
+    "openai/gsm8k": {"kind": "gsm8k"},
+    "lighteval/MATH": {"kind": "math"},
+    "DigitalLearningGmbH/MATH-lighteval": {"kind": "math"},
+    "HuggingFaceH4/MATH-500": {"kind": "math"},
+    "math": {"kind": "math"},
+    "math_dapo": {"kind": "math"},
+    "math_dapo_reasoning": {"kind": "math"},
+    "aime*": {"kind": "math"},
+    "numina_*": {"kind": "math"},
+    "code": {"kind": "code"},
+    "codecontests": {"kind": "code"},
+    "apps": {"kind": "code"},
+    "codeforces": {"kind": "code"},
+    "taco": {"kind": "code"},
+}
+"""Data source, or a pattern: reward, with the defaults of its kind."""
+
+
+def _exact_match(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.rules import exact_match
+
+    return exact_match
+
+
+def _regex(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.rules import regex
+
+    return functools.partial(regex, **_only(settings, "pattern", "ignore_case"))
+
+
+def _gsm8k(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.rules import gsm8k
+
+    return functools.partial(gsm8k, **_only(settings, "method", "correct_score", "format_score"))
+
+
+def _math(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.math_answer import math
+
+    return functools.partial(math, **_only(settings, "correct_score", "wrong_score"))
+
+
+def _code(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.code_tests import CodeTests
+
+    return CodeTests.of(settings)
+
+
+def _function(settings: Settings) -> RewardFunction:
+    return load_function(Path(settings["file"]), settings["name"])
+
+
+BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
+    "exact_match": _exact_match,
+    "regex": _regex,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "code": _code,
+    "function": _function,
+}
+"""Kind: from its settings to a function with verl's signature. `remote` is not here: it waits and does not compute."""
+
+
+def build(settings: Settings) -> RewardFunction:
+    """The reward of these settings, ready to be called. ConfigError where it can never work here."""
+    return BUILDERS[settings["kind"]](settings)
+
+
+def _only(settings: Settings, *names: str) -> Settings:
+    return {name: settings[name] for name in names}

@@ -1,0 +1,156 @@
+"""Processes that compute rewards beside this one, each ended when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from penstock_rollout.rewards.kinds import Settings
+
+PREPARE_TIMEOUT_S = 120.0
+"""Starting a process and importing what a reward needs, which is not the reward's own time."""
+TERMINATE_S = 1.0
+MAX_ANSWER_BYTES = 2**26
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class RewardFailed(Exception):
+    """`kind` is how: exception (the function raised), timeout, or worker_died (its process did).
+
+    The scorer counts it and gives `error_value`: it never goes further."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class RewardProcess:
+    """One process, used by one caller at a time."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._prepared: set[str] = set()
+
+    @classmethod
+    async def start(cls) -> RewardProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "penstock_rollout.rewards.worker", stdin=PIPE, stdout=PIPE, start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )  # fmt: skip
+        return cls(process)
+
+    async def prepare(self, settings: Settings) -> None:
+        """Build a reward, once. A process that cannot raises RewardFailed and stays usable."""
+        key = json.dumps(settings, sort_keys=True)
+        if key in self._prepared:
+            return
+        answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
+        if "error" in answer:
+            raise RewardFailed("exception", answer["error"])
+        self._prepared.add(key)
+
+    async def compute(self, settings: Settings, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+        answer = await self._exchange({"reward": settings, **arguments}, timeout_s)
+        if "error" in answer:
+            raise RewardFailed("exception", answer["error"])
+        return answer["score"], answer["parts"]
+
+    async def end(self) -> None:
+        """First politely, so that it can end the programs it runs; then for certain."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), TERMINATE_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+
+    async def _exchange(self, request: Json, timeout_s: float) -> Json:
+        """Raises RewardFailed timeout or worker_died, after which the process is of no more use."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            text = json.dumps(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardFailed("exception", f"its arguments cannot be written as JSON ({error})") from error
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.process.stdin.write(struct.pack("<I", len(text)) + text)
+                await self.process.stdin.drain()
+                (num_bytes,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
+                if num_bytes > MAX_ANSWER_BYTES:
+                    raise RewardFailed("worker_died", f"it answered with {num_bytes} bytes")
+                answer: Json = json.loads(await self.process.stdout.readexactly(num_bytes))
+                return answer
+        except TimeoutError as error:
+            raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise RewardFailed("worker_died", "the process that computed it died") from error
+
+
+class RewardPool:
+    """Up to `num_processes`, started when they are needed and kept. One that is ended takes no other call with it."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._free = asyncio.Semaphore(num_processes)
+        self._idle: list[RewardProcess] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def prepare(self, settings: Settings) -> None:
+        """Build a reward in one process, to learn whether it can be."""
+        async with self._free:
+            process = await self._take()
+            await self._guard(process, process.prepare(settings))
+
+    async def compute(self, settings: Settings, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+        """One reward. Its deadline runs from when a process takes it; cancelling the caller ends the process."""
+        async with self._free:
+            process = await self._take()
+            await self._guard(process, process.prepare(settings), keep=False)
+            return await self._guard(process, process.compute(settings, arguments, timeout_s))
+
+    async def close(self) -> None:
+        for process in self._idle:
+            self._retire(process)
+        self._idle.clear()
+        await asyncio.gather(*self._ending)
+
+    async def _take(self) -> RewardProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.process.returncode is None:
+                return process
+            self._retire(process)
+        return await RewardProcess.start()
+
+    async def _guard(self, process: RewardProcess, call: Coroutine[Any, Any, T], *, keep: bool = True) -> T:
+        """Await a call to `process`; then keep it for the next one, or end it."""
+        try:
+            result = await call
+        except RewardFailed as error:
+            if error.kind == "exception":
+                self._idle.append(process)
+            else:
+                self._retire(process)
+            raise
+        except BaseException:
+            self._retire(process)
+            raise
+        if keep:
+            self._idle.append(process)
+        return result
+
+    def _retire(self, process: RewardProcess) -> None:
+        task = asyncio.create_task(process.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

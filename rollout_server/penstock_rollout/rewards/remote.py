@@ -1,0 +1,78 @@
+"""Rewards from an HTTP service: POST the four arguments of compute_score, get a number or {"score": ...} back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import httpx
+
+from penstock.config.rewards import RemoteReward
+from penstock.errors import ConfigError
+from penstock_rollout.rewards.function import normalise_score
+from penstock_rollout.rewards.pool import Json, RewardFailed
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+
+class RemoteScorer:
+    """Waits without a process: nothing is computed here."""
+
+    def __init__(self, reward: RemoteReward, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.reward = reward
+        self._free = asyncio.Semaphore(reward.max_concurrent)
+        self._http = httpx.AsyncClient(
+            headers=_headers(reward.api_key_file),
+            timeout=reward.attempt_timeout_s,
+            limits=httpx.Limits(max_connections=reward.max_concurrent),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def compute(self, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+        """One reward. Its deadline runs from when it is its turn. A timeout says why the last attempt failed."""
+        async with self._free:
+            failure = "no attempt was finished"
+            pause_s = FIRST_PAUSE_S
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while True:
+                        try:
+                            response = await self._http.post(self.reward.url, json=arguments)
+                        except httpx.TransportError as error:
+                            failure = f"{type(error).__name__} {error}".strip()
+                        else:
+                            if not _is_transient(response):
+                                return _read(response)
+                            failure = f"status {response.status_code}"
+                        await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
+                        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            except TimeoutError as error:
+                raise RewardFailed("timeout", f"{self.reward.url} gave none in {timeout_s:g} s ({failure})") from error
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _is_transient(response: httpx.Response) -> bool:
+    return response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error
+
+
+def _read(response: httpx.Response) -> tuple[float, dict[str, float]]:
+    if not response.is_success:
+        raise RewardFailed("exception", f"{response.url} answered {response.status_code}: {response.text[:200]!r}")
+    try:
+        return normalise_score(response.json())
+    except ValueError as error:
+        raise RewardFailed("exception", f"{response.url} answered {response.text[:200]!r}: {error}") from error
+
+
+def _headers(api_key_file: Path | None) -> dict[str, str]:
+    if api_key_file is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {api_key_file.read_text().strip()}"}
+    except OSError as error:
+        raise ConfigError(f"api_key_file {api_key_file} cannot be read ({error.strerror})") from error

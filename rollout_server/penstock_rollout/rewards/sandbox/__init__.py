@@ -1,0 +1,1 @@
+"""Running code that a model has written, without trusting it."""

@@ -1,0 +1,88 @@
+"""The process that computes rewards: `python -m penstock_rollout.rewards.worker`, one request at a time.
+
+Requests and answers are frames of JSON on standard input and output: a length of four bytes, then the text. JSON, and
+not multiprocessing's own pipes: those carry pickles, and reading one runs whatever the other side put into it. What a
+reward function prints goes to standard error, and it finds nothing on its standard input.
+
+    {"prepare": settings}                                                   {}
+    {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
+     "ground_truth": ..., "extra_info": ...}
+                                                    a failure of either:    {"error": "what happened"}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import signal
+import struct
+import sys
+from typing import IO, Any, NoReturn
+
+from penstock_rollout.rewards.function import RewardFunction, normalise_score
+from penstock_rollout.rewards.kinds import build
+
+NICENESS = 5
+"""Generation goes first."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123  (a device)
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    os.nice(NICENESS)
+    # Leaving by an exception is what ends a sandbox's programs.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    functions: dict[str, RewardFunction] = {}
+    while (request := _read(requests)) is not None:
+        _write(answers, _answer(request, functions))
+    return 0
+
+
+def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
+    settings = request["prepare"] if "prepare" in request else request["reward"]
+    key = json.dumps(settings, sort_keys=True)
+    try:
+        if key not in functions:
+            functions[key] = build(settings)
+        if "prepare" in request:
+            return {}
+        result = functions[key](
+            request["data_source"], request["solution_str"], request["ground_truth"], request["extra_info"]
+        )
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        score, parts = normalise_score(result)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"score": score, "parts": parts}
+
+
+def _read(requests: IO[bytes]) -> dict[str, Any] | None:
+    header = requests.read(4)
+    if len(header) < 4:
+        return None
+    request: dict[str, Any] = json.loads(requests.read(struct.unpack("<I", header)[0]))
+    return request
+
+
+def _write(answers: IO[bytes], answer: dict[str, Any]) -> None:
+    text = json.dumps(answer).encode()
+    answers.write(struct.pack("<I", len(text)) + text)
+    answers.flush()
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

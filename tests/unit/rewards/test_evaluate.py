@@ -1,0 +1,119 @@
+"""`penstock evaluate`: scores by data source, pass@k, the written file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.cli import main as cli
+from penstock.sample_scores import pass_at_k, summarise
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "6*7?"}],
+        "reward_model": {"ground_truth": "42"},
+        "extra_info": {"index": 0},
+        "responses": ["#### 42", "#### 41", "no", "#### 42"],
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "6*8?"}],
+        "reward_model": {"ground_truth": "48"},
+        "extra_info": None,
+        "responses": ["#### 1", "#### 2", "#### 3", "#### 4"],
+    },
+    {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": "say a"}],
+        "reward_model": {"ground_truth": "a"},
+        "extra_info": {"index": 2},
+        "responses": ["a", "b"],
+    },
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_scores_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "answers.parquet", ROWS)
+    assert cli.main(["evaluate", str(path), "--json", "--rollout.reward.num_processes", "1"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    gsm8k = shown["data_sources"]["openai/gsm8k"]
+    assert gsm8k["mean"] == pytest.approx((1 + 0.1 + 0 + 1 + 4 * 0.1) / 8)
+    assert gsm8k["pass_at"] == {"1": pytest.approx(0.25), "2": pytest.approx(5 / 12), "4": 0.5}
+    assert shown["data_sources"]["mine"] == {
+        "num_prompts": 1, "num_samples": 2, "mean": 0.5, "pass_at": {"1": 0.5, "2": 1.0},
+    }  # fmt: skip
+    assert shown["reward_errors"] == {}
+
+    written = pq.read_table(shown["output"]).to_pylist()
+    assert [row["scores"] for row in written] == [[1.0, 0.1, 0.0, 1.0], [0.1] * 4, [1.0, 0.0]]
+    assert [{key: row[key] for key in ROWS[0]} for row in written] == ROWS
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["answers.parquet", "answers.scored.parquet"]
+
+
+def test_the_table_names_every_source_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): 1/0")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: m}}\nrollout: {{reward: {{function_file: {tmp_path / 'reward.py'}}}}}\n")
+    path = write(tmp_path / "answers.parquet", ROWS[2:])
+    assert cli.main(["evaluate", str(path), "--config", str(config), "--output", str(tmp_path / "out.parquet")]) == 0
+    shown = capsys.readouterr().out
+    assert "mine" in shown and "2 rewards failed (2 exception)" in shown
+    assert pq.read_table(tmp_path / "out.parquet").column("scores").to_pylist() == [[0.0, 0.0]]
+
+
+def test_one_response_a_row_and_a_column_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"data_source": "mine", "reward_model": {"ground_truth": "a"}, "answer": answer} for answer in "aab"]
+    path = write(tmp_path / "answers.parquet", rows)
+    assert cli.main(["evaluate", str(path), "--response-column", "answer", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["data_sources"]["mine"]["mean"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "message"),
+    [
+        (None, [], "is not a file"),
+        ([{"prompt": "x"}], [], "no column `responses`, only prompt; give --response-column"),
+        ([{"responses": [1, 2]}], [], "row 0: responses: must be text"),
+        (ROWS, ["--rollout.reward.num_proceses", "1"], "did you mean 'num_processes'"),
+        (ROWS, ["--rollout.reward.function_file", "absent.py"], "absent.py does not exist"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: Any, words: list[str], message: str
+) -> None:
+    path = tmp_path / "answers.parquet"
+    if rows is not None:
+        write(path, rows)
+    assert cli.main(["evaluate", str(path), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.glob("*.scored*"))
+
+
+@pytest.mark.parametrize(("num_samples", "num_passed"), [(5, 0), (5, 2), (5, 5), (8, 1)])
+def test_pass_at_k_is_the_share_of_choices_with_a_pass(num_samples: int, num_passed: int) -> None:
+    samples = [index < num_passed for index in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        choices = list(combinations(samples, k))
+        assert pass_at_k(num_samples, num_passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+    with pytest.raises(ValueError, match="needs at least 9 samples"):
+        pass_at_k(8, 1, 9)
+
+
+def test_the_summary_uses_no_more_samples_than_every_prompt_has() -> None:
+    summary = summarise([[1.0, 0.0, 0.0], [1.0] * 6, []])
+    assert (summary.num_prompts, summary.num_samples, list(summary.pass_at)) == (2, 9, [1, 2, 3])
+    assert summarise([]).pass_at == {} and summarise([]).mean == 0.0

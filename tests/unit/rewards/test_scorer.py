@@ -1,0 +1,292 @@
+"""The scorer with real processes: deadlines that end what they bound, deaths, exceptions, and nothing lost beside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.config.rewards import RemoteReward, RewardConfig
+from penstock.errors import ConfigError
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.rewards.pool import RewardFailed
+from penstock_rollout.rewards.remote import RemoteScorer
+from penstock_rollout.rewards.sandbox.run import usable_layers
+from penstock_rollout.rewards.scorer import Scorer
+
+FUNCTIONS = '''
+import asyncio, ctypes, os, signal, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """Does what the response says."""
+    verb, _, rest = solution_str.partition(" ")
+    if verb == "sleep":
+        time.sleep(float(rest))
+        return 1.0
+    if verb == "hang":  # in C, with signals blocked: nothing but SIGKILL ends it
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        ctypes.CDLL(None).sleep(999)
+    if verb == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if verb == "exit":
+        sys.exit(3)
+    if verb == "raise":
+        raise ValueError(rest)
+    if verb == "print":
+        print("noise on standard output", flush=True)
+        os.write(1, b"raw noise")
+        return 0.5
+    if verb == "read":
+        return float(sys.stdin.read() == "")
+    if verb == "nan":
+        return float("nan")
+    if verb == "heavy":
+        return float(any(name in sys.modules for name in ("torch", "transformers", "vllm", "numpy", "pydantic")))
+    if verb == "pid":
+        return {"score": 1.0, "pid": os.getpid()}
+    return {"score": float(solution_str == ground_truth), "length": len(solution_str), "pred": solution_str,
+            "index": extra_info["index"]}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    return 0.75
+'''
+
+MakeScorer = Callable[..., Awaitable[Scorer]]
+
+
+@pytest.fixture
+async def make_scorer(tmp_path: Path) -> AsyncIterator[MakeScorer]:
+    scorers: list[Scorer] = []
+    (tmp_path / "reward.py").write_text(FUNCTIONS)
+
+    async def make(**fields: Any) -> Scorer:
+        config = RewardConfig.model_validate({"function_file": tmp_path / "reward.py", "num_processes": 2} | fields)
+        scorers.append(Scorer(config, RolloutMetrics(CollectorRegistry())))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        await scorer.close()
+
+
+async def score(scorer: Scorer, *responses: str, ground_truth: Any = "7") -> list[tuple[float, dict[str, float]]]:
+    return await scorer.score("any", list(responses), ground_truth, {"index": 3})
+
+
+def errors(scorer: Scorer) -> dict[str, float]:
+    [metric] = scorer.metrics.reward_errors.collect()
+    return {s.labels["kind"]: s.value for s in metric.samples if s.name.endswith("_total")}
+
+
+async def test_a_custom_function_gets_verls_arguments_and_its_parts_are_kept(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer()
+    await scorer.check()
+    assert await score(scorer, "7", "8!") == [
+        (1.0, {"score": 1.0, "length": 1.0, "index": 3.0}),
+        (0.0, {"score": 0.0, "length": 2.0, "index": 3.0}),
+    ]
+    assert errors(scorer) == {}
+
+
+async def test_processes_stay_light_and_are_used_again(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(num_processes=1)
+    pids = {(await score(scorer, "pid"))[0][1]["pid"] for _ in range(3)}
+    assert len(pids) == 1 and pids != {os.getpid()}
+    assert await score(scorer, "heavy") == [(0.0, {})]
+
+
+async def test_what_functions_print_or_read_does_not_disturb(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer()
+    assert await score(scorer, "print", "read") == [(0.5, {}), (1.0, {})]
+
+
+async def test_coroutine_functions_are_run(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(function_name="later")
+    assert await score(scorer, "x") == [(0.75, {})]
+
+
+async def test_failures_are_counted_by_kind_and_give_the_configured_value(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(error_value=-1.0)
+    assert await score(scorer, "raise oops", "nan", "die", "exit", "7") == [
+        (-1.0, {}), (-1.0, {}), (-1.0, {}), (-1.0, {}), (1.0, {"score": 1.0, "length": 1.0, "index": 3.0}),
+    ]  # fmt: skip
+    assert errors(scorer) == {"exception": 2, "worker_died": 2}
+
+
+async def test_arguments_that_are_no_json_are_a_failure_like_any_other(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer()
+    assert await score(scorer, "7", ground_truth=b"7") == [(0.0, {})]
+    assert errors(scorer) == {"exception": 1}
+
+
+@pytest.mark.parametrize("verb", ["sleep 60", "hang"])
+async def test_a_deadline_ends_the_reward_and_no_other(make_scorer: MakeScorer, verb: str) -> None:
+    scorer = await make_scorer(timeout_s=3.0)
+    await score(scorer, "7", "7")
+    started = time.monotonic()
+    slow, *others = await score(scorer, verb, "sleep 0.3", "sleep 0.3", "7")
+    assert slow == (0.0, {}) and [reward for reward, _ in others] == [1.0, 1.0, 1.0]
+    assert errors(scorer) == {"timeout": 1}
+    assert time.monotonic() - started < 20
+    await scorer.close()
+    assert await _no_workers_left()
+
+
+async def test_waiting_for_a_process_is_not_the_rewards_time(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(num_processes=1, timeout_s=3.0)
+    results = await score(scorer, *["sleep 0.5"] * 8)
+    assert [reward for reward, _ in results] == [1.0] * 8 and errors(scorer) == {}
+
+
+async def test_cancelling_ends_the_process(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(num_processes=1)
+    await scorer.check()
+    task = asyncio.create_task(score(scorer, "sleep 60"))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await score(scorer, "7"))[0][0] == 1.0
+    assert errors(scorer) == {}
+
+
+async def test_an_idle_process_that_was_killed_is_replaced(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(num_processes=1)
+    pid = int((await score(scorer, "pid"))[0][1]["pid"])
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    assert (await score(scorer, "7"))[0][0] == 1.0 and errors(scorer) == {}
+
+
+@pytest.mark.skipif(not usable_layers().isolates, reason="this machine has no Landlock or seccomp")
+async def test_ending_a_code_reward_ends_its_programs(make_scorer: MakeScorer, tmp_path: Path) -> None:
+    """The reward's own deadline is far off; the caller gives up."""
+    scorer = await make_scorer(function_file=None, default={"kind": "code", "test_timeout_s": 60, "timeout_s": 90})
+    program = "import os\nos.fork()\nos.fork()\nwhile True: pass"
+    task = asyncio.create_task(scorer.score("any", [program], {"inputs": [""], "outputs": [""]}, {}))
+    for _ in range(200):
+        if programs := _processes_with("solution.py"):
+            break
+        await asyncio.sleep(0.05)
+    assert programs
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await scorer.close()
+    for _ in range(100):
+        if not _processes_with("solution.py"):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("programs outlived their reward")
+
+
+async def test_a_reward_that_cannot_work_is_refused_at_the_start(make_scorer: MakeScorer, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    for fields, message in (
+        ({"function_file": tmp_path / "absent.py"}, "absent.py does not exist"),
+        ({"function_file": tmp_path / "broken.py"}, "broken.py fails on import.*nothing_of_this_name"),
+        ({"function_name": "other"}, "has no function 'other'"),
+        ({"by_data_source": {"x": {"kind": "function", "file": "absent.py"}}}, "absent.py does not exist"),
+        ({"default": {"kind": "remote", "url": "http://x", "api_key_file": "absent"}}, "absent cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            await (await make_scorer(**fields)).check()
+
+
+# ── remote ──
+
+
+def remote(handler: Callable[[httpx.Request], httpx.Response], **fields: Any) -> RemoteScorer:
+    reward = RemoteReward(kind="remote", url="http://judge/score", **fields)
+    return RemoteScorer(reward, httpx.MockTransport(handler))
+
+
+async def test_a_remote_reward_is_posted_and_repeated(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k3y\n")
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if len(seen) == 1:
+            raise httpx.ConnectError("refused")
+        if len(seen) < 4:
+            return httpx.Response(503 if len(seen) == 2 else 429)
+        return httpx.Response(200, json={"score": 0.5, "quality": 2})
+
+    scorer = remote(handler, api_key_file=tmp_path / "key")
+    arguments = {"data_source": "d", "solution_str": "s", "ground_truth": [1], "extra_info": {"a": 1}}
+    assert await scorer.compute(arguments, 30) == (0.5, {"score": 0.5, "quality": 2.0})
+    assert len(seen) == 4 and json.loads(seen[-1].content) == arguments
+    assert seen[-1].headers["Authorization"] == "Bearer k3y"
+    await scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "message"),
+    [
+        (httpx.Response(400, text="no such field"), "exception", "answered 400: 'no such field'"),
+        (httpx.Response(200, text="fine"), "exception", "answered 'fine'"),
+        (httpx.Response(200, json={"reward": 1}), "exception", "without `score`"),
+        (httpx.Response(500), "timeout", r"gave none in 0.5 s \(status 500\)"),
+    ],
+)
+async def test_remote_failures(response: httpx.Response, kind: str, message: str) -> None:
+    scorer = remote(lambda request: response)
+    with pytest.raises(RewardFailed, match=message) as caught:
+        await scorer.compute({"data_source": "d"}, 0.5)
+    assert caught.value.kind == kind
+    await scorer.close()
+
+
+async def test_remote_rewards_over_a_real_connection(make_scorer: MakeScorer) -> None:
+    """A service that answers the first connection with nothing."""
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-len"))
+        request = json.loads(await reader.readexactly(length))
+        if num_connections > 1:
+            body = json.dumps(float(request["solution_str"] == request["ground_truth"])).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}/score"
+        scorer = await make_scorer(by_data_source={"any": {"kind": "remote", "url": url}}, timeout_s=20.0)
+        assert [reward for reward, _ in await score(scorer, "7", "8", "7")] == [1.0, 0.0, 1.0]
+        assert errors(scorer) == {}
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+async def _no_workers_left() -> bool:
+    for _ in range(100):
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        if not any(b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children):
+            return True
+        await asyncio.sleep(0.05)
+    return False

@@ -1,0 +1,103 @@
+"""Prompts that are too long: cut, or dead-lettered at once and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.cancellation import end_task
+from penstock.codec import encode_prompt
+from penstock.config.rollout import PromptConfig, RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import PromptTooLong
+from penstock.replay.contract import Lease
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Group, Prompt
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.producer import Producer
+from penstock_rollout.prompt_length import PromptLength
+from penstock_rollout.tokenization import Tokenization
+
+MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
+IDS = tuple(range(10))
+
+
+def fit(overlong: Any, max_tokens: int | None, max_model_len: int = 100) -> PromptLength:
+    config = PromptConfig(overlong=overlong, max_tokens=max_tokens)
+    return PromptLength(config, max_model_len, RolloutMetrics(CollectorRegistry()))
+
+
+@pytest.mark.parametrize(
+    ("overlong", "max_tokens", "expected"),
+    [
+        ("truncate_left", 4, (6, 7, 8, 9)),
+        ("truncate_right", 4, (0, 1, 2, 3)),
+        ("truncate_middle", 4, (0, 1, 8, 9)),
+        ("truncate_middle", 5, (0, 1, 2, 8, 9)),
+        ("truncate_middle", 1, (0,)),
+    ],
+)
+def test_cutting(overlong: str, max_tokens: int, expected: tuple[int, ...]) -> None:
+    length = fit(overlong, max_tokens)
+    assert length.fit(IDS) == expected
+    assert length.fit(IDS[:max_tokens]) == IDS[:max_tokens]
+    assert length.metrics.prompts_truncated._value.get() == 1
+
+
+def test_the_models_length_leaves_room_for_a_token() -> None:
+    assert fit("filter", None, max_model_len=11).fit(IDS) == IDS
+    for length in (fit("filter", None, max_model_len=10), fit("filter", 50, max_model_len=10)):
+        with pytest.raises(PromptTooLong, match="10 tokens are more than 9"):
+            length.fit(IDS)
+
+
+def test_the_chat_template_counts() -> None:
+    prompt = Prompt(messages=(("user", "12+34="),))
+    num_tokens = len(Tokenization(MODEL).prompt_ids(prompt))
+    assert Tokenization(MODEL, fit("filter", num_tokens).fit).prompt_ids(prompt)
+    with pytest.raises(PromptTooLong):
+        Tokenization(MODEL, fit("filter", num_tokens - 1).fit).prompt_ids(prompt)
+    cut = Tokenization(MODEL, fit("truncate_left", 3).fit).prompt_ids(prompt)
+    assert cut == Tokenization(MODEL).prompt_ids(prompt)[-3:]
+    with pytest.raises(PromptTooLong):
+        Tokenization(MODEL, fit("filter", 2).fit).prompt_ids(Prompt(token_ids=(1, 2, 3)))
+
+
+class Maker:
+    """Renders prompts as a server does, and answers none."""
+
+    def __init__(self) -> None:
+        self.tokenization = Tokenization(MODEL, fit("filter", 6).fit)
+
+    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+        self.tokenization.prompt_ids(prompt)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_an_overlong_prompt_is_dead_lettered_at_once() -> None:
+    replay = ReplayConfig(max_attempts=5)
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    prompts = [Prompt(messages=(("user", "1+2="),)), Prompt(messages=(("user", "1111+2222="),))]
+    await queue.submit([encode_prompt(prompt) for prompt in prompts], [0, 0], "")
+    await queue.create_evaluation("held-out", [encode_prompt(prompts[1])])
+    maker: Any = Maker()
+    producer = Producer(
+        queue, "s", maker, RolloutConfig(), replay, RolloutMetrics(CollectorRegistry()), may_lease=lambda: True
+    )
+    loop = asyncio.create_task(producer.lease_loop())
+    try:
+        async with asyncio.timeout(20):
+            while (await queue.stat()).dead_lettered == 0 or (await queue.get_evaluation("held-out")).num_finished == 0:
+                await asyncio.sleep(0.01)
+    finally:
+        await end_task(loop)
+        await producer.drain()
+    assert await queue.dead_letter_reasons() == {"prompt_too_long": 1}
+    assert (await queue.stat()).pending == 1
+    assert producer.metrics.failures.labels("prompt_too_long")._value.get() == 2

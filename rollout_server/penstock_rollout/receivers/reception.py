@@ -7,7 +7,7 @@ stalls or never comes costs a thread for a moment, no more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 import torch
@@ -31,7 +31,7 @@ class Reception:
     device: torch.device
     """Where the buckets shall lie: the engine's GPU when it has room for a second set, else host memory."""
     patience: Patience
-    spare: list[torch.Tensor]
+    spare: list[torch.Tensor] = field(default_factory=list)
     """Buffers of an earlier version, to be filled again: touching new memory costs more than filling old."""
     worker_device: torch.device = torch.device("cpu")
     """Where the engine's own weights lie. The calling thread has it as its current device, with a stream of its own."""

@@ -53,6 +53,7 @@ class RuntimeStandIn:
     def __init__(self) -> None:
         self.allocations: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.num_mapped = 0
+        self.num_maps = 0
         self._numbers = itertools.count(1)
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, threading.Event] = {}
@@ -118,6 +119,7 @@ class RuntimeStandIn:
         if pointer not in self.allocations:
             raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
         self.num_mapped += 1
+        self.num_maps += 1
         return pointer
 
     def ipcCloseMemHandle(self, devPtr: int) -> None:  # noqa: N802, N803

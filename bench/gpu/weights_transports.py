@@ -16,7 +16,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.ipc import IpcOffer, opened
+from penstock.weights.cuda.ipc import IpcOffer, Mappings
 from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.patience import Patience
@@ -101,9 +101,11 @@ class IpcMember:
     def mapping(self) -> list[float]:
         """Seconds of mapping the publisher's memory, and of unmapping it."""
         handle = bytes.fromhex(IpcOffer.from_json(self._publisher.call("offer")).handle)
+        mappings = Mappings()
         started = time.monotonic()
-        with opened(handle, 0):
+        with mappings.opened(handle, 0, 1):
             mapped = time.monotonic()
+        mappings.close()
         return [mapped - started, time.monotonic() - mapped]
 
     def verify(self) -> float:

@@ -47,6 +47,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     monkeypatch.setattr(sending, "device_uuid", lambda device: "GPU-1")
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-1")
     yield stand_in
+    receiving.mappings.close()
     assert stand_in.num_mapped == 0, "every mapping is closed"
 
 
@@ -179,3 +180,34 @@ def test_memory_of_versions_that_are_gone_is_used_again_and_zeroed(runtime: Runt
         del staged
         gc.collect()
     assert len(runtime.allocations) == 1
+
+
+def push(version: int, term: int = 1, staged: StagedVersion | None = None) -> StagedVersion:
+    """A whole push, in the memory of an earlier one if that is given."""
+    new = begin(version, DeviceMemory)
+    new.manifest.term = term
+    if staged is not None:
+        new.memory = staged.memory
+        new.memory.clear()
+    fill(new, list(SHAPES))
+    sender, shipment = CudaIpcSender(CPU), Shipment(new.manifest, new)
+    stage = start_stage(new.manifest, sender.open(shipment, [], patience()))
+    sender.send(shipment, [], patience())
+    assert_received(stage, new)
+    return new
+
+
+def test_memory_that_is_offered_again_is_not_mapped_again(runtime: RuntimeStandIn) -> None:
+    first = push(1)
+    num_maps = runtime.num_maps
+    second = push(2, staged=first)
+    push(3, staged=second)
+    assert runtime.num_maps == num_maps
+
+
+def test_a_new_learner_s_push_lets_go_of_what_the_old_one_left(runtime: RuntimeStandIn) -> None:
+    old = [push(1), push(2)]
+    assert runtime.num_mapped == 2
+    push(3, term=2)
+    assert runtime.num_mapped == 1
+    del old

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda.ipc import HEADER, IpcOffer, bucket_offsets, identity, opened
+from penstock.weights.cuda.ipc import HEADER, IpcOffer, Mappings, bucket_offsets, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import Patience
 from penstock_rollout.receivers.reception import Arrived, Reception
 
 READY_POLL_S = 0.0005
-MAX_ENQUEUED = 64
+
+mappings = Mappings()
+"""Of this process."""
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
@@ -32,7 +33,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
     index = reception.worker_device.index or 0
     try:
-        with opened(bytes.fromhex(offer.handle), index) as pointer:
+        with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
             yield from _copies(pointer, offer.offsets, sizes, reception, index)
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
@@ -42,28 +43,23 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 def _copies(
     pointer: int, offsets: list[int], sizes: list[int], reception: Reception, device_index: int
 ) -> Iterator[Arrived]:
+    """All buckets that are ready are copied together; then all that are by then."""
     stream = DeviceStream(device_index)
     ready = _ReadyBuckets(stream, pointer + offsets[-1], identity(reception.manifest))
-    enqueued: deque[tuple[torch.Tensor, int]] = deque()
+    done = 0
     try:
-        for bucket, (offset, num_bytes) in enumerate(zip(offsets, sizes, strict=False)):
-            while enqueued and (len(enqueued) >= MAX_ENQUEUED or not ready.has(bucket)):
-                yield _oldest(stream, enqueued, reception.patience)
-            ready.wait(bucket, reception.patience)
-            wire = reception.buffer(num_bytes, reception.device)
-            stream.copy(wire.data_ptr(), pointer + offset, num_bytes)
-            enqueued.append((wire, stream.record()))
-        while enqueued:
-            yield _oldest(stream, enqueued, reception.patience)
+        while done < len(sizes):
+            ready.wait(done, reception.patience)
+            wires = []
+            for bucket in range(done, ready.num_ready):
+                wires.append(reception.buffer(sizes[bucket], reception.device))
+                stream.copy(wires[-1].data_ptr(), pointer + offsets[bucket], sizes[bucket])
+            stream.wait(stream.record(), reception.patience)
+            yield from (Arrived(wire) for wire in wires)
+            done += len(wires)
     finally:
         stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
         stream.close()
-
-
-def _oldest(stream: DeviceStream, enqueued: deque[tuple[torch.Tensor, int]], patience: Patience) -> Arrived:
-    wire, event = enqueued.popleft()
-    stream.wait(event, patience)
-    return Arrived(wire)
 
 
 class _ReadyBuckets:
@@ -75,22 +71,21 @@ class _ReadyBuckets:
         self._pointer = pointer
         self._expected = expected
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
-        self._num_ready = 0
-
-    def has(self, bucket: int) -> bool:
-        if self._num_ready <= bucket:
-            self._read()
-        return self._num_ready > bucket
+        self.num_ready = 0
 
     def wait(self, bucket: int, patience: Patience) -> None:
-        patience.until(lambda: self.has(bucket), READY_POLL_S)
+        """Until the bucket is ready."""
+        while self.num_ready <= bucket:
+            self._read()
+            if self.num_ready <= bucket:
+                patience.pause(READY_POLL_S)
 
     def _read(self) -> None:
         self._stream.copy(self._header.ctypes.data, self._pointer, HEADER.size)
         self._stream.synchronize()
         found, num_ready = HEADER.unpack(self._header.tobytes())
         # No bucket is ready in memory that is still another version's, or nobody's.
-        self._num_ready = num_ready if found == self._expected else 0
+        self.num_ready = num_ready if found == self._expected else 0
 
 
 def device_uuid(device: torch.device) -> str:

@@ -23,6 +23,9 @@ class EngineConfig(Config):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     enforce_eager: bool = False
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: vLLM on CUDA quantizes the weights when it loads them, also those of an update; log-probs are then of the
+    quantized model. The learner's weights stay as they are."""
     keep_kv_cache: bool = True
     """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
     extra: dict[str, Any] = {}

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import Sampling
+from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
+from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
+from penstock_rollout.engines import vllm_engine, vllm_stamps
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
 from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
@@ -180,21 +181,56 @@ class Served:
         assert_log_probs(self.model, answer)
 
 
+class ComparedStamps:
+    """Our stamps and vLLM's of the same tokens. Raises where they differ."""
+
+    def __init__(self, llm: Any) -> None:
+        self._own = vllm_stamps.OwnStamps(llm)
+        self._native = vllm_stamps.NativeStamps(llm)
+        self.begin = self._own.begin
+        self.end = self._own.end
+        self.has_token = self._own.has_token
+
+    async def set_version(self, policy_version: int) -> None:
+        await self._own.set_version(policy_version)
+        await self._native.set_version(policy_version)
+
+    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
+        own = self._own.segments(request_id, completion, start, end)
+        assert own == self._native.segments(request_id, completion, start, end)
+        return own
+
+
 async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
-    if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+    """`vllm-own-stamps` is vllm without its own stamps of tokens, as releases before 0.32 are; `vllm-compared-stamps`
+    has both."""
+    if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
+    if kind.endswith("-stamps") and not vllm_stamps.reports_versions():
+        pytest.skip("this vllm does not say which version made a token")
     make_tiny_qwen2(folder, seed=0)
-    config = EngineConfig(name=kind, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)  # type: ignore[arg-type]
+    name: Any = kind.partition("-")[0]
+    config = EngineConfig(name=name, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
     engine = create_engine(config, folder, "float32", seed=0)
-    await engine.start(policy_version=5)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "vllm-own-stamps":
+            patch.setattr(vllm_stamps, "reports_versions", lambda: False)
+        if kind == "vllm-compared-stamps":
+            patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
+        await engine.start(policy_version=5)
     return Served(engine, load_model(folder))
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm"])
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm", "vllm-own-stamps"])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"), keep_kv_cache=True)
     yield served
     await served.engine.stop()
+
+
+async def test_quantization_is_refused_where_it_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs vllm on CUDA"):
+        create_engine(EngineConfig(name="torch", quantization="fp8"), tmp_path, "float32", seed=0)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -232,6 +268,13 @@ async def test_seeds_reproduce_whatever_runs_beside(served: Served) -> None:
     crowd = await asyncio.gather(*(served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in range(20)))
     assert crowd[7].token_ids == alone.token_ids
     assert len({answer.token_ids for answer in crowd}) > 15
+
+
+async def test_seeded_prompts_may_be_more_than_a_step_holds(served: Served) -> None:
+    prompt = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(400))
+    sampled = (served.answer((seed + 2, *prompt), Sampling(max_tokens=4, seed=seed)) for seed in range(16))
+    for answer in await asyncio.gather(*sampled):
+        assert_log_probs(served.model, answer)
 
 
 async def test_responses_end_at_eos_or_max_tokens(served: Served) -> None:
@@ -414,7 +457,7 @@ async def stop_while_generating(served: Served) -> None:
         await served.answer((3,), LONG)
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"])
+@pytest.mark.parametrize("kind", ["torch", "vllm", "vllm-own-stamps"])
 async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, keep_kv_cache=False)
     try:
@@ -427,3 +470,36 @@ async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: P
         expected = expected_log_probs(served.model, answer)[len(answer.versions) - new :]
         found = torch.tensor(answer.log_probs[len(answer.versions) - new :])
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("keep_kv_cache", [True, False])
+async def test_own_stamps_are_those_of_vllm(
+    keep_kv_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's output handler is held up during each flip, so that tokens of both versions wait for it."""
+    served = await start_engine("vllm-compared-stamps", tmp_path, keep_kv_cache)
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    take_output, may_take = AsyncMPClient.get_output_async, asyncio.Event()
+
+    async def take_late(client: Any) -> Any:
+        await may_take.wait()
+        return await take_output(client)
+
+    monkeypatch.setattr(AsyncMPClient, "get_output_async", take_late)
+    may_take.set()
+    prompts = [tuple(range(2, 10 + index)) for index in range(24)]
+    streams = [served.chunks(prompt, LONG, stream=index % 2 == 0) for index, prompt in enumerate(prompts)]
+    try:
+        answers = [asyncio.ensure_future(_rest(stream)) for stream in streams]
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            may_take.clear()
+            await asyncio.sleep(0.05)
+            await served.update(served.next_model())
+            may_take.set()
+        finished = [Answer.of(prompt, await chunks) for prompt, chunks in zip(prompts, answers, strict=True)]
+    finally:
+        may_take.set()
+        await served.engine.stop()
+    assert any(len(set(answer.versions)) > 2 for answer in finished)

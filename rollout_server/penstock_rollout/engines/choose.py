@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError
 from penstock_rollout.engines.engine import Engine
+from penstock_rollout.engines.vllm_start import is_cpu_build
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ def resolve_engine_name(config: EngineConfig) -> str:
 
 def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> Engine:
     """An engine that is not started yet. Imports only the one that was chosen."""
-    if resolve_engine_name(config) == "vllm":
+    name = resolve_engine_name(config)
+    if config.quantization is not None and (name != "vllm" or is_cpu_build()):
+        raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
+    if name == "vllm":
         from penstock_rollout.engines.vllm_engine import VllmEngine
 
         return VllmEngine(config, model_path, dtype, seed)

@@ -1,8 +1,8 @@
 """vLLM as an engine: AsyncLLM in this process, EngineCore in a child, weights staged by a worker extension.
 
 How a version flips: the worker receives and hashes the new set in a thread while decoding goes on; then the scheduler
-is paused, the set loaded, the version set, and the scheduler resumed. vLLM stamps tokens with the version itself, and
-that is right because its version changes only while no step is in flight.
+is paused, the set loaded, the version set, and the scheduler resumed. Stamps of tokens (vllm_stamps.py) are right
+because the version changes only while no step is in flight.
 
 Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
 the version flips is submitted again, so one that starts under a version never meets KV of another.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import FinishReason, VersionSegment
+from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.vllm_stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm_start import SchedulerLoad, create_llm, engine_arguments
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class VllmEngine:
         self._devices: tuple[str, ...] = ()
         self._broken = "it was not started"
         self._llm: Any = None
+        self._stamps: VersionStamps
         self._stop_ids: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -88,8 +90,9 @@ class VllmEngine:
         self._stop_ids = list(stop_token_ids(self._model_path))
         self._shapes = tensor_shapes(self._model_path)
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load)
+        self._stamps = create_stamps(self._llm)
         await self._core(self._llm.get_supported_tasks())
-        await self._core(self._llm.update_weight_version(str(policy_version)))
+        await self._core(self._stamps.set_version(policy_version))
         self._devices = tuple(await self._rpc("penstock_device"))
         self._policy_version = policy_version
         self._broken = ""
@@ -110,16 +113,18 @@ class VllmEngine:
                 running.version = self._policy_version
         finally:
             del self._running[request.request_id]
+            self._stamps.end(request.request_id)
 
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
         """One submission to vLLM; yields nothing when it was superseded. Registered with vLLM before the first await,
         so that a commit finds every request it must supersede."""
-        from vllm.exceptions import VLLMClientError
+        from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(running.version))
         num_tokens = 0
+        self._stamps.begin(request.request_id)
         try:
             async with aclosing(self._llm.generate(prompt, self._params(request), request.request_id)) as outputs:
                 async for output in outputs:
@@ -128,7 +133,7 @@ class VllmEngine:
                     chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
                     num_tokens += len(chunk.token_ids)
                     yield chunk
-        except (VLLMClientError, ValueError) as error:
+        except (VLLMValidationError, ValueError) as error:
             raise InvalidInput("prompt_token_ids", str(error).splitlines()[0]) from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
@@ -153,29 +158,13 @@ class VllmEngine:
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)
-        end = start + len(token_ids)
-        finish_reason: FinishReason | None = None
-        if completion.finish_reason is None:
-            segments = self._segments_so_far(request_id, end)
-        else:
-            finish_reason = _FINISH_REASONS.get(completion.finish_reason, "aborted")
-            segments = [
-                VersionSegment(span.start, span.end, int(span.version)) for span in completion.weight_versions or ()
-            ]
+        reason = completion.finish_reason
         return TokenChunk(
             token_ids=token_ids,
             log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
-            segments=_clip(segments, start, end),
-            finish_reason=finish_reason,
+            segments=self._stamps.segments(request_id, completion, start, start + len(token_ids)),
+            finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
         )
-
-    def _segments_so_far(self, request_id: str, end: int) -> list[VersionSegment]:
-        """Segments of a request that runs. vLLM reports its spans at the end only, but keeps them meanwhile."""
-        processor = self._llm.output_processor
-        (internal_id,) = processor.external_req_ids[request_id]
-        starts = processor.request_states[internal_id].weight_version_starts
-        ends = [begin for _, begin in starts[1:]] + [end]
-        return [VersionSegment(begin, stop, int(v)) for (v, begin), stop in zip(starts, ends, strict=True)]
 
     async def pause(self) -> None:
         async with self._control:
@@ -241,7 +230,7 @@ class VllmEngine:
                 core = self._llm.engine_core
                 await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
                 timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
-                await self._core(core.set_weight_version_async(str(policy_version)))
+                await self._core(self._stamps.set_version(policy_version))
                 self._policy_version = policy_version
                 await self._supersede_unstarted()
                 if not self._paused:
@@ -258,15 +247,11 @@ class VllmEngine:
         )
 
     async def _supersede_unstarted(self) -> None:
-        processor = self._llm.output_processor
-        aborted = []
-        for request_id, running in self._running.items():
-            internal_ids = processor.external_req_ids.get(request_id, ())
-            if any(not processor.request_states[internal].weight_version_starts for internal in internal_ids):
-                running.superseded = True
-                aborted.append(request_id)
-        if aborted:
-            await self._core(self._llm.abort(aborted))
+        unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
+        for request_id in unstarted:
+            self._running[request_id].superseded = True
+        if unstarted:
+            await self._core(self._llm.abort(unstarted))
 
     async def _give_up(self, why: str) -> None:
         logger.error("the vLLM engine is given up: %s", why)
@@ -319,9 +304,3 @@ class VllmEngine:
             raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
         except EngineDeadError as error:
             raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error
-
-
-def _clip(segments: Iterable[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
-    """The part of the segments that lies in [start, end)."""
-    clipped = (VersionSegment(max(s.start, start), min(s.end, end), s.policy_version) for s in segments)
-    return tuple(segment for segment in clipped if segment.start < segment.end)

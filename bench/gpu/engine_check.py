@@ -25,7 +25,8 @@ from typing import Any
 from harness import Bar, Measurement, report
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, checksum
+from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import CommitReport, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.vllm_engine import VllmEngine
@@ -178,8 +179,9 @@ def write_update(policy: Policy, folder: Path) -> tuple[StageRequest, list[str]]
     for spec in manifest.tensors:
         raw = weights[spec.name].contiguous().view(torch.uint8).numpy().reshape(-1)
         np.copyto(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes], raw)
-    write_snapshot(folder, manifest, buckets)
-    return StageRequest(manifest, "snapshot", str(folder), 0, 1, 60.0), [checksum(bucket) for bucket in buckets]
+    checksums = [host_checksum(XXH3, bucket) for bucket in buckets]
+    write_snapshot(folder, manifest, buckets, checksums)
+    return StageRequest(manifest, "snapshot", str(folder), 0, 1, 60.0), checksums
 
 
 class Client:

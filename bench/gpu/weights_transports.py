@@ -25,6 +25,7 @@ from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 from penstock_rollout.engines.engine import StageRequest
+from penstock_rollout.receivers import cuda_ipc
 from penstock_rollout.receivers.reception import Reception, find_receiver
 from penstock_rollout.receivers.stage import WeightStage, beside_the_engine, bucket_checksum
 
@@ -101,6 +102,7 @@ class IpcMember:
     def mapping(self) -> list[float]:
         """Seconds of mapping the publisher's memory, and of unmapping it."""
         handle = bytes.fromhex(IpcOffer.from_json(self._publisher.call("offer")).handle)
+        cuda_ipc.mappings.close()
         mappings = Mappings()
         started = time.monotonic()
         with mappings.opened(handle, 0, 1):

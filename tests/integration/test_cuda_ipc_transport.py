@@ -41,6 +41,7 @@ def host_bytes(pointer: int, num_bytes: int, device: torch.device) -> torch.Tens
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     stand_in = RuntimeStandIn()
+    receiving._copy_stream.cache_clear()
     monkeypatch.setattr(libraries, "runtime", lambda: stand_in)
     monkeypatch.setattr(device_memory, "bytes_at", host_bytes)
     monkeypatch.setattr(device_memory, "_spares", device_memory._Spares())

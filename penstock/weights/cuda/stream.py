@@ -12,8 +12,8 @@ from penstock.weights.patience import Patience
 
 SUCCESS, NOT_READY = 0, 600
 POLL_S = 0.0002
-SPIN_S = 0.0005
-"""Waits are spun this long before they sleep: a GPU copies a bucket of 64 MB in less than the shortest sleep."""
+SPIN_S = 0.002
+"""Waits are spun this long before they sleep: a GPU copies gigabytes in the shortest sleep."""
 
 
 class DeviceStream:

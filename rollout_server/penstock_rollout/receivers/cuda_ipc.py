@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -43,23 +44,28 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 def _copies(
     pointer: int, offsets: list[int], sizes: list[int], reception: Reception, device_index: int
 ) -> Iterator[Arrived]:
-    """All buckets that are ready are copied together; then all that are by then."""
-    stream = DeviceStream(device_index)
+    """All buckets that are ready are copied as one; then all that are by then. They lie here as they lie there."""
+    stream = _copy_stream(device_index)
     ready = _ReadyBuckets(stream, pointer + offsets[-1], identity(reception.manifest))
+    reception.spare.clear()  # torch keeps what is given back, and gives it out again
+    memory = reception.buffer(offsets[-1], reception.device)
     done = 0
     try:
         while done < len(sizes):
             ready.wait(done, reception.patience)
-            wires = []
-            for bucket in range(done, ready.num_ready):
-                wires.append(reception.buffer(sizes[bucket], reception.device))
-                stream.copy(wires[-1].data_ptr(), pointer + offsets[bucket], sizes[bucket])
+            start, end = offsets[done], offsets[ready.num_ready]
+            stream.copy(memory.data_ptr() + start, pointer + start, end - start)
             stream.wait(stream.record(), reception.patience)
-            yield from (Arrived(wire) for wire in wires)
-            done += len(wires)
+            for bucket in range(done, ready.num_ready):
+                yield Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]])
+            done = ready.num_ready
     finally:
         stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
-        stream.close()
+
+
+@cache
+def _copy_stream(device_index: int) -> DeviceStream:
+    return DeviceStream(device_index)
 
 
 class _ReadyBuckets:
@@ -88,5 +94,6 @@ class _ReadyBuckets:
         self.num_ready = num_ready if found == self._expected else 0
 
 
+@cache
 def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

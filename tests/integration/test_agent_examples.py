@@ -65,7 +65,7 @@ async def started(config: RunConfig) -> AsyncIterator[tuple[GroupMaker, Collecto
         yield GroupMaker("test", "rollout-0", engine, tokenization, scorer, metrics, agents), registry
     finally:
         await engine.stop()
-        scorer.close()
+        await scorer.close()
 
 
 async def run_example(name: str) -> Ran:

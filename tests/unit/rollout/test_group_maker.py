@@ -97,7 +97,7 @@ async def producing(
     finally:
         await end_task(loop)
         await producer.drain()
-        scorer.close()
+        await scorer.close()
 
 
 async def submit(queue: MemoryReplayQueue, num_prompts: int = 1, **fields: Any) -> list[int]:

@@ -11,7 +11,8 @@ import redis.asyncio as redis
 
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 

@@ -48,7 +48,8 @@ async def serve(config: RunConfig) -> None:
 
     from penstock.fleet import Fleet
     from penstock.metrics import serve_metrics, write_endpoint
-    from penstock.replay.redis_queue import RedisReplayQueue, connect
+    from penstock.redis_client import connect
+    from penstock.replay.redis_queue import RedisReplayQueue
     from penstock_learner.controller import LearnerController, needed_roles
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.placement import place_roles

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis.asyncio as redis
 from google.protobuf.message import DecodeError
 
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.redis_client import RedisClient
 from penstock.redis_errors import guarded
 from penstock.replay.contract import Lease, QueueStat
 from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue, key_prefix
@@ -93,7 +93,7 @@ class DeadLetterContents:
 class QueueInspector:
     """One run's queue as an operator sees it. Without the run's `replay` config it knows nothing of limits."""
 
-    def __init__(self, client: redis.Redis, run: str, replay: ReplayConfig | None = None) -> None:
+    def __init__(self, client: RedisClient, run: str, replay: ReplayConfig | None = None) -> None:
         self.client = client
         self.run = run
         self.prefix = key_prefix(run)

@@ -18,7 +18,8 @@ from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.ports import is_loopback
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import weights_pb2_grpc
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.group_maker import GroupMaker

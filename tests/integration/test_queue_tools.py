@@ -22,10 +22,11 @@ from penstock.cli import main as cli
 from penstock.codec import decode_group, decode_prompt, encode_group, encode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.recording import SERVER_ID, _import_key
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
 from tiny_model import make_tiny_qwen2
 

@@ -22,6 +22,28 @@ local function count(name, by)
   redis.call('HINCRBY', COUNTERS, name, by)
 end
 
+-- Many members in few commands: each costs a call and an entry in the append-only file. 1,000 values are well within what
+-- Lua passes to a function, and keep pairs together. Returns the sum of what the commands answer.
+local function call_many(command, key, values)
+  local sum = 0
+  for first = 1, #values, 1000 do
+    sum = sum + redis.call(command, key, unpack(values, first, math.min(first + 999, #values)))
+  end
+  return sum
+end
+
+-- The same for a command that answers with a value for each.
+local function ask_many(command, key, fields)
+  if #fields <= 1000 then return #fields > 0 and redis.call(command, key, unpack(fields)) or {} end
+  local answers = {}
+  for first = 1, #fields, 1000 do
+    for i, answer in ipairs(redis.call(command, key, unpack(fields, first, math.min(first + 999, #fields)))) do
+      answers[first + i - 1] = answer
+    end
+  end
+  return answers
+end
+
 -- Each attempt has a payload of its own, so that a late duplicate never overwrites a group that was delivered.
 local function group_key(id, attempt)
   return P .. 'group:' .. id .. ':' .. attempt
@@ -102,11 +124,12 @@ local function settle_admission(id)
   return admission
 end
 
-local function forget_prompt(id)
-  redis.call('HDEL', PROMPTS, id)
-  redis.call('HDEL', ATTEMPTS, id)
-  redis.call('HDEL', FAILURES, id)
-  redis.call('HDEL', P .. 'priorities', id)
+local function forget_prompts(ids)
+  call_many('HDEL', PROMPTS, ids)
+  call_many('HDEL', ATTEMPTS, ids)
+  for _, key in ipairs({FAILURES, P .. 'priorities'}) do
+    if redis.call('EXISTS', key) == 1 then call_many('HDEL', key, ids) end
+  end
 end
 
 -- A reason as a metric's label: its first word.
@@ -119,7 +142,7 @@ local function bury(id, reason, payload)
     'group', payload or '')
   count_reason('dead_reasons', reason)
   count('dead_lettered', 1)
-  forget_prompt(id)
+  forget_prompts({id})
 end
 
 -- A lease ended without a group. Counts a failure unless the reason is empty; past the limit the prompt is dead.
@@ -143,7 +166,7 @@ local function return_evaluation(id, failure, max_attempts)
     local evaluation = P .. 'evaluation:' .. redis.call('HGET', EVAL_OF, id)
     redis.call('HINCRBY', evaluation, 'num_finished', 1)
     redis.call('HDEL', EVAL_OF, id)
-    forget_prompt(id)
+    forget_prompts({id})
     return
   end
   redis.call('ZADD', EVAL_PENDING, id, id)

@@ -1,4 +1,4 @@
--- ARGV: term, step, max groups, order. Returns prompt ids, which join the manifest of the step.
+-- ARGV: term, step, max groups, order. Returns {prompt id, attempt, ...} of groups that join the manifest of the step.
 -- In the order of admission, no group is taken while a prompt admitted before it is in flight.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
@@ -13,14 +13,16 @@ else
   ids = redis.call('ZRANGE', READY, 0, last)
 end
 if #ids == 0 then return {} end
-for _, id in ipairs(ids) do
-  redis.call('ZREM', READY, id)
-  redis.call('ZREM', FRESH, id)
-  redis.call('SADD', DELIVERED, id)
-  local _, bytes = group_meta(id)
-  count('queued_bytes', -bytes)
-end
+call_many('ZREM', READY, ids)
+call_many('ZREM', FRESH, ids)
+call_many('SADD', DELIVERED, ids)
 local manifest = redis.call('HGET', MANIFESTS, ARGV[2])
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
-for i, id in ipairs(ids) do ids[i] = tonumber(id) end
-return ids
+local taken, sum = {}, 0
+for i, meta in ipairs(ask_many('HMGET', META, ids)) do
+  local attempt, bytes = string.match(meta, '^(%d+) (%d+)')
+  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(attempt)
+  sum = sum + bytes
+end
+count('queued_bytes', -sum)
+return taken

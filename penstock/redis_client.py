@@ -1,4 +1,4 @@
-"""Clients of Redis: one for the event loop, with a blocking twin for payloads.
+"""Clients of Redis: one for the event loop, with a blocking twin for payloads; both may wait for a Redis that restarts.
 
 Through the event loop's streams every large buffer is copied several times, and the loop stands still meanwhile. The
 twin hands buffers to the socket as they are, and parses answers in its own thread.
@@ -7,7 +7,9 @@ twin hands buffers to the socket as they are, and parses answers in its own thre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,16 +18,44 @@ import redis
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 from redis.connection import HiredisRespSerializer, PythonRespSerializer
+from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
 from penstock.redis_errors import guarded
 
+logger = logging.getLogger(__name__)
+RETRY_PAUSE_S = 0.2
 SENT_APART_BYTES = 32 * 1024
 """Arguments up to this size are joined before they are sent; a larger one is handed to the socket as it is."""
 KEPT_BYTES = 16 * 2**20
 """Memory of this order stays with the process from one batch of payloads to the next."""
 T = TypeVar("T")
+
+
+class Patience:
+    """Repeats calls that Redis did not answer, or answers with LOADING, for up to `retry_s`; 0 repeats none.
+
+    The call may have been carried out and only its answer lost: give patience to clients all of whose calls may be
+    carried out twice. The learner's may: they are fenced by its term, and change nothing the second time but numbers
+    that may have gaps (terms, versions) and takes, whose groups are ready again once the step is committed."""
+
+    def __init__(self, retry_s: float) -> None:
+        self.retry_s = retry_s
+
+    async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        started = time.monotonic()
+        while True:
+            try:
+                return await call()
+            except (RedisConnectionError, RedisTimeoutError) as error:
+                waited_s = time.monotonic() - started
+                if waited_s >= self.retry_s or isinstance(error, AuthenticationError):
+                    raise
+                logger.warning("Redis does not answer (%s); trying for %.0f s more", error, self.retry_s - waited_s)
+                await asyncio.sleep(RETRY_PAUSE_S)
 
 
 class _PayloadPacker:
@@ -42,16 +72,18 @@ class _PayloadPacker:
 class PayloadLink:
     """A blocking client in a thread of its own: one exchange at a time. Connects when it is first used."""
 
-    def __init__(self, config: RedisConfig, options: dict[str, Any]) -> None:
+    def __init__(self, config: RedisConfig, options: dict[str, Any], patience: Patience) -> None:
         self.config = config
         self.options = options
+        self.patience = patience
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="payloads")
         self._client: redis.Redis | None = None
 
     async def run(self, call: Callable[[redis.Redis], T]) -> T:
         """`call` with the client, in the thread. A caller that is cancelled does not stop a call that has begun."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(self._open()))
-        return cast("T", await guarded(future))
+        loop = asyncio.get_running_loop()
+        answer = self.patience.persist(lambda: loop.run_in_executor(self._thread, lambda: call(self._open())))
+        return cast("T", await guarded(answer))
 
     async def aclose(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -74,6 +106,11 @@ class RedisClient(redis.asyncio.Redis):
     """redis.asyncio.Redis with its twin, which it closes."""
 
     payloads: PayloadLink
+    patience: Patience
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        execute: Any = super().execute_command
+        return await self.patience.persist(lambda: execute(*args, **options))
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await self.payloads.aclose()
@@ -84,14 +121,19 @@ class RedisClusterClient(RedisCluster):
     """The same for a cluster: the commands of RedisClient, sent to the shard of the run's hash tag."""
 
     payloads: PayloadLink
+    patience: Patience
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        execute: Any = super().execute_command
+        return await self.patience.persist(lambda: execute(*args, **options))
 
     async def aclose(self) -> None:
         await self.payloads.aclose()
         await super().aclose()
 
 
-def connect(config: RedisConfig) -> RedisClient:
-    """A client with a deadline on every command. Does not connect yet."""
+def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
+    """A client with a deadline on every command; a patient one repeats it for `redis.retry_s`. Does not connect yet."""
     options: dict[str, Any] = {
         "socket_timeout": config.timeout_s,
         "socket_connect_timeout": config.timeout_s,
@@ -109,7 +151,8 @@ def connect(config: RedisConfig) -> RedisClient:
             options[name] = str(path)
     kind = RedisClusterClient if config.cluster else RedisClient
     client = cast("RedisClient", kind.from_url(config.url, **options))
-    client.payloads = PayloadLink(config, options)
+    client.patience = Patience(config.retry_s if patient else 0)
+    client.payloads = PayloadLink(config, options, client.patience)
     return client
 
 

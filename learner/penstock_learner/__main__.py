@@ -61,7 +61,7 @@ async def serve(config: RunConfig) -> None:
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
-    client = connect(config.redis)
+    client = connect(config.redis, patient=True)
     roles = needed_roles(config)
     try:
         with ray_cluster(config, roles):

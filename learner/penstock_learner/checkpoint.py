@@ -28,9 +28,19 @@ class TrainerState:
     term: int = 0
     ledger: list[tuple[int, int]] = field(default_factory=list)
     kl_coefficient: float | None = None
+    store_id: str = ""
+    """Of the queue that the ledger's prompt ids are of."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
+
+    def check_store(self, store_id: str) -> None:
+        """Refuse a queue whose prompt ids are not the ledger's: it would hold new prompts for trained ones."""
+        if self.store_id and self.store_id != store_id:
+            raise ConfigError(
+                "this Redis is not the one of the checkpoint, or has lost everything; correct redis.url or restore "
+                "its data, else start a new run, or set learner.checkpoint.resume to off"
+            )
 
 
 class CheckpointStore:

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-PromptState = Literal["pending", "leased", "queued", "trained"]
+PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
 
@@ -53,7 +53,7 @@ class PromptStatus:
     state: PromptState
     attempt: int
     payload: bytes
-    """The encoded prompt; empty once it is trained."""
+    """The encoded prompt; empty once it is trained or dead-lettered."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,13 @@ class GroupProducer(Protocol):
 
 
 class GroupConsumer(Protocol):
-    """What the learner needs. Every call but `take_term` raises Fenced once a newer term was taken."""
+    """What the learner needs. All but `store_id`, `take_term`, `fetch` and `stat` raise Fenced once a newer term was
+    taken."""
+
+    async def store_id(self) -> str:
+        """A random name of what holds this run's queue, made when it is first asked for. A store that lost everything,
+        or another one, has another name."""
+        ...
 
     async def take_term(self, at_least: int) -> int:
         """Become the only learner: returns a term above every earlier one and above `at_least`."""

@@ -78,9 +78,11 @@ class MemoryReplayQueue:
         store = self.store
         if prompt_id in store.trained:
             return PromptStatus(prompt_id, "trained", 0, b"")
+        if prompt_id in store.buried:
+            return PromptStatus(prompt_id, "dead_lettered", 0, b"")
         prompt = store.prompts.get(prompt_id)
         if prompt is None:
-            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
+            raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
         if prompt_id in store.groups:
             return PromptStatus(prompt_id, "queued", prompt.attempt, prompt.payload)
         return PromptStatus(prompt_id, "leased" if prompt.owner else "pending", prompt.attempt, prompt.payload)
@@ -119,14 +121,19 @@ class MemoryReplayQueue:
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         store, config = self.store, self.config
         self._reclaim()
-        evaluations = store.eval_pending.lowest(max_prompts)
+        settled_id = store.settle(config.settle_s)
+        evaluations = store.eval_pending.lowest(max_prompts, below=settled_id + 1)
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
         room = (await self.stat()).admission_room
         if store.counters["queued_bytes"] >= config.capacity_bytes:
             room = 0
-        for prompt_id in store.pending.lowest(max_prompts - len(leases)):
+        for prompt_id in store.pending.lowest(len(store.pending)):
+            if len(leases) == max_prompts:
+                break
+            if prompt_id > settled_id:
+                continue
             if prompt_id not in store.returned:
                 if room <= 0:
                     break
@@ -199,6 +206,9 @@ class MemoryReplayQueue:
         return Outbox(tuple(settled), tuple(missing))
 
     # ── learner ──
+
+    async def store_id(self) -> str:
+        return self.store.store_id
 
     async def take_term(self, at_least: int) -> int:
         self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1

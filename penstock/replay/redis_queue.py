@@ -7,6 +7,7 @@ the large bytes never pass through Lua, nor through the event loop. All keys of 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class RedisReplayQueue:
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         answer = await self._call("get_prompt", prompt_id)
         if not answer:
-            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
+            raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
         return PromptStatus(prompt_id, answer[0].decode(), answer[1], answer[2])
 
     async def get_group(self, prompt_id: int) -> bytes:
@@ -155,6 +156,10 @@ class RedisReplayQueue:
         return Outbox(tuple(settled), tuple(missing))
 
     # ── learner ──
+
+    async def store_id(self) -> str:
+        name: bytes = await self._call("store_id", secrets.token_hex(8))
+        return name.decode()
 
     async def take_term(self, at_least: int) -> int:
         self.term = await self._call("take_term", at_least)

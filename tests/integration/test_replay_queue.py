@@ -167,8 +167,7 @@ async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: ReplayQueue) 
     assert await queue.lease("s", 1) == []
     assert (await queue.stat()).dead_lettered == 1
     assert await queue.dead_letter_reasons() == {"engine_error": 1}
-    with pytest.raises(NotFound):
-        await queue.get_prompt(prompt_id)
+    assert (await queue.get_prompt(prompt_id)).state == "dead_lettered"
     await assert_conserved(queue)
 
 
@@ -487,3 +486,25 @@ async def test_a_held_out_prompt_that_keeps_failing_does_not_hold_up_its_evaluat
     evaluation = await queue.get_evaluation("heldout")
     assert (evaluation.num_finished, evaluation.score) == (2, 1.0)
     await assert_conserved(queue)
+
+
+async def test_a_store_has_one_name(make_queue: MakeQueue) -> None:
+    name = await make_queue().store_id()
+    assert name and await make_queue().store_id() == name
+
+
+async def test_a_prompt_is_leased_after_it_has_settled(make_queue: MakeQueue) -> None:
+    queue = make_queue(settle_s=0.2)
+    await queue.submit([b"young"], [0], "")
+    await queue.create_evaluation("young too", [b"held out"])
+    assert await queue.lease("s", 5) == []
+    leases = [await lease_again(queue, "s"), await lease_again(queue, "s")]
+    assert {lease.payload for lease in leases} == {b"young", b"held out"}
+
+
+async def test_an_unsettled_prompt_of_high_priority_holds_up_nobody(make_queue: MakeQueue) -> None:
+    await make_queue().submit([b"old"], [0], "")
+    assert await make_queue().lease("s", 0) == []
+    queue = make_queue(settle_s=60)
+    await queue.submit([b"young"] * 3, [9] * 3, "")
+    assert [lease.payload for lease in await queue.lease("s", 2)] == [b"old"]

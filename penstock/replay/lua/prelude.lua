@@ -6,7 +6,7 @@ local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'o
 -- Prompts in flight (leased, or returned and to be leased again) by the number of their admission.
 local OPEN = P .. 'open'
 local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
-local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
+local MANIFESTS, TRAINED, DEAD, BURIED = P .. 'manifests', P .. 'trained', P .. 'dead', P .. 'buried'
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
 
 local function now_ms()
@@ -140,6 +140,7 @@ end
 local function bury(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
+  redis.call('SETBIT', BURIED, id, 1)
   count_reason('dead_reasons', reason)
   count('dead_lettered', 1)
   forget_prompts({id})
@@ -170,4 +171,20 @@ local function return_evaluation(id, failure, max_attempts)
     return
   end
   redis.call('ZADD', EVAL_PENDING, id, id)
+end
+
+-- Ids come from a counter that goes back when Redis loses its tail, and may then stand for other prompts than those that
+-- servers and ledgers know by them. So no prompt is leased before Redis can no longer lose it: what was the newest id
+-- ('settling_id') is safe ('settled_id') once it has been so for the time that Redis may lose. Returns the newest safe id.
+local function settle_ids(now, settle_ms)
+  local newest, settled_id = counter('next_prompt_id'), counter('settled_id')
+  if counter('settling_id') > settled_id and now - counter('settling_ms') >= settle_ms then
+    settled_id = counter('settling_id')
+  end
+  if newest > settled_id and counter('settling_id') <= settled_id then
+    redis.call('HSET', COUNTERS, 'settling_id', newest, 'settling_ms', now)
+    if settle_ms == 0 then settled_id = newest end
+  end
+  if settled_id > counter('settled_id') then redis.call('HSET', COUNTERS, 'settled_id', settled_id) end
+  return settled_id
 end

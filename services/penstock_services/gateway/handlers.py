@@ -33,6 +33,7 @@ _PROMPT_STATES = {
     "leased": prompts_pb2.PromptRecord.LEASED,
     "queued": prompts_pb2.PromptRecord.QUEUED,
     "trained": prompts_pb2.PromptRecord.TRAINED,
+    "dead_lettered": prompts_pb2.PromptRecord.DEAD_LETTERED,
 }
 Request = TypeVar("Request")
 Response = TypeVar("Response")

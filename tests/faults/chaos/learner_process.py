@@ -88,6 +88,8 @@ class ChaosLearner:
         await self._train(reader, state.step, version)
 
     async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
+        self.store_id = await self.queue.store_id()
+        state.check_store(self.store_id)
         self.term = await self.queue.take_term(state.term)
         await asyncio.sleep(self.settings.replay_config.settle_s)
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
@@ -142,7 +144,9 @@ class ChaosLearner:
         partial = self.checkpoints.partial_folder(step, self.term)
         self.folded.save(partial)
         crash_point("before_flush")
-        self.checkpoints.finish(partial, TrainerState(step, version, self.term, self.ledger.ranges))
+        self.checkpoints.finish(
+            partial, TrainerState(step, version, self.term, self.ledger.ranges, store_id=self.store_id)
+        )
         self.ledger.mark_durable()
         crash_point("after_flush")
         await self.queue.commit(step, self.uncommitted)
@@ -151,7 +155,10 @@ class ChaosLearner:
 
 
 async def learn(settings: Settings) -> None:
-    client = connect(RedisConfig(url=settings.redis_url, timeout_s=settings.redis_timeout_s))
+    client = connect(
+        RedisConfig(url=settings.redis_url, timeout_s=settings.redis_timeout_s, retry_s=settings.redis_retry_s),
+        patient=True,
+    )
     learner = ChaosLearner(settings, RedisReplayQueue(client, RUN, settings.replay_config))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, learner.stopping.set)
     running, driven = asyncio.create_task(learner.run()), asyncio.create_task(while_driven())

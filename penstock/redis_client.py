@@ -40,21 +40,26 @@ class Patience:
 
     The call may have been carried out and only its answer lost: give patience to clients all of whose calls may be
     carried out twice. The learner's may: they are fenced by its term, and change nothing the second time but numbers
-    that may have gaps (terms, versions) and takes, whose groups are ready again once the step is committed."""
+    that may have gaps (terms, versions); a take answers with what it took the first time."""
 
     def __init__(self, retry_s: float) -> None:
         self.retry_s = retry_s
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        started = time.monotonic()
+        started, has_warned = time.monotonic(), False
         while True:
             try:
-                return await call()
+                answer = await call()
+                if has_warned:
+                    logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
+                return answer
             except (RedisConnectionError, RedisTimeoutError) as error:
                 waited_s = time.monotonic() - started
                 if waited_s >= self.retry_s or isinstance(error, AuthenticationError):
                     raise
-                logger.warning("Redis does not answer (%s); trying for %.0f s more", error, self.retry_s - waited_s)
+                if not has_warned:
+                    logger.warning("Redis does not answer (%s); trying for %.0f s", error, self.retry_s)
+                has_warned = True
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 

@@ -227,7 +227,8 @@ class GroupConsumer(Protocol):
     async def take(self, step: int, max_groups: int) -> list[int]:
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
-        Under `wait` none is taken that was admitted after a prompt still in flight."""
+        Under `wait` none is taken that was admitted after a prompt still in flight. What the manifest holds that this
+        learner was not told of, by `restore` or an earlier take, comes first and alone: the answer to it was lost."""
         ...
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -237,7 +238,7 @@ class GroupConsumer(Protocol):
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
         """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there.
 
-        Closes the manifests up to `step`. What they hold besides (the reply of its take was lost) is ready again."""
+        Closes the manifests up to `step`. What they hold besides is ready again."""
         ...
 
     async def expire(self, prompt_id: int) -> None:

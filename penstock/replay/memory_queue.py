@@ -40,6 +40,8 @@ class MemoryReplayQueue:
         self.store = store
         self.config = config
         self.term = 0
+        self._told: set[tuple[int, int]] = set()
+        """Step and prompt id of what this learner knows of the manifests."""
 
     # ── gateway ──
 
@@ -220,11 +222,21 @@ class MemoryReplayQueue:
         for of_step, ids in self.store.manifests.items():
             if of_step > step:
                 self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
-        return {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+        manifests = {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+        self._told = {(of_step, prompt_id) for of_step, ids in manifests.items() for prompt_id in ids}
+        return manifests
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         self._check_term()
         store, order = self.store, self.config.take_order
+        untold = [
+            prompt_id
+            for prompt_id in store.manifests.get(step, [])
+            if (step, prompt_id) not in self._told and prompt_id in store.delivered
+        ]
+        if untold:
+            self._told.update((step, prompt_id) for prompt_id in untold)
+            return untold
         if order == "freshest":
             ids = store.fresh.highest(max_groups)
         else:
@@ -234,6 +246,7 @@ class MemoryReplayQueue:
             store.delivered.add(prompt_id)
         if ids:
             store.manifests.setdefault(step, []).extend(ids)
+            self._told.update((step, prompt_id) for prompt_id in ids)
         return ids
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -256,6 +269,7 @@ class MemoryReplayQueue:
                 if prompt_id in store.delivered:
                     store.delivered.remove(prompt_id)
                     store.make_ready(prompt_id)
+        self._told = {(of_step, prompt_id) for of_step, prompt_id in self._told if of_step > step}
         return found
 
     async def expire(self, prompt_id: int) -> None:

@@ -50,6 +50,8 @@ class RedisReplayQueue:
         self.term = 0
         self._attempts: dict[int, int] = {}
         """Of the groups that were taken and not yet fetched; that of any other is asked for."""
+        self._manifests: dict[int, list[int]] = {}
+        """What this learner knows of the open ones."""
 
     # ── gateway ──
 
@@ -167,11 +169,15 @@ class RedisReplayQueue:
 
     async def restore(self, step: int) -> dict[int, list[int]]:
         flat = await self._call("restore", self.term, step)
-        return {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+        manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+        self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
+        return manifests
 
     async def take(self, step: int, max_groups: int) -> list[int]:
-        flat: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order)
+        known = self._manifests.setdefault(step, [])
+        flat: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
         self._attempts.update(zip(flat[::2], flat[1::2], strict=True))
+        known += flat[::2]
         return flat[::2]
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -198,6 +204,7 @@ class RedisReplayQueue:
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
         committed: int = await self._call("commit", self.term, step, *prompt_ids)
+        self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
         return committed
 
     async def expire(self, prompt_id: int) -> None:

@@ -330,17 +330,31 @@ async def test_a_manifest_with_discarded_groups_is_delivered_again_without_them(
     await assert_conserved(queue)
 
 
+async def test_a_take_whose_answer_was_lost_is_answered_again(make_queue: MakeQueue) -> None:
+    """The batch keeps its size: nothing is taken on top of what the learner has not heard of."""
+    queue, successor = make_queue(), make_queue()
+    ids = await submit(queue, 4)
+    await finish(queue, await queue.lease("s", 4))
+    await successor.take_term(0)
+    queue.term = successor.term  # as if the same learner: `successor` never sees these answers
+    assert await queue.take(1, 1) + await queue.take(1, 1) == ids[:2]
+    assert await successor.take(1, 1) == ids[:2]
+    assert await successor.take(1, 1) == [ids[2]]
+    assert await successor.commit(1, ids[:3]) == 3
+    await assert_conserved(queue)
+
+
 async def test_what_a_closed_manifest_still_holds_is_ready_again(queue: ReplayQueue) -> None:
-    """The reply of the first take was lost: the learner has never heard of its groups."""
+    """Redis lost its tail: what the learner trained is not all that the manifest holds."""
     ids = await submit(queue, 4)
     await finish(queue, await queue.lease("s", 4))
     await queue.take_term(0)
-    lost = await queue.take(1, 2)
+    left = await queue.take(1, 2)
     trained = await queue.take(1, 2)
     before = (await queue.stat()).queued_bytes
     assert await queue.commit(1, trained) == 2
-    assert (await queue.stat()).queued_bytes - before == sum(len(b"group of %d" % prompt_id) for prompt_id in lost)
-    assert await queue.take(2, 4) == lost == ids[:2]
+    assert (await queue.stat()).queued_bytes - before == sum(len(b"group of %d" % prompt_id) for prompt_id in left)
+    assert await queue.take(2, 4) == left == ids[:2]
     await assert_conserved(queue)
 
 
@@ -352,13 +366,13 @@ async def test_fifo_is_the_order_of_admission(queue: ReplayQueue) -> None:
 
 
 async def test_other_policies_pass_a_straggler_by(make_queue: MakeQueue) -> None:
-    for policy in ("drop", "correct"):
+    for step, policy in enumerate(("drop", "correct"), start=1):
         queue = make_queue(stale_policy=policy, max_staleness=9)
         await submit(queue, 2)
         _, fast = await queue.lease("s", 2)
         await finish(queue, [fast])
         await queue.take_term(0)
-        assert await queue.take(1, 2) == [fast.prompt_id]
+        assert await queue.take(step, 2) == [fast.prompt_id]
 
 
 async def test_wait_takes_nothing_admitted_after_a_prompt_in_flight(make_queue: MakeQueue) -> None:

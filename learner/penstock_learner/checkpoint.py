@@ -13,7 +13,7 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Fenced
 from penstock_learner.ledger import Ledger
 
 TRAINER_FILE = "trainer.json"
@@ -59,14 +59,16 @@ class CheckpointStore:
 
     def finish(self, partial: Path, state: TrainerState) -> Path:
         """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
-        trainer = partial / TRAINER_FILE
-        trainer.write_text(json.dumps(asdict(state)))
-        for path in partial.iterdir():
-            _flush(path)
-        _flush(partial)
         final = partial.with_suffix("")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        try:
+            (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
+            for path in partial.iterdir():
+                _flush(path)
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except FileNotFoundError as error:
+            raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
         _flush(self.folder)
         abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
         for old in [*self._finished()[: -self.keep], *abandoned]:

@@ -39,6 +39,8 @@ from penstock_learner.crash_points import crash_point
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"
 KEEP = 2
+STARVED_SHARE = 0.25
+"""As in the controller, which this process does not import: it needs torch."""
 TOOK_OVER = "took over"
 """In the log, once a learner acts under its term."""
 
@@ -105,7 +107,7 @@ class ChaosLearner:
         reading = asyncio.create_task(reader.read(step + 1, version))
         try:
             while True:
-                batch = await self._or_stop(reading)
+                batch = await self._batch_or_stop(reading, step, version)
                 if batch is None:
                     break
                 step += 1
@@ -132,9 +134,16 @@ class ChaosLearner:
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
 
-    async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
+    async def _batch_or_stop(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+        batch = await self._or_stop(reading, self.settings.batch_timeout_s * STARVED_SHARE)
+        if batch is None and not self.stopping.is_set():
+            await self._checkpoint(trained_step, version)
+            batch = await self._or_stop(reading, None)
+        return batch
+
+    async def _or_stop(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
         stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({reading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return reading.result() if reading.done() else None
 

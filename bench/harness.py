@@ -53,12 +53,18 @@ class Bar:
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
 
-def alternate(contenders: dict[str, Callable[[], float]], num_rounds: int, unit: str) -> dict[str, Measurement]:
-    """Run every contender once a round, in turn; each returns its rate. A warm-up round is thrown away."""
+def alternate(
+    contenders: dict[str, Callable[[], float]], num_rounds: int, unit: str, between: Callable[[], None] | None = None
+) -> dict[str, Measurement]:
+    """Run every contender once a round, in turn, backwards every other round; each returns its rate.
+
+    A warm-up round is thrown away. `between` is called before each round."""
     measured = {name: Measurement(name, unit) for name in contenders}
     for round_index in range(num_rounds + 1):
-        for name, run in contenders.items():
-            rate = run()
+        if between is not None:
+            between()
+        for name in list(contenders)[:: -1 if round_index % 2 else 1]:
+            rate = contenders[name]()
             if round_index > 0:
                 measured[name].rates.append(rate)
     return measured

@@ -2,8 +2,13 @@
 
     make bench-replay
 
-The limit is `redis-benchmark` (Debian's redis-tools) on the same server, the same payload, connections and pipelining.
-All contenders take turns in every round; a bar is the median over rounds of the ratio within a round.
+The limit is `redis-benchmark` (Debian's redis-tools) on the same server, with the same payload, one connection, and as
+many commands in its pipeline as we have groups in a batch. All contenders take turns in every round, backwards in every
+other one; a bar is the median over rounds of the ratio within a round.
+
+Redis runs with the settings of a run: append-only file, fsync every second. The file lies in memory where the machine
+has /dev/shm: a disk is slower than any contender here, and would be what is measured. Redis rewrites it between rounds,
+never during one.
 """
 
 from __future__ import annotations
@@ -21,31 +26,35 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-import redis.asyncio as redis
-
 from harness import Bar, Measurement, alternate, median_ratio, report
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
+from penstock.redis_client import RedisClient, connect
 from penstock.replay.contract import FinishedGroup
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}
 BYTES_A_ROUND = 48 * 2**20
-NUM_ROUNDS = 7
-BATCH = 32
+NUM_ROUNDS = 15
+BATCH = 64
 """Groups that a producer hands in, and a learner reads, at once; also redis-benchmark's pipeline."""
-FLAT_GROUPS = 2_000
+QUEUED_BATCHES = 2
+"""The bound of a whole cycle: its producer waits while so many batches are not committed."""
+FLAT_GROUPS = 2_048
+SMALL_BYTES = 1024
+PEER_GROUPS = 128
 
 T = TypeVar("T")
 
 
 class Server:
-    """A private Redis with the settings of a run: append-only file, fsync every second."""
+    """A private Redis with the settings of a run, but that it rewrites its append-only file only when told to."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
         config, self.url = write_config(folder, self.port)
+        config.write_text(config.read_text() + "auto-aof-rewrite-percentage 0\n")
         self.process = subprocess.Popen(
             [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -68,50 +77,80 @@ def limit(server: Server, command: str, num_bytes: int) -> float:
 
 
 class OurQueue:
-    """One run's queue, filled and emptied through the contract."""
+    """One run's queue, filled and emptied through the contract: a producer and a learner, each with a client."""
 
-    def __init__(self, client: redis.Redis, run: str, payload: bytes) -> None:
+    def __init__(self, clients: Clients, run: str, payload: bytes) -> None:
         replay = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
-        self.queue = RedisReplayQueue(client, run, replay)
+        self.producer = RedisReplayQueue(clients.producer, run, replay)
+        self.learner = RedisReplayQueue(clients.learner, run, replay)
         self.payload = payload
         self.step = 0
 
     async def submit(self, count: int) -> list[FinishedGroup]:
         """Leases to hand groups in for; not part of what is measured."""
+        if self.learner.term == 0:
+            await self.learner.take_term(0)
         for start in range(0, count, 1000):
             size = min(1000, count - start)
-            await self.queue.submit([b"prompt"] * size, [0] * size, "")
-        leases = await self.queue.lease("bench", count)
+            await self.producer.submit([b"prompt"] * size, [0] * size, "")
+        leases = await self.producer.lease("bench", count)
         return [FinishedGroup(lease, self.payload, 0) for lease in leases]
 
     async def append(self, groups: list[FinishedGroup]) -> None:
         for start in range(0, len(groups), BATCH):
-            await self.queue.append_many(groups[start : start + BATCH])
+            await self.producer.append_many(groups[start : start + BATCH])
 
     async def read_and_commit(self, count: int) -> None:
-        if self.queue.term == 0:
-            await self.queue.take_term(0)
-        while count > 0:
+        """As the learner does: the next batch is read while one is committed."""
+        committing: asyncio.Task[int] | None = None
+        for start in range(0, count, BATCH):
             self.step += 1
-            taken = await self.queue.take(self.step, min(BATCH, count))
-            await self.queue.fetch(taken)
-            await self.queue.commit(self.step, taken)
-            count -= len(taken)
+            taken = await self._read(min(BATCH, count - start))
+            if committing is not None:
+                await committing
+            committing = asyncio.create_task(self.learner.commit(self.step, taken))
+        assert committing is not None
+        await committing
 
     async def cycle(self, groups: list[FinishedGroup]) -> None:
-        """Bounded: never more than one batch is queued."""
-        for start in range(0, len(groups), BATCH):
-            batch = groups[start : start + BATCH]
-            await self.queue.append_many(batch)
-            await self.read_and_commit(len(batch))
+        """Bounded: the producer hands in one batch while the learner reads and commits the one before."""
+        room, ready = asyncio.Semaphore(QUEUED_BATCHES), asyncio.Semaphore(0)
+
+        async def produce() -> None:
+            for start in range(0, len(groups), BATCH):
+                await room.acquire()
+                await self.producer.append_many(groups[start : start + BATCH])
+                ready.release()
+
+        async def learn() -> None:
+            for start in range(0, len(groups), BATCH):
+                await ready.acquire()
+                self.step += 1
+                await self.learner.commit(self.step, await self._read(min(BATCH, len(groups) - start)))
+                room.release()
+
+        await asyncio.gather(produce(), learn())
+
+    async def drain(self) -> None:
+        """Empty the queue without reading; not part of what is measured."""
+        self.step += 1
+        while taken := await self.learner.take(self.step, 1000):
+            await self.learner.commit(self.step, taken)
+
+    async def _read(self, count: int) -> list[int]:
+        taken = await self.learner.take(self.step, count)
+        deliveries = await self.learner.fetch(taken)
+        assert len(deliveries) == count
+        return taken
 
 
-class Loop:
-    """An event loop with a client on it, for contenders that are plain functions."""
+class Clients:
+    """An event loop with clients on it, for contenders that are plain functions."""
 
     def __init__(self, server: Server) -> None:
         self.loop = asyncio.new_event_loop()
-        self.client = connect(RedisConfig(url=server.url))
+        self.producer = connect(RedisConfig(url=server.url, timeout_s=60))
+        self.learner = connect(RedisConfig(url=server.url, timeout_s=60))
 
     def run(self, awaitable: Awaitable[T]) -> T:
         return self.loop.run_until_complete(awaitable)
@@ -121,8 +160,23 @@ class Loop:
         self.run(awaitable)
         return time.perf_counter() - started
 
+    def rewrite_log(self) -> None:
+        """Keep the append-only file small, and wait for it: nothing is measured meanwhile."""
+        self.run(self._rewrite_log())
 
-async def pickled_stream(client: redis.Redis, payload: bytes, count: int) -> None:
+    async def _rewrite_log(self) -> None:
+        await self.learner.bgrewriteaof()
+        async with asyncio.timeout(120):
+            while (await self.learner.info("persistence"))["aof_rewrite_in_progress"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        self.run(self.producer.aclose())
+        self.run(self.learner.aclose())
+        self.loop.close()
+
+
+async def pickled_stream(client: RedisClient, payload: bytes, count: int) -> None:
     """What peers do: XADD a pickle, XREAD it, one at a time."""
     await client.delete("peer")
     last = b"0"
@@ -142,13 +196,12 @@ def ray_queue_rate(num_bytes: int) -> Callable[[], float]:
     queue = Queue()
 
     def run() -> float:
-        count = 64
         started = time.perf_counter()
-        for _ in range(count):
+        for _ in range(PEER_GROUPS):
             queue.put(payload)
-        for _ in range(count):
+        for _ in range(PEER_GROUPS):
             queue.get()
-        return count / (time.perf_counter() - started)
+        return PEER_GROUPS / (time.perf_counter() - started)
 
     assert ray.is_initialized()
     return run
@@ -157,22 +210,25 @@ def ray_queue_rate(num_bytes: int) -> Callable[[], float]:
 def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measurement], list[Bar]]:
     """All contenders at one payload size."""
     count = max(BYTES_A_ROUND // num_bytes // BATCH, 1) * BATCH
-    loop, payload = Loop(server), os.urandom(num_bytes)
-    ours = OurQueue(loop.client, f"bench-{num_bytes}", payload)
+    clients, payload = Clients(server), os.urandom(num_bytes)
+    ours = OurQueue(clients, f"bench-{num_bytes}", payload)
 
     def append() -> float:
-        groups = loop.run(ours.submit(count))
-        return count / loop.timed(ours.append(groups))
+        groups = clients.run(ours.submit(count))
+        rate = count / clients.timed(ours.append(groups))
+        clients.run(ours.drain())
+        return rate
 
     def read_and_commit() -> float:
-        return count / loop.timed(ours.read_and_commit(count))
+        clients.run(ours.append(clients.run(ours.submit(count))))
+        return count / clients.timed(ours.read_and_commit(count))
 
     def cycle() -> float:
-        groups = loop.run(ours.submit(count))
-        return count / loop.timed(ours.cycle(groups))
+        groups = clients.run(ours.submit(count))
+        return count / clients.timed(ours.cycle(groups))
 
     def stream() -> float:
-        return count / loop.timed(pickled_stream(loop.client, payload, count))
+        return PEER_GROUPS / clients.timed(pickled_stream(clients.learner, payload, PEER_GROUPS))
 
     measured = alternate(
         {
@@ -186,8 +242,9 @@ def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measu
         },
         NUM_ROUNDS,
         "groups/s",
+        between=clients.rewrite_log,
     )
-    loop.run(loop.client.aclose())
+    clients.close()
     return list(measured.values()), size_bars(label, measured)
 
 
@@ -213,28 +270,29 @@ def size_bars(label: str, measured: dict[str, Measurement]) -> list[Bar]:
 
 def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
     """Cost of an operation in a short and in a long queue, and with one and with many producers connected."""
-    loop, payload = Loop(server), os.urandom(1024)
-    short, long = OurQueue(loop.client, "flat-short", payload), OurQueue(loop.client, "flat-long", payload)
-    loop.run(fill(short, 1_000))
-    loop.run(fill(long, 200_000))
+    clients, payload = Clients(server), os.urandom(SMALL_BYTES)
+    short, long = OurQueue(clients, "flat-short", payload), OurQueue(clients, "flat-long", payload)
+    clients.run(fill(short, 1_000))
+    clients.run(fill(long, 200_000))
 
     def rate(queue: OurQueue) -> float:
-        groups = loop.run(queue.submit(FLAT_GROUPS))
-        return FLAT_GROUPS / loop.timed(queue.cycle(groups))
+        groups = clients.run(queue.submit(FLAT_GROUPS))
+        return FLAT_GROUPS / clients.timed(queue.cycle(groups))
 
     lengths = alternate(
         {"1,000 queued": lambda: rate(short), "200,000 queued": lambda: rate(long)}, NUM_ROUNDS, "groups/s"
     )
 
     crowd = [connect(RedisConfig(url=server.url)) for _ in range(63)]
-    alone = OurQueue(loop.client, "flat-alone", payload)
+    alone = OurQueue(clients, "flat-alone", payload)
 
     def among_many() -> float:
-        loop.run(ping_all(crowd))
+        clients.run(ping_all(crowd))
         return rate(alone)
 
     producers = alternate({"1 producer": lambda: rate(alone), "64 producers": among_many}, NUM_ROUNDS, "groups/s")
-    loop.run(close_all([*crowd, loop.client]))
+    clients.run(close_all(crowd))
+    clients.close()
     bars = [
         Bar("cycle, 200,000 queued / 1,000", median_ratio(lengths["200,000 queued"], lengths["1,000 queued"]), 0.90),
         Bar("cycle, 64 producers / 1", median_ratio(producers["64 producers"], producers["1 producer"]), 0.90),
@@ -247,11 +305,11 @@ async def fill(queue: OurQueue, count: int) -> None:
         await queue.append(await queue.submit(min(2_000, count - start)))
 
 
-async def ping_all(clients: list[redis.Redis]) -> None:
+async def ping_all(clients: list[RedisClient]) -> None:
     await asyncio.gather(*(client.ping() for client in clients))
 
 
-async def close_all(clients: list[redis.Redis]) -> None:
+async def close_all(clients: list[RedisClient]) -> None:
     for client in clients:
         await client.aclose()
 
@@ -265,7 +323,8 @@ def main() -> int:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     measurements: list[Measurement] = []
     bars: list[Bar] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+    in_memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=in_memory if in_memory.is_dir() else None) as folder:
         for label, num_bytes in SIZES.items():
             server = Server(Path(folder) / label.replace(" ", ""))
             try:

@@ -9,7 +9,8 @@ from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.feeding import Feeder, PromptStream
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.validating import Validator
 
 

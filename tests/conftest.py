@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
+from hypothesis import settings
 
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_services.local.private_redis import find_redis_server, write_config
+
+settings.register_profile("penstock", deadline=None)  # a busy machine must not fail a property
+settings.load_profile("penstock")
 
 
 class RedisProcess:

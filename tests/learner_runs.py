@@ -19,8 +19,9 @@ from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.policies import PolicyRegistry
+from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue, connect, key_prefix
+from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4

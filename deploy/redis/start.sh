@@ -5,7 +5,8 @@
 # SHA-256 of its variable here, so no password is on a command line or in a file. Redis' own ACL files allow no comments.
 #
 # usage: start.sh USERS_ACL FOLDER [redis.conf lines as --options ...]
-# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; REDIS_SERVER names the binary, REDIS_DATA its folder.
+# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; OPERATOR_PASSWORD, without which nobody is let in as
+# the user of `penstock queue`; REDIS_SERVER names the binary, REDIS_DATA its folder.
 set -eu
 umask 077
 users=$1 folder=$2
@@ -22,11 +23,14 @@ hash_of() {
 gateway=$(hash_of GATEWAY_PASSWORD "${GATEWAY_PASSWORD:-}")
 rollout=$(hash_of ROLLOUT_PASSWORD "${ROLLOUT_PASSWORD:-}")
 learner=$(hash_of LEARNER_PASSWORD "${LEARNER_PASSWORD:-}")
-unset GATEWAY_PASSWORD ROLLOUT_PASSWORD LEARNER_PASSWORD
+operator=''
+if [ -n "${OPERATOR_PASSWORD:-}" ]; then operator="#$(hash_of OPERATOR_PASSWORD "$OPERATOR_PASSWORD")"; fi
+unset GATEWAY_PASSWORD ROLLOUT_PASSWORD LEARNER_PASSWORD OPERATOR_PASSWORD
 
 sed -e "s/^user gateway on resetpass/& #$gateway/" \
   -e "s/^user rollout on resetpass/& #$rollout/" \
-  -e "s/^user learner on resetpass/& #$learner/" "$users" >"$folder/users.acl"
+  -e "s/^user learner on resetpass/& #$learner/" \
+  -e "s/^user operator on resetpass/& $operator/" "$users" >"$folder/users.acl"
 
 # A log that a crash cut inside a transaction must be repaired before Redis reads it: it would accept the next ones as
 # part of the torn one, and replay a mixture at the start after.

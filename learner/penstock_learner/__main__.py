@@ -48,7 +48,8 @@ async def serve(config: RunConfig) -> None:
 
     from penstock.fleet import Fleet
     from penstock.metrics import serve_metrics, write_endpoint
-    from penstock.replay.redis_queue import RedisReplayQueue, connect
+    from penstock.redis_client import connect
+    from penstock.replay.redis_queue import RedisReplayQueue
     from penstock_learner.controller import LearnerController, needed_roles
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.placement import place_roles
@@ -60,7 +61,7 @@ async def serve(config: RunConfig) -> None:
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
-    client = connect(config.redis)
+    client = connect(config.redis, patient=True)
     roles = needed_roles(config)
     try:
         with ray_cluster(config, roles):

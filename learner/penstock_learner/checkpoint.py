@@ -13,7 +13,7 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Fenced
 from penstock_learner.ledger import Ledger
 
 TRAINER_FILE = "trainer.json"
@@ -30,9 +30,19 @@ class TrainerState:
     kl_coefficient: float | None = None
     feed_positions: dict[str, int] = field(default_factory=dict)
     """How far each dataset had been submitted. The positions that count are in Redis, beside the prompts."""
+    store_id: str = ""
+    """Of the queue that the ledger's prompt ids are of."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
+
+    def check_store(self, store_id: str) -> None:
+        """Refuse a queue whose prompt ids are not the ledger's: it would hold new prompts for trained ones."""
+        if self.store_id and self.store_id != store_id:
+            raise ConfigError(
+                "this Redis is not the one of the checkpoint, or has lost everything; correct redis.url or restore "
+                "its data, else start a new run, or set learner.checkpoint.resume to off"
+            )
 
 
 class CheckpointStore:
@@ -51,14 +61,16 @@ class CheckpointStore:
 
     def finish(self, partial: Path, state: TrainerState) -> Path:
         """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
-        trainer = partial / TRAINER_FILE
-        trainer.write_text(json.dumps(asdict(state)))
-        for path in partial.iterdir():
-            _flush(path)
-        _flush(partial)
         final = partial.with_suffix("")
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        try:
+            (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
+            for path in partial.iterdir():
+                _flush(path)
+            _flush(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except FileNotFoundError as error:
+            raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
         _flush(self.folder)
         abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
         for old in [*self._finished()[: -self.keep], *abandoned]:

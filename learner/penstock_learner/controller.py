@@ -39,6 +39,8 @@ from penstock_learner.role_group import RoleGroup
 from penstock_learner.step_metrics import MetricsFile, batch_metrics, update_metrics
 
 logger = logging.getLogger(__name__)
+STARVED_SHARE = 0.25
+"""Of a batch's deadline: after so long without one, groups are acknowledged early."""
 
 
 def needed_roles(config: RunConfig) -> dict[str, RoleConfig]:
@@ -103,6 +105,8 @@ class LearnerController:
 
     async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
         """Fence every earlier learner, acknowledge what the checkpoint covers, and get the open batches back."""
+        self.store_id = await self.queue.store_id()
+        state.check_store(self.store_id)
         self.term = await self.queue.take_term(state.term)
         # A term that Redis could still lose must not be acted under: the one before would hold again.
         await asyncio.sleep(self.config.replay.settle_s)
@@ -143,7 +147,7 @@ class LearnerController:
                 step += 1
                 started = time.monotonic()
                 reading = reading or asyncio.create_task(reader.read(step, version))
-                batch = await self._or_stop(reading)
+                batch = await self._batch_or_stop(reading, step - 1, version)
                 wait_s = time.monotonic() - started
                 if batch is None:
                     step -= 1
@@ -168,10 +172,20 @@ class LearnerController:
             if reading is not None:
                 await end_task(reading)
 
-    async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
-        """The batch, or None when the learner is asked to stop while it waits."""
+    async def _batch_or_stop(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+        """The batch, or None when the learner is asked to stop while it waits.
+
+        Groups that no checkpoint covers stay in Redis, where producers may be waiting for their memory. So when none
+        comes for long, a checkpoint is made before its time."""
+        batch = await self._or_stop(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
+        if batch is None and not self.stopping.is_set():
+            await self._checkpoint(trained_step, version)
+            batch = await self._or_stop(reading, None)
+        return batch
+
+    async def _or_stop(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
         stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({reading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return reading.result() if reading.done() else None
 
@@ -236,8 +250,15 @@ class LearnerController:
         partial = self.checkpoints.partial_folder(step, self.term)
         await self.policy.call_all("save", partial)
         crash_point("before_flush")
-        feed_positions = await self.queue.feed_positions()
-        state = TrainerState(step, version, self.term, self.ledger.ranges, self.kl.coefficient, feed_positions)
+        state = TrainerState(
+            step,
+            version,
+            self.term,
+            self.ledger.ranges,
+            self.kl.coefficient,
+            feed_positions=await self.queue.feed_positions(),
+            store_id=self.store_id,
+        )
         self.checkpoints.finish(partial, state)
         self.ledger.mark_durable()
         crash_point("after_flush")

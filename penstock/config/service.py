@@ -16,6 +16,8 @@ class RedisConfig(Config):
     """redis://, rediss:// or unix:// address. Empty: `penstock up` starts a private server with an append-only file."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one command."""
+    retry_s: float = Field(default=60.0, ge=0)
+    """How long the learner repeats a call while Redis does not answer, as when it restarts, before it ends."""
     username: str = ""
     """User to log in as, where the URL names none."""
     password_file: Path | None = None

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-PromptState = Literal["pending", "leased", "queued", "trained"]
+PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
 
@@ -53,7 +53,7 @@ class PromptStatus:
     state: PromptState
     attempt: int
     payload: bytes
-    """The encoded prompt; empty once it is trained."""
+    """The encoded prompt; empty once it is trained or dead-lettered."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,13 @@ class GroupProducer(Protocol):
 
 
 class GroupConsumer(Protocol):
-    """What the learner needs. Every call but `take_term` raises Fenced once a newer term was taken."""
+    """What the learner needs. All but `store_id`, `take_term`, `fetch` and `stat` raise Fenced once a newer term was
+    taken."""
+
+    async def store_id(self) -> str:
+        """A random name of what holds this run's queue, made when it is first asked for. A store that lost everything,
+        or another one, has another name."""
+        ...
 
     async def take_term(self, at_least: int) -> int:
         """Become the only learner: returns a term above every earlier one and above `at_least`."""
@@ -245,7 +251,8 @@ class GroupConsumer(Protocol):
     async def take(self, step: int, max_groups: int) -> list[int]:
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
-        Under `wait` none is taken that was admitted after a prompt still in flight."""
+        Under `wait` none is taken that was admitted after a prompt still in flight. What the manifest holds that this
+        learner was not told of, by `restore` or an earlier take, comes first and alone: the answer to it was lost."""
         ...
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -255,7 +262,7 @@ class GroupConsumer(Protocol):
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
         """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there.
 
-        Closes the manifests up to `step`. What they hold besides (the reply of its take was lost) is ready again."""
+        Closes the manifests up to `step`. What they hold besides is ready again."""
         ...
 
     async def expire(self, prompt_id: int) -> None:

@@ -8,17 +8,19 @@ term: they only ever add prompts.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis.asyncio as redis
 from google.protobuf.message import DecodeError
 
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
-from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
+from penstock.redis_client import RedisClient
 from penstock.redis_errors import guarded
 from penstock.replay.contract import Lease, QueueStat
 from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue, key_prefix
@@ -27,6 +29,7 @@ from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
 DELETE_PAGE = 1000
+SETTLE_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class DeadLetterContents:
 class QueueInspector:
     """One run's queue as an operator sees it. Without the run's `replay` config it knows nothing of limits."""
 
-    def __init__(self, client: redis.Redis, run: str, replay: ReplayConfig | None = None) -> None:
+    def __init__(self, client: RedisClient, run: str, replay: ReplayConfig | None = None) -> None:
         self.client = client
         self.run = run
         self.prefix = key_prefix(run)
@@ -215,9 +218,18 @@ class QueueInspector:
         """Submit (row, encoded prompt, priority) and lease each at once, without asking for admission.
 
         The same row under the same key gets the same prompt id for a week; its attempt is 0 once its group was brought.
-        """
+        Waits until Redis can no longer lose the ids, as every lease does."""
         flat = [item for row in rows for item in row]
-        answer = await self._call("admit", key, IDEMPOTENCY_TTL_S, server_id, int(lease_ttl_s * 1000), *flat)
+        settle_s = self.queue.config.settle_s
+        deadline = time.monotonic() + 2 * settle_s + SETTLE_MARGIN_S  # those before these settle first
+        while True:
+            times_ms = int(lease_ttl_s * 1000), int(settle_s * 1000)
+            answer = await self._call("admit", key, IDEMPOTENCY_TTL_S, server_id, *times_ms, *flat)
+            if answer or not rows:
+                break
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("new prompt ids do not settle; is Redis restarting? Import again")
+            await asyncio.sleep(settle_s / 10)
         return [Lease(answer[2 * i], answer[2 * i + 1], rows[i][1]) for i in range(len(rows))]
 
     # ── how ──

@@ -42,6 +42,8 @@ class MemoryReplayQueue:
         self.store = store
         self.config = config
         self.term = 0
+        self._told: set[tuple[int, int]] = set()
+        """Step and prompt id of what this learner knows of the manifests."""
 
     # ── gateway ──
 
@@ -88,9 +90,11 @@ class MemoryReplayQueue:
         store = self.store
         if prompt_id in store.trained:
             return PromptStatus(prompt_id, "trained", 0, b"")
+        if prompt_id in store.buried:
+            return PromptStatus(prompt_id, "dead_lettered", 0, b"")
         prompt = store.prompts.get(prompt_id)
         if prompt is None:
-            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
+            raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
         if prompt_id in store.groups:
             return PromptStatus(prompt_id, "queued", prompt.attempt, prompt.payload)
         return PromptStatus(prompt_id, "leased" if prompt.owner else "pending", prompt.attempt, prompt.payload)
@@ -129,14 +133,19 @@ class MemoryReplayQueue:
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         store, config = self.store, self.config
         self._reclaim()
-        evaluations = store.eval_pending.lowest(max_prompts)
+        settled_id = store.settle(config.settle_s)
+        evaluations = store.eval_pending.lowest(max_prompts, below=settled_id + 1)
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
         room = (await self.stat()).admission_room
         if store.counters["queued_bytes"] >= config.capacity_bytes:
             room = 0
-        for prompt_id in store.pending.lowest(max_prompts - len(leases)):
+        for prompt_id in store.pending.lowest(len(store.pending)):
+            if len(leases) == max_prompts:
+                break
+            if prompt_id > settled_id:
+                continue
             if prompt_id not in store.returned:
                 if room <= 0:
                     break
@@ -211,6 +220,9 @@ class MemoryReplayQueue:
 
     # ── learner ──
 
+    async def store_id(self) -> str:
+        return self.store.store_id
+
     async def take_term(self, at_least: int) -> int:
         self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1
         return self.term
@@ -221,7 +233,9 @@ class MemoryReplayQueue:
         for of_step, ids in self.store.manifests.items():
             if of_step > step:
                 self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
-        return {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+        manifests = {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
+        self._told = {(of_step, prompt_id) for of_step, ids in manifests.items() for prompt_id in ids}
+        return manifests
 
     async def feed_positions(self) -> dict[str, int]:
         return {name: feed.position for name, feed in self.store.feeds.items()}
@@ -229,6 +243,14 @@ class MemoryReplayQueue:
     async def take(self, step: int, max_groups: int) -> list[int]:
         self._check_term()
         store, order = self.store, self.config.take_order
+        untold = [
+            prompt_id
+            for prompt_id in store.manifests.get(step, [])
+            if (step, prompt_id) not in self._told and prompt_id in store.delivered
+        ]
+        if untold:
+            self._told.update((step, prompt_id) for prompt_id in untold)
+            return untold
         if order == "freshest":
             ids = store.fresh.highest(max_groups)
         else:
@@ -238,6 +260,7 @@ class MemoryReplayQueue:
             store.delivered.add(prompt_id)
         if ids:
             store.manifests.setdefault(step, []).extend(ids)
+            self._told.update((step, prompt_id) for prompt_id in ids)
         return ids
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
@@ -260,6 +283,7 @@ class MemoryReplayQueue:
                 if prompt_id in store.delivered:
                     store.delivered.remove(prompt_id)
                     store.make_ready(prompt_id)
+        self._told = {(of_step, prompt_id) for of_step, prompt_id in self._told if of_step > step}
         return found
 
     async def expire(self, prompt_id: int) -> None:

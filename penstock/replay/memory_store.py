@@ -6,6 +6,7 @@ Its methods are those of lua/prelude.lua, under the same names.
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from bisect import bisect_left, insort
 from collections import Counter
@@ -88,6 +89,7 @@ class MemoryStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.store_id = secrets.token_hex(8)
         self.counters: Counter[str] = Counter()
         self.prompts: dict[int, MemoryPrompt] = {}
         self.groups: dict[int, MemoryGroup] = {}
@@ -97,6 +99,7 @@ class MemoryStore:
         self.policies: dict[int, bytes] = {}
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
+        self.buried: set[int] = set()
         self.dead: list[tuple[int, str, bytes, bytes]] = []
         """Prompt id, reason, prompt and group of each dead letter."""
         self.dead_reasons: Counter[str] = Counter()
@@ -104,6 +107,7 @@ class MemoryStore:
         self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
         self.ready, self.fresh = Ordered(), Ordered()
         self.eval_pending, self.eval_leases = Ordered(), Ordered()
+        self.settling_since = 0.0
         self.returned: set[int] = set()
         self.delivered: set[int] = set()
 
@@ -126,6 +130,17 @@ class MemoryStore:
             self.prompts[prompt_id] = MemoryPrompt(payload, priority)
             self.make_pending(prompt_id)
         return ids
+
+    def settle(self, settle_s: float) -> int:
+        """The newest id that may be leased: it, or a later one, has been the newest for `settle_s`."""
+        count, now = self.counters, self.clock()
+        if count["settling_id"] > count["settled_id"] and now - self.settling_since >= settle_s:
+            count["settled_id"] = count["settling_id"]
+        if count["next_prompt_id"] > count["settled_id"] >= count["settling_id"]:
+            count["settling_id"], self.settling_since = count["next_prompt_id"], now
+            if settle_s == 0:
+                count["settled_id"] = count["next_prompt_id"]
+        return count["settled_id"]
 
     def make_pending(self, prompt_id: int) -> None:
         self.pending.put(prompt_id, -self.prompts[prompt_id].priority * 1e12 + prompt_id)
@@ -188,6 +203,7 @@ class MemoryStore:
 
     def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
         self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))
+        self.buried.add(prompt_id)
         self.dead_reasons[reason_label(reason)] += 1
         self.count("dead_lettered")
 

@@ -1,22 +1,21 @@
 """The replay queue on Redis (6.2 or newer): every transition is one Lua script, so it happens whole or not at all.
 
-Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with GET:
-the large bytes never pass through Lua. All keys of a run share the hash tag `{run}`.
+Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with MGET:
+the large bytes never pass through Lua, nor through the event loop. All keys of a run share the hash tag `{run}`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import redis.asyncio as redis
-from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError
+import redis
 
-from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.errors import ConfigError, NotFound
+from penstock.config.service import ReplayConfig
+from penstock.errors import NotFound
+from penstock.redis_client import RedisClient
 from penstock.redis_errors import guarded
 from penstock.replay.admission import admission
 from penstock.replay.contract import (
@@ -39,37 +38,6 @@ _STAT_FIELDS = [field.name for field in dataclasses.fields(QueueStat) if not fie
 """What stat.lua answers, in its order."""
 
 
-def connect(config: RedisConfig) -> redis.Redis:
-    """A client with a deadline on every command. Does not connect yet.
-
-    A cluster's client has the same commands, which it sends to the shard of the run's hash tag."""
-    options: dict[str, Any] = {
-        "socket_timeout": config.timeout_s,
-        "socket_connect_timeout": config.timeout_s,
-        "health_check_interval": 30,
-    }
-    if config.username:
-        options["username"] = config.username
-    if config.password_file is not None:
-        options["password"] = _read_password(config.password_file)
-    for name, path in (
-        ("ssl_ca_certs", config.tls_ca_file), ("ssl_certfile", config.tls_cert_file),
-        ("ssl_keyfile", config.tls_key_file),
-    ):  # fmt: skip
-        if path is not None:
-            options[name] = str(path)
-    if config.cluster:
-        return cast("redis.Redis", RedisCluster.from_url(config.url, **options))
-    return redis.Redis.from_url(config.url, **options)
-
-
-def _read_password(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"redis.password_file: cannot read {path} ({error.strerror})") from error
-
-
 def key_prefix(run: str) -> str:
     return f"penstock:{{{run}}}:"
 
@@ -77,11 +45,15 @@ def key_prefix(run: str) -> str:
 class RedisReplayQueue:
     """PromptIntake, GroupProducer and GroupConsumer of one run. `term` is 0 until this object takes one."""
 
-    def __init__(self, client: redis.Redis, run: str, config: ReplayConfig) -> None:
+    def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
         self.client = client
         self.prefix = key_prefix(run)
         self.config = config
         self.term = 0
+        self._attempts: dict[int, int] = {}
+        """Of the groups that were taken and not yet fetched; that of any other is asked for."""
+        self._manifests: dict[int, list[int]] = {}
+        """What this learner knows of the open ones."""
 
     # ── gateway ──
 
@@ -122,7 +94,7 @@ class RedisReplayQueue:
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         answer = await self._call("get_prompt", prompt_id)
         if not answer:
-            raise NotFound(f"prompt {prompt_id} does not exist, or was dead-lettered or discarded")
+            raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
         return PromptStatus(prompt_id, answer[0].decode(), answer[1], answer[2])
 
     async def get_group(self, prompt_id: int) -> bytes:
@@ -165,27 +137,22 @@ class RedisReplayQueue:
         return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
-        script = load_script("append")
-        try:
-            answers = await guarded(self._append_transaction(groups, script.sha))
-        except NoScriptError:
-            await guarded(self.client.script_load(script.text))
-            answers = await guarded(self._append_transaction(groups, script.sha))
-        return [answer.decode() for answer in answers]
-
-    async def _append_transaction(self, groups: Sequence[FinishedGroup], sha: str) -> list[bytes]:
         payloads: dict[str, bytes] = {}
         arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
         for group in groups:
             prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
-            payloads[f"{self.prefix}group:{prompt_id}:{attempt}"] = group.payload
+            payloads[self._group_key(prompt_id, attempt)] = group.payload
             arguments += (prompt_id, attempt, len(group.payload), group.min_version)
-        pipeline = self.client.pipeline(transaction=True)
-        # By name: the methods are not offered in a transaction of a cluster.
-        pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
-        pipeline.execute_command("EVALSHA", sha, 1, self.prefix, *arguments)
-        answers: list[bytes] = (await pipeline.execute())[1]
-        return answers
+
+        def exchange(client: redis.Redis) -> Any:
+            pipeline: Any = client.pipeline(transaction=True)
+            # By name: the methods are not offered in a transaction of a cluster. The script whole: were its digest
+            # unknown, the payloads would be set without it.
+            pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
+            pipeline.execute_command("EVAL", load_script("append").text, 1, self.prefix, *arguments)
+            return pipeline.execute()[1]
+
+        return [answer.decode() for answer in await self.client.payloads.run(exchange)]
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
@@ -207,38 +174,56 @@ class RedisReplayQueue:
 
     # ── learner ──
 
+    async def store_id(self) -> str:
+        name: bytes = await self._call("store_id", secrets.token_hex(8))
+        return name.decode()
+
     async def take_term(self, at_least: int) -> int:
         self.term = await self._call("take_term", at_least)
         return self.term
 
     async def restore(self, step: int) -> dict[int, list[int]]:
         flat = await self._call("restore", self.term, step)
-        return {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+        manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+        self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
+        return manifests
 
     async def feed_positions(self) -> dict[str, int]:
         fields = await guarded(self.client.hgetall(f"{self.prefix}feeds"))
         return {name.decode(): int(value) for name, value in fields.items() if b":" not in name}
 
     async def take(self, step: int, max_groups: int) -> list[int]:
-        taken: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order)
-        return taken
+        known = self._manifests.setdefault(step, [])
+        flat: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
+        self._attempts.update(zip(flat[::2], flat[1::2], strict=True))
+        known += flat[::2]
+        return flat[::2]
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        if not prompt_ids:
-            return []
-        located = await self._call("locate", *prompt_ids)
-        found = [(prompt_id, key) for prompt_id, key in zip(prompt_ids, located, strict=True) if key]
-        if not found:
-            return []
-        payloads = await guarded(self.client.mget([key for _, key in found]))
-        return [
-            Delivery(prompt_id, payload)
-            for (prompt_id, _), payload in zip(found, payloads, strict=True)
-            if payload is not None
-        ]
+        keys = {
+            prompt_id: self._group_key(prompt_id, self._attempts.pop(prompt_id))
+            for prompt_id in prompt_ids
+            if prompt_id in self._attempts
+        }
+        payloads = await self._payloads(keys)
+        # Those taken by a learner before this one, or under an attempt that is no longer theirs.
+        unknown = [prompt_id for prompt_id in prompt_ids if prompt_id not in payloads]
+        if unknown:
+            located = await self._call("locate", *unknown)
+            keys = {prompt_id: key for prompt_id, key in zip(unknown, located, strict=True) if key}
+            payloads |= await self._payloads(keys)
+        return [Delivery(prompt_id, payloads[prompt_id]) for prompt_id in prompt_ids if prompt_id in payloads]
+
+    async def _payloads(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """Those that are there, by prompt id."""
+        if not keys:
+            return {}
+        found: Any = await self.client.payloads.run(lambda client: client.mget(list(keys.values())))
+        return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
         committed: int = await self._call("commit", self.term, step, *prompt_ids)
+        self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
         return committed
 
     async def expire(self, prompt_id: int) -> None:
@@ -262,6 +247,9 @@ class RedisReplayQueue:
     @property
     def _lease_ttl_ms(self) -> int:
         return int(self.config.lease_ttl_s * 1000)
+
+    def _group_key(self, prompt_id: int, attempt: int) -> str:
+        return f"{self.prefix}group:{prompt_id}:{attempt}"
 
     async def _reasons(self, name: str) -> dict[str, int]:
         reasons = await guarded(self.client.hgetall(self.prefix + name))

@@ -6,7 +6,7 @@ import asyncio
 
 from penstock.replay.contract import AppendOutcome, FinishedGroup, GroupProducer
 
-MAX_GROUPS = 32
+MAX_GROUPS = 64
 
 
 class HandIn:

@@ -173,12 +173,12 @@ class Producer:
                 self.metrics.produced.labels(group.data_source or "default").inc()
             if outcome != "full":
                 return
-            waited_s = time.monotonic() - waited_from
+            now = time.monotonic()
+            self.metrics.append_wait.inc(now - counted_to)
+            counted_to, waited_s = now, now - waited_from
             if waited_s > self.replay.append_timeout_s:
                 raise DeadlineExceeded(f"no room in the queue for {waited_s:.0f} s; is the learner running?")
             await asyncio.sleep(RETRY_S)
-            self.metrics.append_wait.inc(time.monotonic() - counted_to)
-            counted_to = time.monotonic()
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]

@@ -18,7 +18,8 @@ from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.ports import is_loopback
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents

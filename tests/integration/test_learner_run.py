@@ -40,3 +40,19 @@ def test_both_placements_train_the_same_two_rank_policy(
     assert len(set(first.digests.values())) == len(first.digests), "every step changed the weights"
     assert first.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert first.stat.conservation_error == 0
+
+
+def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
+    tmp_path: Path, model: Path, redis_process: RedisProcess
+) -> None:
+    config = make_config(
+        tmp_path, model, redis_process.url, "starved", checkpoint={"every_steps": 100}, batch_timeout_s=4
+    )
+    asyncio.run(fill_queue(config, GROUPS_PER_STEP))
+    code, output = run_learner(config)
+    assert code == 1 and "step 2 has 0 of 2 groups" in output, output[-3000:]
+    assert outcome(config).stat.trained == GROUPS_PER_STEP, "the one step is covered by a checkpoint before its time"
+
+    lost = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url[:-1] + "1"})})
+    code, output = run_learner(lost)
+    assert code == 1 and "this Redis is not the one of the checkpoint" in output, output[-3000:]

@@ -17,7 +17,8 @@ from learner_runs import make_config
 from penstock.cancellation import end_task
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.policy_publication import PolicyPublication
 from penstock_learner.weights.publisher import PushReport

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import redis
 
 from conftest import RedisProcess
 from groups import make_group
@@ -22,29 +24,32 @@ from penstock.cli import main as cli
 from penstock.codec import decode_group, decode_prompt, encode_group, encode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.recording import SERVER_ID, _import_key
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
 from tiny_model import make_tiny_qwen2
 
+USERS = Path(__file__).parents[2] / "deploy" / "redis" / "users.acl"
 LOOSE = ReplayConfig(groups_per_step=64, max_staleness=1000, max_attempts=1)
 TIGHT = ReplayConfig(groups_per_step=1, max_staleness=0)
 T = TypeVar("T")
 
 
 class Tools:
-    """`penstock queue` against one Redis, and the queue itself to check what it did."""
+    """`penstock queue` against one Redis, as its operator, and the queue itself to check what it did."""
 
-    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, url: str, operator_url: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.url = url
+        self.operator_url = operator_url
         self.capsys = capsys
         self.run = f"tools-{uuid.uuid4().hex[:12]}"
 
     def __call__(self, *words: str, run: str = "", code: int = 0) -> str:
         """Standard output of the command, or, where it should fail, its one line of standard error."""
-        assert cli.main(["queue", *words, "--redis-url", self.url, "--run", run or self.run]) == code
+        assert cli.main(["queue", *words, "--redis-url", self.operator_url, "--run", run or self.run]) == code
         captured = self.capsys.readouterr()
         if code:
             assert captured.err.count("\n") == 1, captured.err
@@ -100,6 +105,7 @@ class Tools:
 
         async def take(queue: RedisReplayQueue) -> list[Group]:
             await queue.take_term(0)
+            await queue.restore(0)
             ids = await queue.take(1, num_groups)
             return [decode_group(delivery.payload) for delivery in await queue.fetch(ids)]
 
@@ -108,7 +114,11 @@ class Tools:
 
 @pytest.fixture
 def tools(redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]) -> Tools:
-    return Tools(redis_process.url, capsys)
+    """The operator has the rights of deploy/redis/users.acl and no others."""
+    [rights] = [line for line in USERS.read_text().splitlines() if line.startswith("user operator ")]
+    with redis.Redis.from_url(redis_process.url) as client:
+        client.execute_command("ACL", "SETUSER", *rights.split()[1:], ">secret")
+    return Tools(redis_process.url, f"redis://operator:secret@127.0.0.1:{redis_process.port}/0", capsys)
 
 
 @pytest.fixture
@@ -517,3 +527,20 @@ def test_a_learner_trains_the_same_weights_on_an_imported_queue(
     assert first.losses == second.losses
     assert first.ledger == second.ledger
     assert second.stat.trained == 8 and second.stat.conservation_error == 0
+
+
+def test_an_import_waits_until_its_ids_have_settled(tools: Tools, recording: Path, tmp_path: Path) -> None:
+    """Else a Redis that loses its tail would give the id of a trained group to another prompt."""
+    tools.fill([rich_group(1)])
+    tools("export", str(recording))
+    settle_s = 1.0
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"run: settling\nmodel: {{path: {make_tiny_qwen2(tmp_path / 'model', seed=1)}}}\n"
+        f"redis: {{url: '{tools.operator_url}'}}\nreplay: {{settle_s: {settle_s}}}\n"
+    )
+    started = time.monotonic()
+    assert cli.main(["queue", "import", str(recording), "--config", str(config)]) == 0
+    assert time.monotonic() - started >= settle_s
+    assert len(tools.taken("settling", 1)) == 1
+    assert tools.stat("settling").admitted == 1

@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, Unavailable
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
 from penstock.ports import free_port, wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2
 from penstock_services.local.private_redis import find_redis_server
 

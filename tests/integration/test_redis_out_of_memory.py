@@ -14,13 +14,15 @@ from redis.asyncio import Redis
 
 from conftest import RedisProcess
 from groups import make_group
+from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import QueueFull
 from penstock.fleet import Fleet, ServerRecord
+from penstock.redis_client import connect
 from penstock.replay.contract import Lease
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group, Prompt
 from penstock_rollout import producer as producer_module
 from penstock_rollout.metrics import RolloutMetrics
@@ -130,7 +132,7 @@ async def test_producers_wait_and_go_on(queue: RedisReplayQueue, monkeypatch: py
             await queue.commit(step, taken)
             await asyncio.sleep(0.01)
         for loop in loops:
-            loop.cancel()
+            await end_task(loop)
     assert sorted(trained) == list(range(1, 41))
     stat = await queue.stat()
     assert (stat.trained, stat.dead_lettered, stat.reclaimed, stat.conservation_error) == (40, 0, 0, 0)
@@ -146,7 +148,7 @@ async def test_a_producer_that_waits_too_long_gives_the_prompt_back(
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(producer.lease_loop())
         await until(lambda: producer.metrics.failures.labels("deadline_exceeded")._value.get() > 0)
-        loop.cancel()
+        await end_task(loop)
     assert waited(producer) > 0.05
     assert (await queue.stat()).conservation_error == 0
 

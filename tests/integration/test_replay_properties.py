@@ -21,10 +21,11 @@ from hypothesis.stateful import (
 from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Fenced
+from penstock.redis_client import connect
 from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 
 LEASE_TTL_S = 10.0
 CONFIGS = [

@@ -167,8 +167,7 @@ async def test_a_prompt_that_keeps_failing_is_dead_lettered(queue: ReplayQueue) 
     assert await queue.lease("s", 1) == []
     assert (await queue.stat()).dead_lettered == 1
     assert await queue.dead_letter_reasons() == {"engine_error": 1}
-    with pytest.raises(NotFound):
-        await queue.get_prompt(prompt_id)
+    assert (await queue.get_prompt(prompt_id)).state == "dead_lettered"
     await assert_conserved(queue)
 
 
@@ -362,17 +361,31 @@ async def test_a_manifest_with_discarded_groups_is_delivered_again_without_them(
     await assert_conserved(queue)
 
 
+async def test_a_take_whose_answer_was_lost_is_answered_again(make_queue: MakeQueue) -> None:
+    """The batch keeps its size: nothing is taken on top of what the learner has not heard of."""
+    queue, successor = make_queue(), make_queue()
+    ids = await submit(queue, 4)
+    await finish(queue, await queue.lease("s", 4))
+    await successor.take_term(0)
+    queue.term = successor.term  # as if the same learner: `successor` never sees these answers
+    assert await queue.take(1, 1) + await queue.take(1, 1) == ids[:2]
+    assert await successor.take(1, 1) == ids[:2]
+    assert await successor.take(1, 1) == [ids[2]]
+    assert await successor.commit(1, ids[:3]) == 3
+    await assert_conserved(queue)
+
+
 async def test_what_a_closed_manifest_still_holds_is_ready_again(queue: ReplayQueue) -> None:
-    """The reply of the first take was lost: the learner has never heard of its groups."""
+    """Redis lost its tail: what the learner trained is not all that the manifest holds."""
     ids = await submit(queue, 4)
     await finish(queue, await queue.lease("s", 4))
     await queue.take_term(0)
-    lost = await queue.take(1, 2)
+    left = await queue.take(1, 2)
     trained = await queue.take(1, 2)
     before = (await queue.stat()).queued_bytes
     assert await queue.commit(1, trained) == 2
-    assert (await queue.stat()).queued_bytes - before == sum(len(b"group of %d" % prompt_id) for prompt_id in lost)
-    assert await queue.take(2, 4) == lost == ids[:2]
+    assert (await queue.stat()).queued_bytes - before == sum(len(b"group of %d" % prompt_id) for prompt_id in left)
+    assert await queue.take(2, 4) == left == ids[:2]
     await assert_conserved(queue)
 
 
@@ -384,13 +397,13 @@ async def test_fifo_is_the_order_of_admission(queue: ReplayQueue) -> None:
 
 
 async def test_other_policies_pass_a_straggler_by(make_queue: MakeQueue) -> None:
-    for policy in ("drop", "correct"):
+    for step, policy in enumerate(("drop", "correct"), start=1):
         queue = make_queue(stale_policy=policy, max_staleness=9)
         await submit(queue, 2)
         _, fast = await queue.lease("s", 2)
         await finish(queue, [fast])
         await queue.take_term(0)
-        assert await queue.take(1, 2) == [fast.prompt_id]
+        assert await queue.take(step, 2) == [fast.prompt_id]
 
 
 async def test_wait_takes_nothing_admitted_after_a_prompt_in_flight(make_queue: MakeQueue) -> None:
@@ -518,3 +531,25 @@ async def test_a_held_out_prompt_that_keeps_failing_does_not_hold_up_its_evaluat
     evaluation = await queue.get_evaluation("heldout")
     assert (evaluation.num_finished, evaluation.score) == (2, 1.0)
     await assert_conserved(queue)
+
+
+async def test_a_store_has_one_name(make_queue: MakeQueue) -> None:
+    name = await make_queue().store_id()
+    assert name and await make_queue().store_id() == name
+
+
+async def test_a_prompt_is_leased_after_it_has_settled(make_queue: MakeQueue) -> None:
+    queue = make_queue(settle_s=0.2)
+    await queue.submit([b"young"], [0], "")
+    await queue.create_evaluation("young too", [b"held out"])
+    assert await queue.lease("s", 5) == []
+    leases = [await lease_again(queue, "s"), await lease_again(queue, "s")]
+    assert {lease.payload for lease in leases} == {b"young", b"held out"}
+
+
+async def test_an_unsettled_prompt_of_high_priority_holds_up_nobody(make_queue: MakeQueue) -> None:
+    await make_queue().submit([b"old"], [0], "")
+    assert await make_queue().lease("s", 0) == []
+    queue = make_queue(settle_s=60)
+    await queue.submit([b"young"] * 3, [9] * 3, "")
+    assert [lease.payload for lease in await queue.lease("s", 2)] == [b"old"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
 
 
@@ -62,3 +63,32 @@ async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, e
     kept = {key.decode().removeprefix(queue.prefix) for key in await queue.client.keys(f"{queue.prefix}*")}
     assert not {name for name in kept if name.startswith("group:")}
     assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}
+
+
+async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(queue: RedisReplayQueue) -> None:
+    await queue.submit([b"p"] * 2, [0, 0], "")
+    first, second = await queue.lease("s", 2)
+    await queue.append(first, b"group", 0)
+    await queue.client.script_flush()
+    assert await queue.append(second, b"group", 0) == "accepted"
+    await queue.take_term(0)
+    taken = await queue.take(1, 2)
+    await queue.client.script_flush()
+    assert len(await queue.fetch(taken)) == await queue.commit(1, taken) == 2
+    assert await queue.client.keys(f"{queue.prefix}group:*") == []
+
+
+async def test_a_large_batch_passes_in_one_call(queue: RedisReplayQueue) -> None:
+    """More values than Lua passes to a function at once."""
+    queue.config = queue.config.model_copy(update={"max_staleness": 10_000})
+    ids = list((await queue.submit([b"p"] * 5000, [0] * 5000, "")).prompt_ids)
+    leases = await queue.lease("s", 5000)
+    assert set(await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in leases])) == {"accepted"}
+    await queue.take_term(0)
+    assert await queue.take(1, 5000) == ids
+    assert len(await queue.fetch(ids)) == 5000
+    assert await queue.commit(1, ids) == 5000
+    for prompt_id in (ids[0], ids[2500], ids[-1]):
+        assert (await queue.get_prompt(prompt_id)).state == "trained"
+    stat = await queue.stat()
+    assert (stat.trained, stat.queued, stat.queued_bytes, stat.conservation_error) == (5000, 0, 0, 0)

@@ -22,13 +22,15 @@ from penstock.errors import PenstockError
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
 from penstock.ports import free_port, wait_for_port
+from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2
 from penstock_services.local.private_redis import find_redis_server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ROLES = ("gateway", "rollout", "learner")
+USERS = (*ROLES, "operator")
 RUN = "acl"
 REFUSED = "permission|can't run this command|can't access at least one of the keys"
 Clients = dict[str, Redis]
@@ -120,7 +122,7 @@ def test_panels_have_ids_and_a_data_source_variable() -> None:
 def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Redis as compose and the chart start it, with the password `<role>-secret` for every role."""
     folder, port = tmp_path_factory.mktemp("acl"), free_port()
-    environment = os.environ | {f"{role.upper()}_PASSWORD": f"{role}-secret" for role in ROLES}
+    environment = os.environ | {f"{role.upper()}_PASSWORD": f"{role}-secret" for role in USERS}
     process = subprocess.Popen(
         [
             "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder),
@@ -140,7 +142,7 @@ def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 async def clients(acl_redis: int) -> AsyncIterator[Clients]:
     async with AsyncExitStack() as stack:
         opened = {
-            role: connect(RedisConfig(url=f"redis://{role}:{role}-secret@127.0.0.1:{acl_redis}/0")) for role in ROLES
+            role: connect(RedisConfig(url=f"redis://{role}:{role}-secret@127.0.0.1:{acl_redis}/0")) for role in USERS
         }
         for client in opened.values():
             stack.push_async_callback(client.aclose)
@@ -207,7 +209,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
         assert await clients[role].ping()
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", USERS)
 @pytest.mark.parametrize(
     "command",
     ["FLUSHALL", "FLUSHDB", "CONFIG GET *", "DEBUG SLEEP 0", "RESTORE k 0 v", "KEYS *", "SCAN 0", "ACL LIST",

@@ -1,35 +1,74 @@
 -- Runs in one transaction after MSET of the payloads. ARGV: capacity bytes, order of take, then id, attempt, payload bytes
 -- and min version of each group. Returns an outcome each. Begins every path that writes with a delete: see run_when_full.
-local capacity, order = tonumber(ARGV[1]), ARGV[2]
+local capacity, order, num_groups = tonumber(ARGV[1]), ARGV[2], (#ARGV - 2) / 4
+local ids = {}
+for i = 1, num_groups do ids[i] = ARGV[4 * i - 1] end
+local metas, attempts, in_queue = ask_many('HMGET', META, ids), ask_many('HMGET', ATTEMPTS, ids), counter('queued_bytes')
+
+-- Accepted groups are filed together. Until then their ids and places in ARGV are here.
+local accepted, places, accepted_attempt = {}, {}, {}
+
+-- The numbers of their admissions. As settle_admission, for many.
+local function settle_admissions()
+  call_many('HDEL', OWNERS, accepted)
+  local num_in_flight = call_many('ZREM', LEASES, accepted)
+  if num_in_flight < #accepted then
+    num_in_flight = num_in_flight + call_many('SREM', RETURNED, accepted)
+    call_many('ZREM', PENDING, accepted)
+    if num_in_flight < #accepted then count('admitted', #accepted - num_in_flight) end
+  end
+  local numbers = ask_many('ZMSCORE', OPEN, accepted)
+  call_many('ZREM', OPEN, accepted)
+  return numbers
+end
+
+local function file_accepted()
+  if #accepted == 0 then return end
+  local numbers, filed, ready, fresh, sum = settle_admissions(), {}, {}, {}, 0
+  for i, id in ipairs(accepted) do
+    local place, number = places[i], numbers[i] or next_admission()
+    local bytes, min_version = ARGV[place + 2], ARGV[place + 3]
+    filed[2 * i - 1], filed[2 * i] = id, ARGV[place + 1] .. ' ' .. bytes .. ' ' .. number .. ' ' .. min_version
+    ready[2 * i - 1], ready[2 * i] = number, id
+    fresh[2 * i - 1], fresh[2 * i] = min_version, id
+    sum = sum + bytes
+  end
+  call_many('HSET', META, filed)
+  call_many('ZADD', READY, ready)
+  call_many('ZADD', FRESH, fresh)
+  count('queued_bytes', sum)
+  count('inserted', #accepted)
+  accepted, places = {}, {}
+end
 
 -- In order of admission, a group that every ready one waits for has room even in a full queue: else none would move.
 local function is_waited_for(id)
-  if order ~= 'admission' or redis.call('ZRANGE', OPEN, 0, 0)[1] ~= id then return false end
+  if order ~= 'admission' then return false end
+  file_accepted()
+  if redis.call('ZRANGE', OPEN, 0, 0)[1] ~= id then return false end
   return tonumber(redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')[2]) > tonumber(redis.call('ZSCORE', OPEN, id))
 end
 
-local function append(id, attempt, bytes, min_version)
+local function append(i, place)
+  local id, attempt, bytes = ARGV[place], ARGV[place + 1], tonumber(ARGV[place + 2])
   local function refuse(outcome)
     redis.call('UNLINK', group_key(id, attempt))
     return outcome
   end
-  local queued_attempt = group_meta(id)
+  local queued_attempt = accepted_attempt[id] or (metas[i] and string.match(metas[i], '^%d+'))
   if queued_attempt == attempt then return 'duplicate' end
   if queued_attempt then return refuse('duplicate') end
-  if redis.call('HEXISTS', PROMPTS, id) == 0 then
+  -- A prompt with attempts is there. One without may have lost them with Redis' tail.
+  if not attempts[i] and redis.call('HEXISTS', PROMPTS, id) == 0 then
     return refuse(redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
   end
-  local in_queue = counter('queued_bytes')
   if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse('full') end
-  local admission = settle_admission(id)
-  redis.call('HSET', META, id, attempt .. ' ' .. bytes .. ' ' .. admission .. ' ' .. min_version)
-  make_ready(id, bytes, admission, min_version)
-  count('inserted', 1)
+  accepted[#accepted + 1], places[#places + 1], accepted_attempt[id] = id, place, attempt
+  in_queue = in_queue + bytes
   return 'accepted'
 end
 
 local outcomes = {}
-for i = 3, #ARGV, 4 do
-  table.insert(outcomes, append(ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2]), ARGV[i + 3]))
-end
+for i = 1, num_groups do outcomes[i] = append(i, 4 * i - 1) end
+file_accepted()
 return outcomes

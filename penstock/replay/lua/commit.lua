@@ -1,24 +1,67 @@
 -- ARGV: term, step, prompt ids. One atomic acknowledgement of what a durable checkpoint covers.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
-local found = 0
+local ids, is_covered = {}, {}
 for i = 3, #ARGV do
-  local id = ARGV[i]
-  if redis.call('HEXISTS', PROMPTS, id) == 1 then
-    local payload_key = remove_group(id)
-    if payload_key then redis.call('UNLINK', payload_key) else settle_admission(id) end
-    forget_prompt(id)
-    count('trained', 1)
-    found = found + 1
-  end
-  redis.call('SETBIT', TRAINED, id, 1)
+  if not is_covered[ARGV[i]] then ids[#ids + 1] = ARGV[i] end
+  is_covered[ARGV[i]] = true
 end
+
+-- A queued group has its prompt. One that Redis lost with its tail may have left it behind.
+local queued_ids, payload_keys, found, metas = {}, {}, {}, ask_many('HMGET', META, ids)
+for i, id in ipairs(ids) do
+  if metas[i] then
+    queued_ids[#queued_ids + 1], found[#found + 1] = id, id
+    payload_keys[#payload_keys + 1] = group_key(id, string.match(metas[i], '^%d+'))
+  elseif redis.call('HEXISTS', PROMPTS, id) == 1 then
+    settle_admission(id)
+    found[#found + 1] = id
+  end
+end
+if call_many('SREM', DELIVERED, queued_ids) < #queued_ids then
+  for _, id in ipairs(queued_ids) do
+    if redis.call('ZREM', READY, id) == 1 then
+      local _, bytes = group_meta(id)
+      count('queued_bytes', -bytes)
+    end
+  end
+  call_many('ZREM', FRESH, queued_ids)
+end
+call_many('HDEL', META, queued_ids)
+for first = 1, #payload_keys, 1000 do
+  redis.call('UNLINK', unpack(payload_keys, first, math.min(first + 999, #payload_keys)))
+end
+forget_prompts(found)
+if #found > 0 then count('trained', #found) end
+
+-- Ids are near each other: one word of the bitmap holds many.
+local words, bits, wanted = {}, {}, {}
+for _, id in ipairs(ids) do
+  local word = math.floor(id / 32)
+  if not bits[word] then
+    words[#words + 1], bits[word] = word, 0
+    for _, part in ipairs({'GET', 'u32', '#' .. word}) do wanted[#wanted + 1] = part end
+  end
+  bits[word] = bit.bor(bits[word], bit.lshift(1, 31 - id % 32))
+end
+for first = 1, #words, 300 do
+  local last, changed = math.min(first + 299, #words), {}
+  local before = redis.call('BITFIELD', TRAINED, unpack(wanted, 3 * first - 2, 3 * last))
+  for i = first, last do
+    local value = bit.bor(before[i - first + 1], bits[words[i]]) % 2 ^ 32
+    for _, part in ipairs({'SET', 'u32', '#' .. words[i], string.format('%.0f', value)}) do
+      changed[#changed + 1] = part
+    end
+  end
+  redis.call('BITFIELD', TRAINED, unpack(changed))
+end
+
 -- What a manifest of these steps still holds was neither trained nor dropped: a reply of take was lost, or Redis lost
 -- its tail. It is ready again.
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   if tonumber(step) <= tonumber(ARGV[2]) then
     for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
-      if redis.call('SREM', DELIVERED, id) == 1 then
+      if not is_covered[id] and redis.call('SREM', DELIVERED, id) == 1 then
         local _, bytes, admission, version = group_meta(id)
         make_ready(id, bytes, admission, version)
       end
@@ -27,4 +70,4 @@ for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   end
 end
 redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
-return found
+return #found

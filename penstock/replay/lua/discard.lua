@@ -4,7 +4,7 @@ if fenced then return fenced end
 local payload_key = remove_group(ARGV[2])
 if not payload_key then return 0 end
 redis.call('UNLINK', payload_key)
-forget_prompt(ARGV[2])
+forget_prompts({ARGV[2]})
 count('expired', 1)
 count('discarded', 1)
 count_reason('expired_reasons', ARGV[3])

@@ -2,7 +2,7 @@
 local id = ARGV[1]
 if redis.call('GETBIT', TRAINED, id) == 1 then return {'trained', 0, ''} end
 local payload = redis.call('HGET', PROMPTS, id)
-if not payload then return {} end
+if not payload then return redis.call('GETBIT', BURIED, id) == 1 and {'dead_lettered', 0, ''} or {} end
 local state = 'pending'
 if redis.call('HEXISTS', META, id) == 1 then
   state = 'queued'

@@ -1,8 +1,10 @@
--- ARGV: import key, key's seconds to live, server, lease ms, then row, encoded prompt and priority of each group.
+-- ARGV: import key, key's seconds to live, server, lease ms, settle ms, then row, encoded prompt and priority of each group.
 -- Submits each row and leases it to the server in one step, past admission: its group is finished already.
--- Returns {prompt id, attempt, ...}. Attempt 0: an earlier import brought the row, nothing is left to do. A row whose
--- import died between this and its append is leased again, unless a rollout server has it by now.
-local rows, server, expiry = P .. 'idempotency:' .. ARGV[1], ARGV[3], now_ms() + tonumber(ARGV[4])
+-- Returns {prompt id, attempt, ...}, or nothing while the ids have not settled: then ask again. Attempt 0: an earlier
+-- import brought the row, nothing is left to do. A row whose import died between this and its append is leased again,
+-- unless a rollout server has it by now.
+local rows, server, now = P .. 'idempotency:' .. ARGV[1], ARGV[3], now_ms()
+local expiry, RESERVED = now + tonumber(ARGV[4]), ' reserved'
 local function grant(id)
   local attempt = redis.call('HINCRBY', ATTEMPTS, id, 1)
   redis.call('ZADD', LEASES, expiry, id)
@@ -14,11 +16,25 @@ local function is_ours(id)
   return owner and string.match(owner, '^(.*)/%d+$') == server
 end
 
+-- An id is reserved for a row first. Its prompt is there only once Redis can no longer lose the id.
+local ids, is_reserved, newest = {}, {}, 0
+for i = 6, #ARGV, 3 do
+  local entry = redis.call('HGET', rows, ARGV[i])
+  if not entry then
+    entry = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1) .. RESERVED
+    redis.call('HSET', rows, ARGV[i], entry)
+  end
+  ids[i] = string.match(entry, '^%d+')
+  is_reserved[i] = entry == ids[i] .. RESERVED
+  if is_reserved[i] then newest = math.max(newest, tonumber(ids[i])) end
+end
+redis.call('EXPIRE', rows, ARGV[2])
+if newest > settle_ids(now, tonumber(ARGV[5])) then return {} end
+
 local leased = {}
-for i = 5, #ARGV, 3 do
-  local id, attempt = redis.call('HGET', rows, ARGV[i]), 0
-  if not id then
-    id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)
+for i = 6, #ARGV, 3 do
+  local id, attempt = ids[i], 0
+  if is_reserved[i] then
     redis.call('HSET', PROMPTS, id, ARGV[i + 1])
     if ARGV[i + 2] ~= '0' then redis.call('HSET', P .. 'priorities', id, ARGV[i + 2]) end
     redis.call('HSET', rows, ARGV[i], id)
@@ -32,5 +48,4 @@ for i = 5, #ARGV, 3 do
   table.insert(leased, tonumber(id))
   table.insert(leased, attempt)
 end
-redis.call('EXPIRE', rows, ARGV[2])
 return leased

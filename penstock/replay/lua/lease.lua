@@ -12,19 +12,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT
   return_evaluation(id, 'lease_expired', tonumber(ARGV[7]))
 end
 
--- Ids come from a counter that goes back when Redis loses its tail, and may then stand for other prompts than those that
--- servers and ledgers know by them. So no prompt is leased before Redis can no longer lose it: what was the newest id
--- ('settling_id') is safe ('settled_id') once it has been so for the time that Redis may lose.
 local MOST_UNSETTLED = 1024 -- looked past in one call
-local newest, settled_id, settle_ms = counter('next_prompt_id'), counter('settled_id'), tonumber(ARGV[8])
-if counter('settling_id') > settled_id and now - counter('settling_ms') >= settle_ms then
-  settled_id = counter('settling_id')
-end
-if newest > settled_id and counter('settling_id') <= settled_id then
-  redis.call('HSET', COUNTERS, 'settling_id', newest, 'settling_ms', now)
-  if settle_ms == 0 then settled_id = newest end
-end
-if settled_id > counter('settled_id') then redis.call('HSET', COUNTERS, 'settled_id', settled_id) end
+local newest, settled_id = counter('next_prompt_id'), settle_ids(now, tonumber(ARGV[8]))
 
 local leased = {}
 local function grant(id, leases)

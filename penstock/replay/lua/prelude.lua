@@ -6,7 +6,7 @@ local PENDING, LEASES, OWNERS, RETURNED = P .. 'pending', P .. 'leases', P .. 'o
 -- Prompts in flight (leased, or returned and to be leased again) by the number of their admission.
 local OPEN = P .. 'open'
 local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivered', P .. 'meta'
-local MANIFESTS, TRAINED, DEAD = P .. 'manifests', P .. 'trained', P .. 'dead'
+local MANIFESTS, TRAINED, DEAD, BURIED = P .. 'manifests', P .. 'trained', P .. 'dead', P .. 'buried'
 -- Datasets that are fed: name to the position of the next prompt, and name:fingerprint to what they are.
 local FEEDS = P .. 'feeds'
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
@@ -22,6 +22,28 @@ end
 
 local function count(name, by)
   redis.call('HINCRBY', COUNTERS, name, by)
+end
+
+-- Many members in few commands: each costs a call and an entry in the append-only file. 1,000 values are well within what
+-- Lua passes to a function, and keep pairs together. Returns the sum of what the commands answer.
+local function call_many(command, key, values)
+  local sum = 0
+  for first = 1, #values, 1000 do
+    sum = sum + redis.call(command, key, unpack(values, first, math.min(first + 999, #values)))
+  end
+  return sum
+end
+
+-- The same for a command that answers with a value for each.
+local function ask_many(command, key, fields)
+  if #fields <= 1000 then return #fields > 0 and redis.call(command, key, unpack(fields)) or {} end
+  local answers = {}
+  for first = 1, #fields, 1000 do
+    for i, answer in ipairs(redis.call(command, key, unpack(fields, first, math.min(first + 999, #fields)))) do
+      answers[first + i - 1] = answer
+    end
+  end
+  return answers
 end
 
 -- Each attempt has a payload of its own, so that a late duplicate never overwrites a group that was delivered.
@@ -117,11 +139,12 @@ local function settle_admission(id)
   return admission
 end
 
-local function forget_prompt(id)
-  redis.call('HDEL', PROMPTS, id)
-  redis.call('HDEL', ATTEMPTS, id)
-  redis.call('HDEL', FAILURES, id)
-  redis.call('HDEL', P .. 'priorities', id)
+local function forget_prompts(ids)
+  call_many('HDEL', PROMPTS, ids)
+  call_many('HDEL', ATTEMPTS, ids)
+  for _, key in ipairs({FAILURES, P .. 'priorities'}) do
+    if redis.call('EXISTS', key) == 1 then call_many('HDEL', key, ids) end
+  end
 end
 
 -- A reason as a metric's label: its first word.
@@ -132,9 +155,10 @@ end
 local function bury(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
+  redis.call('SETBIT', BURIED, id, 1)
   count_reason('dead_reasons', reason)
   count('dead_lettered', 1)
-  forget_prompt(id)
+  forget_prompts({id})
 end
 
 -- A lease ended without a group. Counts a failure unless the reason is empty; past the limit the prompt is dead.
@@ -158,8 +182,24 @@ local function return_evaluation(id, failure, max_attempts)
     local evaluation = P .. 'evaluation:' .. redis.call('HGET', EVAL_OF, id)
     redis.call('HINCRBY', evaluation, 'num_finished', 1)
     redis.call('HDEL', EVAL_OF, id)
-    forget_prompt(id)
+    forget_prompts({id})
     return
   end
   redis.call('ZADD', EVAL_PENDING, id, id)
+end
+
+-- Ids come from a counter that goes back when Redis loses its tail, and may then stand for other prompts than those that
+-- servers and ledgers know by them. So no prompt is leased before Redis can no longer lose it: what was the newest id
+-- ('settling_id') is safe ('settled_id') once it has been so for the time that Redis may lose. Returns the newest safe id.
+local function settle_ids(now, settle_ms)
+  local newest, settled_id = counter('next_prompt_id'), counter('settled_id')
+  if counter('settling_id') > settled_id and now - counter('settling_ms') >= settle_ms then
+    settled_id = counter('settling_id')
+  end
+  if newest > settled_id and counter('settling_id') <= settled_id then
+    redis.call('HSET', COUNTERS, 'settling_id', newest, 'settling_ms', now)
+    if settle_ms == 0 then settled_id = newest end
+  end
+  if settled_id > counter('settled_id') then redis.call('HSET', COUNTERS, 'settled_id', settled_id) end
+  return settled_id
 end

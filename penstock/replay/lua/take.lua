@@ -1,7 +1,20 @@
--- ARGV: term, step, max groups, order. Returns prompt ids, which join the manifest of the step.
+-- ARGV: term, step, max groups, order, then the ids in the step's manifest that the learner knows of.
+-- Returns {prompt id, attempt, ...} of groups that join the manifest, or else of those that it holds and the learner does
+-- not know of: the answer to an earlier take was lost.
 -- In the order of admission, no group is taken while a prompt admitted before it is in flight.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
+local manifest, is_known, taken = redis.call('HGET', MANIFESTS, ARGV[2]), {}, {}
+for i = 5, #ARGV do is_known[ARGV[i]] = true end
+for id in string.gmatch(manifest or '', '%d+') do
+  local attempt = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
+  if attempt then
+    taken[#taken + 1] = tonumber(id)
+    taken[#taken + 1] = tonumber(attempt)
+  end
+end
+if #taken > 0 then return taken end
+
 local last = tonumber(ARGV[3]) - 1
 local ids
 if ARGV[4] == 'freshest' then
@@ -13,14 +26,15 @@ else
   ids = redis.call('ZRANGE', READY, 0, last)
 end
 if #ids == 0 then return {} end
-for _, id in ipairs(ids) do
-  redis.call('ZREM', READY, id)
-  redis.call('ZREM', FRESH, id)
-  redis.call('SADD', DELIVERED, id)
-  local _, bytes = group_meta(id)
-  count('queued_bytes', -bytes)
-end
-local manifest = redis.call('HGET', MANIFESTS, ARGV[2])
+call_many('ZREM', READY, ids)
+call_many('ZREM', FRESH, ids)
+call_many('SADD', DELIVERED, ids)
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
-for i, id in ipairs(ids) do ids[i] = tonumber(id) end
-return ids
+local sum = 0
+for i, meta in ipairs(ask_many('HMGET', META, ids)) do
+  local attempt, bytes = string.match(meta, '^(%d+) (%d+)')
+  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(attempt)
+  sum = sum + bytes
+end
+count('queued_bytes', -sum)
+return taken

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from penstock.codec import decode_group, group_to_proto
@@ -19,6 +18,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, Unavailable
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
+from penstock.redis_client import RedisClient
 from penstock.replay.contract import Evaluation, QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import groups_pb2, policies_pb2, prompts_pb2, runs_pb2
@@ -33,6 +33,7 @@ _PROMPT_STATES = {
     "leased": prompts_pb2.PromptRecord.LEASED,
     "queued": prompts_pb2.PromptRecord.QUEUED,
     "trained": prompts_pb2.PromptRecord.TRAINED,
+    "dead_lettered": prompts_pb2.PromptRecord.DEAD_LETTERED,
 }
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -66,7 +67,7 @@ class Handlers:
         self.fleet = fleet
 
     @classmethod
-    def over(cls, client: redis.Redis, config: RunConfig) -> Handlers:
+    def over(cls, client: RedisClient, config: RunConfig) -> Handlers:
         queue = RedisReplayQueue(client, config.run, config.replay)
         return cls(config, queue, PolicyRegistry(client, config.run), Fleet(client, config.run))
 

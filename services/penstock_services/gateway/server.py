@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
-from penstock.replay.redis_queue import connect
+from penstock.redis_client import connect
 from penstock_services.gateway.access import load_api_key
 from penstock_services.gateway.handlers import Handlers
 from penstock_services.gateway.metrics import GatewayMetrics

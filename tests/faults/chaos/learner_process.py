@@ -30,7 +30,8 @@ from faults.chaos.workload import (
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.redis_client import connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
@@ -38,6 +39,8 @@ from penstock_learner.crash_points import crash_point
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"
 KEEP = 2
+STARVED_SHARE = 0.25
+"""As in the controller, which this process does not import: it needs torch."""
 TOOK_OVER = "took over"
 """In the log, once a learner acts under its term."""
 
@@ -87,6 +90,8 @@ class ChaosLearner:
         await self._train(reader, state.step, version)
 
     async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
+        self.store_id = await self.queue.store_id()
+        state.check_store(self.store_id)
         self.term = await self.queue.take_term(state.term)
         await asyncio.sleep(self.settings.replay_config.settle_s)
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
@@ -102,7 +107,7 @@ class ChaosLearner:
         reading = asyncio.create_task(reader.read(step + 1, version))
         try:
             while True:
-                batch = await self._or_stop(reading)
+                batch = await self._batch_or_stop(reading, step, version)
                 if batch is None:
                     break
                 step += 1
@@ -129,9 +134,16 @@ class ChaosLearner:
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
 
-    async def _or_stop(self, reading: asyncio.Task[Batch]) -> Batch | None:
+    async def _batch_or_stop(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+        batch = await self._or_stop(reading, self.settings.batch_timeout_s * STARVED_SHARE)
+        if batch is None and not self.stopping.is_set():
+            await self._checkpoint(trained_step, version)
+            batch = await self._or_stop(reading, None)
+        return batch
+
+    async def _or_stop(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
         stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({reading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return reading.result() if reading.done() else None
 
@@ -141,7 +153,9 @@ class ChaosLearner:
         partial = self.checkpoints.partial_folder(step, self.term)
         self.folded.save(partial)
         crash_point("before_flush")
-        self.checkpoints.finish(partial, TrainerState(step, version, self.term, self.ledger.ranges))
+        self.checkpoints.finish(
+            partial, TrainerState(step, version, self.term, self.ledger.ranges, store_id=self.store_id)
+        )
         self.ledger.mark_durable()
         crash_point("after_flush")
         await self.queue.commit(step, self.uncommitted)
@@ -150,7 +164,10 @@ class ChaosLearner:
 
 
 async def learn(settings: Settings) -> None:
-    client = connect(RedisConfig(url=settings.redis_url, timeout_s=settings.redis_timeout_s))
+    client = connect(
+        RedisConfig(url=settings.redis_url, timeout_s=settings.redis_timeout_s, retry_s=settings.redis_retry_s),
+        patient=True,
+    )
     learner = ChaosLearner(settings, RedisReplayQueue(client, RUN, settings.replay_config))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, learner.stopping.set)
     running, driven = asyncio.create_task(learner.run()), asyncio.create_task(while_driven())

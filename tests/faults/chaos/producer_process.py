@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry
 from faults.chaos.workload import RUN, Settings, make_numbered_group, while_driven
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig
+from penstock.redis_client import connect
 from penstock.replay.contract import Lease
-from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer

@@ -39,6 +39,7 @@ class Settings:
     concurrent_groups: int = 12
     batch_timeout_s: float = 20.0
     redis_timeout_s: float = 5.0
+    redis_retry_s: float = 20.0
 
     @property
     def replay_config(self) -> ReplayConfig:

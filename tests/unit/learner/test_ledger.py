@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Fenced
 from penstock_learner.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.ledger import Ledger
 
@@ -73,3 +73,18 @@ def test_a_fenced_learner_cannot_overtake_its_successor(tmp_path: Path) -> None:
     found = store.newest()
     assert found is not None
     assert (found[1].term, found[1].step) == (2, 12)
+
+
+def test_a_learner_whose_checkpoint_the_successor_removed_is_fenced(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    partial = store.partial_folder(4, 1)
+    save(store, 2, term=2)
+    with pytest.raises(Fenced, match="another learner has taken over"):
+        store.finish(partial, TrainerState(step=4, term=1))
+
+
+def test_a_checkpoint_refuses_another_store() -> None:
+    TrainerState().check_store("any")
+    TrainerState(store_id="mine").check_store("mine")
+    with pytest.raises(ConfigError, match="this Redis is not the one of the checkpoint"):
+        TrainerState(store_id="mine").check_store("other")

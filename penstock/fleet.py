@@ -36,6 +36,9 @@ class ServerRecord:
     engine: str
     state: ServerState = "JOINING"
     policy_version: int = -1
+    weights_digest: str = ""
+    """Of the version as the server received it; equal to the policy's exactly when every byte is. Empty: the version is
+    the model folder."""
     devices: tuple[str, ...] = ("cpu",)
     """Where each worker of its engine holds the weights: `cpu`, or a GPU's UUID."""
     host_id: str = ""

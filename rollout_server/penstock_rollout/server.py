@@ -178,6 +178,7 @@ class RolloutServer:
             address=self.address,
             engine=self.engine.name,
             policy_version=self.engine.policy_version,
+            weights_digest=self.engine.weights_digest,
             devices=self.engine.devices,
             host_id=host_id(),
             transports=available_transports(self.engine.devices),

@@ -64,6 +64,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
+        logger.info("serves version %d, digest %s", request.policy_version, self.engine.weights_digest)
         return weights_pb2.CommitResponse(
             policy_version=self.engine.policy_version,
             paused_s=report.paused_s,

@@ -115,6 +115,7 @@ async def test_two_members_serve_the_new_version(
         assert report.committed == sorted([first.server_id, second.server_id])
         assert report.failed == {}
         assert engine.policy_version == other.policy_version == 1
+        assert engine.weights_digest == other.weights_digest == report.weights_digest != ""
         tokens, _ = await greedy_log_probs(engine, (5, 6, 7))
         assert tokens == expected_greedy(new, (5, 6, 7), len(tokens)) != expected_greedy(old, (5, 6, 7), len(tokens))
     assert not list(tmp_path.glob("push/pushes/*/*")), "a pushed snapshot is removed once everyone has read it"

@@ -23,6 +23,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import FinishReason, VersionSegment
 from penstock.v1 import weights_pb2
+from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
 from penstock_rollout.engines.vllm_start import SchedulerLoad, create_llm, engine_arguments
@@ -61,6 +62,7 @@ class VllmEngine:
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         self._load = SchedulerLoad()
         self._policy_version = -1
+        self._weights_digest = ""
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
         self._paused = False
@@ -75,6 +77,10 @@ class VllmEngine:
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
 
     @property
     def retained_version(self) -> int | None:
@@ -217,7 +223,8 @@ class VllmEngine:
                 raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
             raise
         self._staged = None
-        report = await asyncio.shield(asyncio.create_task(self._flip(policy_version)))
+        digest = weights_digest(bucket_checksums)
+        report = await asyncio.shield(asyncio.create_task(self._flip(policy_version, digest)))
         self._retained_version = policy_version if staged.retain else None
         return report
 
@@ -231,7 +238,7 @@ class VllmEngine:
                 return
             await asyncio.sleep(STAGE_POLL_S)
 
-    async def _flip(self, policy_version: int) -> CommitReport:
+    async def _flip(self, policy_version: int, digest: str) -> CommitReport:
         """Load the verified stage. Runs to its end even when the caller is cancelled; a failure in here leaves weights
         of which nothing is known, so the engine is given up."""
         async with self._control:
@@ -242,7 +249,7 @@ class VllmEngine:
                 await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
                 timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
                 await self._core(core.set_weight_version_async(str(policy_version)))
-                self._policy_version = policy_version
+                self._policy_version, self._weights_digest = policy_version, digest
                 await self._supersede_unstarted()
                 if not self._paused:
                     await self._core(core.resume_scheduler_async())

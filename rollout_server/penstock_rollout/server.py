@@ -87,7 +87,7 @@ class RolloutServer:
 
     async def _listen(self, listener: grpc.aio.Server) -> None:
         rollout = self.config.rollout
-        self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics)
+        self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics, self.fleet.term)
         weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.member, listener)
         try:
             port = listener.add_insecure_port(f"{rollout.host}:{rollout.port}")

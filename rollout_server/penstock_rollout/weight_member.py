@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from penstock.config.weights import WeightsConfig
-from penstock.errors import PenstockError, WeightPushFailed
+from penstock.errors import PenstockError, Unavailable, WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine, StageRequest
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
+TERM_TIMEOUT_S = 2.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
-    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed."""
+    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed.
 
-    def __init__(self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics) -> None:
+    `read_term` asks the registry for the current term: a server that has just started has seen none itself."""
+
+    def __init__(
+        self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics,
+        read_term: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:  # fmt: skip
         self.run = run
         self.engine = engine
         self.config = config
         self.metrics = metrics
+        self.read_term = read_term
         self.highest_term = 0
         self.announced_version: int | None = None
 
@@ -87,8 +96,20 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if run != self.run:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}, not {run!r}")
+        self.highest_term = max(self.highest_term, await self._current_term())
         if term < self.highest_term:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"term {term} has passed; the current one is {self.highest_term}"
             )
         self.highest_term = term
+
+    async def _current_term(self) -> int:
+        """What the registry says; where it does not answer, the highest term that was seen has to do."""
+        if self.read_term is None:
+            return 0
+        try:
+            async with asyncio.timeout(TERM_TIMEOUT_S):
+                return await self.read_term()
+        except (Unavailable, TimeoutError) as error:
+            logger.warning("cannot read the current term: %s", error)
+            return 0

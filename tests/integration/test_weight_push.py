@@ -157,6 +157,20 @@ async def test_a_publisher_of_an_older_term_is_refused(
         assert engine.policy_version == 5
 
 
+async def test_a_member_that_has_just_started_knows_the_term_from_the_registry(
+    tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    old, new = models
+    config = config_of(tmp_path, old, key_file)
+    async with member(config) as (target, engine, servicer):
+        servicer.read_term = lambda: asyncio.sleep(0, result=2)
+        report = await asyncio.to_thread(publisher_of(config, new, term=1).push, 1, [target])
+        assert "term 1 has passed" in report.failed[target.server_id]
+        assert engine.policy_version == 0
+        report = await asyncio.to_thread(publisher_of(config, new, version=2, term=2).push, 2, [target])
+        assert report.committed == [target.server_id]
+
+
 async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(
     tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:

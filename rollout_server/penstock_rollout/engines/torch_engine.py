@@ -153,20 +153,24 @@ class TorchEngine:
             async with asyncio.timeout(timeout_s):
                 await asyncio.wrap_future(stage.done)
         except TimeoutError as error:
-            await self.abort_weights()
+            self._drop(stage)
             raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
+        self._drop(stage)
         if why := stage.failure or stage.mismatch(bucket_checksums):
-            await self.abort_weights()
             raise WeightPushFailed(why)
-        self._stage = None
         in_flight = len(self._queues)
         load_s = await self._between_steps(lambda: self._flip(stage, weights_digest(bucket_checksums)))
         return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
 
     async def abort_weights(self) -> None:
         if self._stage is not None:
-            self._stage.abort()
-        self._stage = None
+            self._drop(self._stage)
+
+    def _drop(self, stage: WeightStage) -> None:
+        """End a stage, and forget it unless another one has taken its place."""
+        stage.abort()
+        if self._stage is stage:
+            self._stage = None
 
     def stats(self) -> EngineStats:
         waiting = min(len(self._waiting), len(self._queues))

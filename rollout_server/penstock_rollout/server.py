@@ -149,8 +149,11 @@ class RolloutServer:
         is_behind = self.engine.policy_version != wanted.policy_version
         if weights.catch_up != "snapshot" or not is_behind or wanted.snapshot_path in ("", self.refused_snapshot):
             return
+        if self.member.is_receiving:
+            return  # a push brings a newer version; a stage of our own would take its place
         try:
             await load_snapshot(self.engine, wanted, weights.push_timeout_s)
+            self.metrics.version.labels("rollout").set(wanted.policy_version)
         except WeightPushFailed as error:
             logger.warning("cannot catch up by itself: %s", error)
             self.refused_snapshot = wanted.snapshot_path

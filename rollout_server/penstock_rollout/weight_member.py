@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -37,6 +38,12 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.read_term = read_term
         self.highest_term = 0
         self.announced_version: int | None = None
+        self._receiving_until = 0.0
+
+    @property
+    def is_receiving(self) -> bool:
+        """A push is under way here. One whose publisher died is over at its deadline."""
+        return time.monotonic() < self._receiving_until
 
     async def Announce(  # noqa: N802
         self, request: weights_pb2.AnnounceRequest, context: Context
@@ -54,9 +61,11 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
             return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
         self.announced_version = manifest.policy_version
+        self._receiving_until = time.monotonic() + request.deadline_s
         try:
             await self.engine.stage_weights(stage)
         except PenstockError as error:
+            self._receiving_until = 0.0
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 
@@ -64,6 +73,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
         await self._admit(self.run, request.term, context)
+        self._receiving_until = time.monotonic() + request.deadline_s
         try:
             report = await self.engine.commit_weights(
                 request.policy_version, list(request.bucket_checksums), request.deadline_s
@@ -71,6 +81,8 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         except WeightPushFailed as error:
             logger.warning("version %d was not loaded: %s", request.policy_version, error)
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            self._receiving_until = 0.0
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
         logger.info("serves version %d, digest %s", request.policy_version, self.engine.weights_digest)
@@ -88,6 +100,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         await self._admit(self.run, request.term, context)
         if request.policy_version == self.announced_version:
             logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
+            self._receiving_until = 0.0
             await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 

@@ -22,6 +22,14 @@ from penstock.replay.redis_queue import key_prefix
 
 # A full Redis lets a script through that begins with a delete: a fleet must not fall apart over memory.
 _HSET = "redis.call('HDEL', KEYS[1], '') return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+_SET_STATE = """
+local current = redis.call('HGET', KEYS[2], 'term') or '0'
+if ARGV[3] ~= '' and tonumber(ARGV[3]) ~= tonumber(current) then
+  return redis.error_reply('FENCED term ' .. ARGV[3] .. ' has passed; the current one is ' .. current)
+end
+redis.call('HDEL', KEYS[1], '')
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
 _INCREMENT = "redis.call('HDEL', KEYS[2], '') return redis.call('INCRBY', KEYS[1], 1)"
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
@@ -36,6 +44,9 @@ class ServerRecord:
     engine: str
     state: ServerState = "JOINING"
     policy_version: int = -1
+    weights_digest: str = ""
+    """Of the version as the server received it; equal to the policy's exactly when every byte is. Empty: the version is
+    the model folder."""
     devices: tuple[str, ...] = ("cpu",)
     """Where each worker of its engine holds the weights: `cpu`, or a GPU's UUID."""
     host_id: str = ""
@@ -55,6 +66,7 @@ class Fleet:
         self.prefix = key_prefix(run)
         self._records = f"{self.prefix}servers"
         self._states = f"{self.prefix}server_states"
+        self._counters = f"{self.prefix}counters"
 
     async def join(self, record: ServerRecord) -> None:
         await self.report(record)
@@ -68,9 +80,11 @@ class Fleet:
         state = await guarded(self.client.hget(self._states, record.server_id))
         return cast("ServerState", state.decode()) if state else None
 
-    async def set_state(self, server_id: str, state: ServerState) -> None:
+    async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
+        """Move a server. A publisher gives its term: raises Fenced, and changes nothing, once that has passed."""
         before = await guarded(self.client.hget(self._states, server_id))
-        await self._set(self._states, server_id, state)
+        keys = (self._states, self._counters)
+        await guarded(self.client.eval(_SET_STATE, 2, *keys, server_id, state, "" if term is None else term))
         was_serving = before is not None and before.decode() in SERVING_STATES
         if was_serving != (state in SERVING_STATES):
             await self._next_generation()
@@ -92,6 +106,10 @@ class Fleet:
             state = cast("ServerState", states.get(server_id, b"JOINING").decode())
             servers.append(ServerRecord(**fields, state=state, heartbeat_age_ms=age_ms))
         return servers
+
+    async def term(self) -> int:
+        """Of the learner that may publish; 0 before there was one."""
+        return int(await guarded(self.client.hget(self._counters, "term")) or 0)
 
     async def generation(self) -> int:
         return int(await guarded(self.client.get(f"{self.prefix}generation")) or 0)

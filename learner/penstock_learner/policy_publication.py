@@ -164,7 +164,7 @@ class PolicyPublication:
         A STALE server stays so until it has loaded: LOADING is for those that serve, and go on serving."""
         for server in servers:
             if server.state == "READY":
-                await self.fleet.set_state(server.server_id, "LOADING")
+                await self.fleet.set_state(server.server_id, "LOADING", self.term)
         targets = [
             PushTarget(server.server_id, server.address, server.devices, server.host_id, server.transports)
             for server in servers
@@ -175,11 +175,12 @@ class PolicyPublication:
             lane, "push", policy_version, targets, transport, base_version, lane, timeout_s=timeout_s
         )
         for server_id in report.committed:
-            await self.fleet.set_state(server_id, "READY" if policy_version == self._newest else "STALE")
+            state: ServerState = "READY" if policy_version == self._newest else "STALE"
+            await self.fleet.set_state(server_id, state, self.term)
             self._failures.pop(server_id, None)
         for server_id, reason in report.failed.items():
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
-            await self.fleet.set_state(server_id, "EVICTED")
+            await self.fleet.set_state(server_id, "EVICTED", self.term)
             failures = self._failures.get(server_id, (0, 0.0))[0] + 1
             self._failures[server_id] = (failures, time.monotonic() + min(2.0**failures, MAX_BACKOFF_S))
         if report.running_requests:
@@ -207,7 +208,7 @@ class PolicyPublication:
             is_silent = server.heartbeat_age_ms >= limit_ms
             if is_silent and server.state in SERVING_STATES:
                 logger.warning("%s is evicted: silent for %.1f s", server.server_id, server.heartbeat_age_ms / 1000)
-                await self.fleet.set_state(server.server_id, "EVICTED")
+                await self.fleet.set_state(server.server_id, "EVICTED", self.term)
             retry_at = self._failures.get(server.server_id, (0, 0.0))[1]
             if not is_silent and server.state in states and time.monotonic() >= retry_at:
                 reachable.append(server)

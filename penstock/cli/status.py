@@ -11,6 +11,7 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 
 DEADLINE_S = 5.0
 _SHOWN_METRICS = 12
+_DIGEST_LENGTH = 12
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,14 +72,14 @@ def _server_table(servers: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(title="rollout servers", title_justify="left")
-    for name in ("server", "state", "version", "groups", "heartbeat", "engine", "address"):
+    for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine", "address"):
         table.add_column(name)
     for server in servers:
         state = server["state"]
         table.add_row(
             server["server_id"], state if state == "READY" else f"[yellow]{state}[/]", str(server["policy_version"]),
-            str(server["running_groups"]), f"{server['heartbeat_age_ms'] / 1000:.1f} s ago", server["engine"],
-            server["address"],
+            server["weights_digest"][:_DIGEST_LENGTH] or "model folder", str(server["running_groups"]),
+            f"{server['heartbeat_age_ms'] / 1000:.1f} s ago", server["engine"], server["address"],
         )  # fmt: skip
     return table
 

@@ -90,7 +90,7 @@ class ListServersResponse(_message.Message):
     def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine")
+    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -112,6 +112,7 @@ class Server(_message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     address: str
     state: Server.State
@@ -119,7 +120,8 @@ class Server(_message.Message):
     heartbeat_age_ms: int
     running_groups: int
     engine: str
-    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class CreateEvaluationRequest(_message.Message):
     __slots__ = ("run", "evaluation_id", "prompts")

@@ -95,7 +95,7 @@ class RolloutServer:
 
     async def _listen(self, listener: grpc.aio.Server) -> None:
         rollout = self.config.rollout
-        self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics)
+        self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics, self.fleet.term)
         weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.member, listener)
         try:
             port = listener.add_insecure_port(f"{rollout.host}:{rollout.port}")
@@ -157,8 +157,11 @@ class RolloutServer:
         is_behind = self.engine.policy_version != wanted.policy_version
         if weights.catch_up != "snapshot" or not is_behind or wanted.snapshot_path in ("", self.refused_snapshot):
             return
+        if self.member.is_receiving:
+            return  # a push brings a newer version; a stage of our own would take its place
         try:
             await load_snapshot(self.engine, wanted, weights.push_timeout_s)
+            self.metrics.version.labels("rollout").set(wanted.policy_version)
         except WeightPushFailed as error:
             logger.warning("cannot catch up by itself: %s", error)
             self.refused_snapshot = wanted.snapshot_path
@@ -186,6 +189,7 @@ class RolloutServer:
             address=self.address,
             engine=self.engine.name,
             policy_version=self.engine.policy_version,
+            weights_digest=self.engine.weights_digest,
             devices=self.engine.devices,
             host_id=host_id(),
             transports=available_transports(self.engine.devices),

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from penstock.config.weights import WeightsConfig
-from penstock.errors import PenstockError, WeightPushFailed
+from penstock.errors import PenstockError, Unavailable, WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine, StageRequest
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
+TERM_TIMEOUT_S = 2.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
-    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed."""
+    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed.
 
-    def __init__(self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics) -> None:
+    `read_term` asks the registry for the current term: a server that has just started has seen none itself."""
+
+    def __init__(
+        self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics,
+        read_term: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:  # fmt: skip
         self.run = run
         self.engine = engine
         self.config = config
         self.metrics = metrics
+        self.read_term = read_term
         self.highest_term = 0
         self.announced_version: int | None = None
+        self._receiving_until = 0.0
+
+    @property
+    def is_receiving(self) -> bool:
+        """A push is under way here. One whose publisher died is over at its deadline."""
+        return time.monotonic() < self._receiving_until
 
     async def Announce(  # noqa: N802
         self, request: weights_pb2.AnnounceRequest, context: Context
@@ -45,9 +61,11 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
             return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
         self.announced_version = manifest.policy_version
+        self._receiving_until = time.monotonic() + request.deadline_s
         try:
             await self.engine.stage_weights(stage)
         except PenstockError as error:
+            self._receiving_until = 0.0
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 
@@ -55,6 +73,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
         await self._admit(self.run, request.term, context)
+        self._receiving_until = time.monotonic() + request.deadline_s
         try:
             report = await self.engine.commit_weights(
                 request.policy_version, list(request.bucket_checksums), request.deadline_s
@@ -62,8 +81,11 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         except WeightPushFailed as error:
             logger.warning("version %d was not loaded: %s", request.policy_version, error)
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            self._receiving_until = 0.0
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
+        logger.info("serves version %d, digest %s", request.policy_version, self.engine.weights_digest)
         return weights_pb2.CommitResponse(
             policy_version=self.engine.policy_version,
             paused_s=report.paused_s,
@@ -78,6 +100,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         await self._admit(self.run, request.term, context)
         if request.policy_version == self.announced_version:
             logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
+            self._receiving_until = 0.0
             await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 
@@ -86,8 +109,20 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if run != self.run:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}, not {run!r}")
+        self.highest_term = max(self.highest_term, await self._current_term())
         if term < self.highest_term:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"term {term} has passed; the current one is {self.highest_term}"
             )
         self.highest_term = term
+
+    async def _current_term(self) -> int:
+        """What the registry says; where it does not answer, the highest term that was seen has to do."""
+        if self.read_term is None:
+            return 0
+        try:
+            async with asyncio.timeout(TERM_TIMEOUT_S):
+                return await self.read_term()
+        except (Unavailable, TimeoutError) as error:
+            logger.warning("cannot read the current term: %s", error)
+            return 0

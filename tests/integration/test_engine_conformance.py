@@ -422,6 +422,53 @@ async def test_aborted_stage_is_forgotten(served: Served) -> None:
     await served.check_serves(await served.update(served.next_model()))
 
 
+async def test_a_commit_whose_stage_was_replaced_fails_and_spares_the_new_one(served: Served, tmp_path: Path) -> None:
+    version = served.engine.policy_version
+    model = served.next_model()
+    replaced, push = Push.of(served.next_model(), version + 1), Push.of(model, version + 2)
+    await served.engine.stage_weights(Publisher(replaced).request(timeout_s=30))
+    waiting = asyncio.create_task(served.engine.commit_weights(version + 1, replaced.checksums, timeout_s=20))
+    await asyncio.sleep(0.1)
+    await served.engine.stage_weights(in_snapshot(push, tmp_path))
+    with pytest.raises(WeightPushFailed):
+        await waiting
+    await served.engine.commit_weights(version + 2, push.checksums, timeout_s=20)
+    served.model = model
+    await served.check_serves(version + 2)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02])
+async def test_a_stage_that_begins_under_a_commit_never_mixes_with_it(
+    served: Served, tmp_path: Path, delay_s: float
+) -> None:
+    """The commit loads its own version or none, whenever the next one is announced."""
+    version = served.engine.policy_version
+    first = served.next_model()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        second.model.embed_tokens.weight.mul_(1.5)
+    pushes = Push.of(first, version + 1), Push.of(second, version + 2)
+    requests = [in_snapshot(push, tmp_path / str(push.manifest.policy_version)) for push in pushes]
+    await served.engine.stage_weights(requests[0])
+    committing = asyncio.create_task(served.engine.commit_weights(version + 1, pushes[0].checksums, timeout_s=20))
+    await asyncio.sleep(delay_s)
+    await served.engine.stage_weights(requests[1])
+    try:
+        await committing
+        served.model = first
+        await served.check_serves(version + 1)
+    except WeightPushFailed:
+        await served.check_serves(version)
+    await served.engine.commit_weights(version + 2, pushes[1].checksums, timeout_s=20)
+    served.model = second
+    await served.check_serves(version + 2)
+
+
+def in_snapshot(push: Push, folder: Path) -> StageRequest:
+    write_snapshot(folder, push.manifest, push.buckets, push.checksums)
+    return StageRequest(push.manifest, "snapshot", str(folder), 0, 1, 10.0)
+
+
 async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
     version = served.engine.policy_version + 1
     model = served.next_model()

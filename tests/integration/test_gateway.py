@@ -188,7 +188,8 @@ async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: Red
     await publish(queue, 1, 2)
     fleet = Fleet(queue.client, "test")
     for server_id, state, version in (("a", "READY", 2), ("b", "LOADING", 1), ("c", "STALE", 2)):
-        await fleet.join(ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version))
+        record = ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version, weights_digest=f"d{version}")
+        await fleet.join(record)
         await fleet.set_state(server_id, state)  # type: ignore[arg-type]
 
     run = await get(gateway, RUN)
@@ -199,6 +200,10 @@ async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: Red
     assert (latest["policy_version"], latest["server_ids"]) == (2, ["a"])
     assert (await get(gateway, f"{RUN}/policies/1"))["server_ids"] == ["b"]
     servers = await get(gateway, f"{RUN}/servers")
+    assert {(server["policy_version"], server["weights_digest"]) for server in servers["servers"]} >= {
+        (2, "d2"),
+        (1, "d1"),
+    }
 
     run_service = runs_pb2_grpc.RunServiceStub(gateway.channel)
     policy_service = policies_pb2_grpc.PolicyServiceStub(gateway.channel)

@@ -61,6 +61,7 @@ async def test_two_members_serve_the_new_version(
         assert report.committed == sorted([first.server_id, second.server_id])
         assert report.failed == {}
         assert engine.policy_version == other.policy_version == 1
+        assert engine.weights_digest == other.weights_digest == report.weights_digest != ""
         tokens, _ = await greedy_log_probs(engine, (5, 6, 7))
         assert tokens == expected_greedy(new, (5, 6, 7), len(tokens)) != expected_greedy(old, (5, 6, 7), len(tokens))
     assert not list(tmp_path.glob("push/pushes/*/*")), "a pushed snapshot is removed once everyone has read it"
@@ -100,6 +101,20 @@ async def test_a_publisher_of_an_older_term_is_refused(
         report = await asyncio.to_thread(publisher_of(config, old, version=6, term=1).push, 6, [target])
         assert "term 1 has passed" in report.failed[target.server_id]
         assert engine.policy_version == 5
+
+
+async def test_a_member_that_has_just_started_knows_the_term_from_the_registry(
+    tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    old, new = models
+    config = config_of(tmp_path, old, key_file)
+    async with member(config) as (target, engine, servicer):
+        servicer.read_term = lambda: asyncio.sleep(0, result=2)
+        report = await asyncio.to_thread(publisher_of(config, new, term=1).push, 1, [target])
+        assert "term 1 has passed" in report.failed[target.server_id]
+        assert engine.policy_version == 0
+        report = await asyncio.to_thread(publisher_of(config, new, version=2, term=2).push, 2, [target])
+        assert report.committed == [target.server_id]
 
 
 async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(

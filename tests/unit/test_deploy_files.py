@@ -199,7 +199,8 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
 
     fleets = {role: Fleet(clients[role], RUN) for role in ROLES}
     await fleets["rollout"].join(ServerRecord("r0", "127.0.0.1:1", "torch"))
-    await fleets["learner"].set_state("r0", "READY")
+    await fleets["learner"].set_state("r0", "READY", learner.term)
+    assert await fleets["rollout"].term() == learner.term
     assert [server.state for server in await fleets["learner"].servers()] == ["READY"]
     assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
     assert await fleets["gateway"].generation() > 0

@@ -175,7 +175,12 @@ class WeightPublisher:
                     refused = self._transfer(sender, shipment, members)
             if refused or needs_full:
                 sender.close(failed=True)
-                self._abort(shipment, members, "the push starts again without a member that failed")
+                # One that failed is not waited for again: should it have staged after all, its own deadline ends that,
+                # and until then it may read the buckets.
+                if refused:
+                    shipment.staged.memory.is_reusable = False
+                left = [member for member in members if member.server_id not in refused]
+                self._abort(shipment, left, "the push starts again without a member that failed")
                 return refused, needs_full
             with report.timed("commit"):
                 refused = self._commit(shipment, members, report)

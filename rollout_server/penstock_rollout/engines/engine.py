@@ -83,6 +83,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def weights_digest(self) -> str:
+        """Of the buckets that were loaded as `policy_version`, as they were received; empty for the model folder."""
+        ...
+
+    @property
     def retained_version(self) -> int | None:
         """The version whose buckets were kept, on which a delta may be staged."""
         ...

@@ -22,6 +22,7 @@ import torch
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import TIED_HEAD, check_manifest, stop_token_ids
 from penstock_rollout.engines.torch_batch import DecodeBatch, Row
@@ -48,6 +49,7 @@ class TorchEngine:
         self._dtype = dtype
         self._seed = seed
         self._policy_version = -1
+        self._weights_digest = ""
         self._stage: WeightStage | None = None
         self._loaded: WeightStage | None = None
         self._broken = "it was not started"
@@ -66,6 +68,10 @@ class TorchEngine:
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
 
     @property
     def retained_version(self) -> int | None:
@@ -148,20 +154,24 @@ class TorchEngine:
             async with asyncio.timeout(timeout_s):
                 await asyncio.wrap_future(stage.done)
         except TimeoutError as error:
-            await self.abort_weights()
+            self._drop(stage)
             raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
+        self._drop(stage)
         if why := stage.failure or stage.mismatch(bucket_checksums):
-            await self.abort_weights()
             raise WeightPushFailed(why)
-        self._stage = None
         in_flight = len(self._queues)
-        load_s = await self._between_steps(lambda: self._flip(stage))
+        load_s = await self._between_steps(lambda: self._flip(stage, weights_digest(bucket_checksums)))
         return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
 
     async def abort_weights(self) -> None:
         if self._stage is not None:
-            self._stage.abort()
-        self._stage = None
+            self._drop(self._stage)
+
+    def _drop(self, stage: WeightStage) -> None:
+        """End a stage, and forget it unless another one has taken its place."""
+        stage.abort()
+        if self._stage is stage:
+            self._stage = None
 
     def stats(self) -> EngineStats:
         waiting = min(len(self._waiting), len(self._queues))
@@ -207,7 +217,7 @@ class TorchEngine:
         except TimeoutError as error:
             raise Unavailable(f"the torch engine did not answer within {ACTION_TIMEOUT_S:g} s") from error
 
-    def _flip(self, stage: WeightStage) -> float:
+    def _flip(self, stage: WeightStage, digest: str) -> float:
         """Runs in the engine's thread. The manifest was checked against the model, so no copy can fail half-way."""
         started = time.monotonic()
         state = self._model.state_dict()
@@ -216,7 +226,7 @@ class TorchEngine:
                 state[name].copy_(tensor)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        self._policy_version = stage.manifest.policy_version
+        self._policy_version, self._weights_digest = stage.manifest.policy_version, digest
         self._loaded = stage
         if not self._config.keep_kv_cache:
             self._waiting.extendleft(reversed(self._batch.release()))

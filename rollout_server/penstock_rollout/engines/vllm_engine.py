@@ -23,6 +23,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
+from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
 from penstock_rollout.engines.vllm_stamps import VersionStamps, create_stamps
@@ -62,6 +63,7 @@ class VllmEngine:
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         self._load = SchedulerLoad()
         self._policy_version = -1
+        self._weights_digest = ""
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
         self._paused = False
@@ -77,6 +79,10 @@ class VllmEngine:
     @property
     def policy_version(self) -> int:
         return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
 
     @property
     def retained_version(self) -> int | None:
@@ -186,8 +192,9 @@ class VllmEngine:
             world_size=request.world_size,
             deadline_s=request.timeout_s,
         )
-        await self._rpc("penstock_stage", announcement.SerializeToString())
-        self._staged = request.manifest
+        async with self._control:  # never under a flip, which loads whatever is staged
+            await self._rpc("penstock_stage", announcement.SerializeToString())
+            self._staged = request.manifest
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         staged = self._staged
@@ -196,23 +203,19 @@ class VllmEngine:
             raise WeightPushFailed(f"version {policy_version} is not staged; {found} is")
         try:
             async with asyncio.timeout(timeout_s):
-                await self._received()
-            mismatches = [found for found in await self._rpc("penstock_mismatch", bucket_checksums) if found]
-            if mismatches:
-                raise WeightPushFailed(mismatches[0])
+                await self._received(policy_version)
+            report = await asyncio.shield(asyncio.create_task(self._flip(staged, bucket_checksums)))
         except (TimeoutError, WeightPushFailed) as error:
-            await self.abort_weights()
+            if self._staged is staged:
+                await self.abort_weights()
             if isinstance(error, TimeoutError):
                 raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
             raise
-        self._staged = None
-        report = await asyncio.shield(asyncio.create_task(self._flip(policy_version)))
-        self._retained_version = policy_version if staged.retain else None
         return report
 
-    async def _received(self) -> None:
+    async def _received(self, policy_version: int) -> None:
         while True:
-            states = await self._rpc("penstock_poll")
+            states = await self._rpc("penstock_poll", policy_version)
             for phase, failure in states:
                 if phase == "failed":
                     raise WeightPushFailed(failure)
@@ -220,10 +223,15 @@ class VllmEngine:
                 return
             await asyncio.sleep(STAGE_POLL_S)
 
-    async def _flip(self, policy_version: int) -> CommitReport:
-        """Load the verified stage. Runs to its end even when the caller is cancelled; a failure in here leaves weights
-        of which nothing is known, so the engine is given up."""
+    async def _flip(self, staged: weights_pb2.WeightManifest, bucket_checksums: list[str]) -> CommitReport:
+        """Verify the stage and load it; no other can take its place meanwhile. Runs to its end even when the caller is
+        cancelled; a failed load leaves weights of which nothing is known, so the engine is given up."""
+        policy_version = staged.policy_version
         async with self._control:
+            mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
+            if found := next(filter(None, mismatches), ""):
+                raise WeightPushFailed(found)
+            self._staged = None
             started = time.monotonic()
             in_flight = len(self._running)
             try:
@@ -231,7 +239,8 @@ class VllmEngine:
                 await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
                 timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
                 await self._core(self._stamps.set_version(policy_version))
-                self._policy_version = policy_version
+                self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
+                self._retained_version = policy_version if staged.retain else None
                 await self._supersede_unstarted()
                 if not self._paused:
                     await self._core(core.resume_scheduler_async())
@@ -259,8 +268,9 @@ class VllmEngine:
         await self._core(self._llm.abort(list(self._running)))
 
     async def abort_weights(self) -> None:
-        self._staged = None
-        await self._rpc("penstock_abort")
+        async with self._control:
+            self._staged = None
+            await self._rpc("penstock_abort")
 
     def stats(self) -> EngineStats:
         waiting = min(self._load.waiting_requests, len(self._running))

@@ -68,15 +68,21 @@ class WeightStaging:
             return self.device.type
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    def penstock_poll(self) -> tuple[str, str]:
-        """Phase of the stage and, when it failed, why."""
+    def penstock_poll(self, policy_version: int) -> tuple[str, str]:
+        """Phase of the version's stage and, when it failed, why. A stage that another one replaced has failed."""
         stage = self._penstock_current()
-        return (stage.phase, stage.failure) if stage else ("failed", "nothing is staged")
+        if stage is None or stage.manifest.policy_version != policy_version:
+            return "failed", f"version {policy_version} is no longer staged"
+        return stage.phase, stage.failure
 
-    def penstock_mismatch(self, bucket_checksums: list[str]) -> str:
-        """Why the stage must not be committed; empty when it may."""
+    def penstock_mismatch(self, policy_version: int, bucket_checksums: list[str]) -> str:
+        """Why the stage must not be committed as this version; empty when it may."""
+        phase, failure = self.penstock_poll(policy_version)
+        if phase != "received":
+            return failure or f"version {policy_version} is still being received"
         stage = self._penstock_current()
-        return stage.mismatch(bucket_checksums) if stage else "nothing is staged"
+        assert stage is not None
+        return stage.mismatch(bucket_checksums)
 
     def penstock_commit(self) -> tuple[float, float]:
         """Load the stage into the serving model. Returns receive_s and load_s. Call it while nothing decodes."""

@@ -226,6 +226,7 @@ def _server_to_proto(record: ServerRecord) -> runs_pb2.Server:
         heartbeat_age_ms=record.heartbeat_age_ms,
         running_groups=record.running_groups,
         engine=record.engine,
+        weights_digest=record.weights_digest,
     )
 
 

@@ -68,6 +68,7 @@ class StagingEngine:
         self.say = say
         self.devices = ("cpu",) * num_workers
         self.policy_version = 0
+        self.weights_digest = ""
         self.model_path = model_path
         self.fault = fault
         self.stages: list[WeightStage] = []
@@ -102,7 +103,7 @@ class StagingEngine:
         self.fault.at("load")
         receive_s = max(stage.receive_s for stage in self.stages)
         self.loaded, self.stages = list(self.stages), []
-        self.policy_version = policy_version
+        self.policy_version, self.weights_digest = policy_version, weights_digest(bucket_checksums)
         if self.say is not None:
             self.say(version=policy_version, digests=sorted({_digest(stage) for stage in self.loaded if stage}))
         return CommitReport(receive_s=receive_s, load_s=0.0, paused_s=0.0, running_requests=0)

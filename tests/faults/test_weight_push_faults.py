@@ -1,0 +1,300 @@
+"""Servers and learners that hang, die, return and join while weights are pushed: real processes, vLLM on CPU.
+
+The tests share one run, in the order of this file; each leaves two healthy servers, `a` and `b`, and a learner that
+trains. Server `a` is never touched: whatever happens to the others, it goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import redis.asyncio as redis
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import RedisProcess
+from fleet_runs import FleetRun, Move, fleet_config, training_prompts
+from penstock.codec import encode_prompt
+from penstock.fleet import SERVING_STATES
+from penstock.replay.contract import Evaluation
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.trajectory import Group, Trajectory
+from penstock.weights.checksums import host_checksum, weights_digest
+from penstock.weights.snapshot import read_manifest, read_snapshot
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.senders.sender import PushTarget
+
+pytestmark = pytest.mark.timeout(600)
+TOLERANCE = 1e-3
+VARIANTS = {
+    "shm": {},
+    "gloo": {"transport": "gloo", "bucket_bytes": 2**18},
+    "gloo-delta": {"transport": "gloo", "delta": True},
+    "snapshot": {"transport": "snapshot", "catch_up": "snapshot"},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "shm" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS],
+)
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess
+) -> Iterator[FleetRun]:
+    folder = tmp_path_factory.mktemp("fleet")
+    config = fleet_config(folder, redis_process.url, f"faults-{request.param}", **VARIANTS[request.param])
+    with FleetRun(config, redis_process.url) as run:
+        run.start_server("a")
+        run.start_server("b")
+        run.start_learner()
+        yield run
+
+
+def test_both_servers_follow_the_learner_while_they_generate(run: FleetRun) -> None:
+    run.until_serving("a", "b", above=0, timeout_s=240)
+    start = run.current
+    run.until_serving("a", "b", above=start + 10)
+    for server_id in ("a", "b"):
+        run.until(partial(has_mixed, run, server_id), f"{server_id} to generate through a push")
+        versions = run.watch.versions(server_id)
+        assert versions == sorted(set(versions)), "a server never goes back"
+        assert run.watch.states(server_id)[:3] == ["JOINING", "STALE", "READY"]
+    check_groups(run)
+
+
+def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run: FleetRun) -> None:
+    run.until_serving("a", "b", above=run.current)
+    stopped, stopped_s = run.parts["b"], run.redis_time_s()
+    stopped.stop()
+    run.until(lambda: "EVICTED" in run.watch.states("b", stopped_s), "b to be evicted")
+    weights = run.config.weights
+    [evicted_s] = [m.time_s for m in run.watch.moves if m.server_id == "b" and m.state == "EVICTED"][-1:]
+    assert evicted_s - stopped_s < weights.ready_timeout_s + 2 * weights.push_timeout_s
+    frozen, current = run.servers()["b"].policy_version, run.current
+    run.until_serving("a", above=current + 5)
+    assert run.watch.states("b", stopped_s)[-1] == "EVICTED"
+    assert "EVICTED" not in run.watch.states("a", stopped_s)
+
+    returned_s, returned_ms = run.redis_time_s(), time.time() * 1000
+    stopped.go_on()
+    run.until_serving("b", above=current + 5)
+    assert run.watch.states("b", returned_s)[:2] == ["STALE", "READY"]
+    [ready_s] = [m.time_s for m in run.watch.moves if m.time_s > returned_s and is_move(m, "b", "READY")][:1]
+    served = run.until(lambda: run.watch.versions("b", ready_s), "b's next report")
+    assert served[0] > current + 5, "it serves again only with what is current"
+    run.until(lambda: run.watch.groups_of("b", returned_ms + 1000), "b to hand in groups again")
+    leftovers = [group for group in run.watch.groups_of("b", returned_ms) if group.min_version <= frozen]
+    assert len(leftovers) <= run.config.rollout.max_concurrent_groups, "only what it was at when it was stopped"
+    check_groups(run)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRun, seed: int) -> None:
+    run.until_serving("a", "b", above=run.current)
+    killed, killed_s, current = run.parts["b"], run.redis_time_s(), run.current
+    run.until(lambda: "LOADING" in run.watch.states("b", killed_s), "a push to b")
+    time.sleep(random.Random(seed).uniform(0, 0.3))
+    killed.kill()
+    newcomer = f"new-{seed}"
+    run.start_server("b")
+    run.start_server(newcomer)
+    run.until(lambda: not any(process.is_running() for process in killed.tree()), "vLLM's own processes to end too")
+    run.until_serving("a", "b", newcomer, above=current + 5, timeout_s=150)
+    for server_id in ("b", newcomer):
+        states = run.watch.states(server_id, killed_s)
+        joined = states.index("JOINING")
+        assert states[joined : joined + 3] == ["JOINING", "STALE", "READY"]
+    assert "EVICTED" not in run.watch.states("a", killed_s)
+    versions: dict[int, float] = {}
+    for report in run.watch.reports:
+        if report.server_id == "a" and report.time_s > killed_s:
+            versions.setdefault(report.policy_version, report.time_s)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(versions.values())]
+    weights, replay = run.config.weights, run.config.replay
+    assert max(pauses) < replay.lease_ttl_s + weights.ready_timeout_s + weights.push_timeout_s
+
+    part = run.parts[newcomer]
+    part.may_end = True
+    part.process.terminate()
+    run.until(lambda: newcomer not in run.servers(), f"{newcomer} to leave")
+    run.until(lambda: part.process.poll() is not None, f"{newcomer} to end")
+    assert part.process.returncode == 0, part.output()[-2000:]
+    check_groups(run)
+
+
+def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
+    """Every trajectory that one version generated alone has the log-probs of that version's snapshot in Hugging Face;
+    and what the servers loaded hashes as what the learner published, and as what lies in the snapshot."""
+    run.until_serving("a", "b", above=run.current)
+    policies = run.policies()
+    reported = [report for report in run.watch.reports if report.weights_digest and report.policy_version in policies]
+    assert {report.server_id for report in reported} >= {"a", "b"}
+    for report in reported:
+        assert report.weights_digest == policies[report.policy_version].weights_digest, report
+    groups = [g for g in run.watch.groups.values() if g.min_version == g.max_version > 0 and g.min_version in policies]
+    versions = sorted({group.min_version for group in groups})
+    chosen = sorted({*versions[:: max(1, len(versions) // 8)], versions[-1]})
+    assert len(chosen) >= 5
+    other: torch.nn.Module | None = None
+    for version in chosen:
+        policy = policies[version]
+        kept = read_manifest(run.config.folder / "snapshots" / f"version-{version:08d}")
+        assert weights_digest(kept.bucket_checksums) == policy.weights_digest
+        buckets = read_snapshot(run.config.folder / "snapshots" / f"version-{version:08d}", kept.manifest)
+        assert [host_checksum(kept.manifest.checksum, bucket) for bucket in buckets] == list(kept.bucket_checksums)
+        model = AutoModelForCausalLM.from_pretrained(policy.snapshot_path, dtype=torch.float32).eval()
+        found = [group for group in groups if group.min_version == version]
+        assert max(log_prob_error(model, group) for group in found) < TOLERANCE, f"version {version}"
+        if other is not None:
+            assert max(log_prob_error(other, group) for group in found) > TOLERANCE, "versions can be told apart"
+        other = model
+
+
+def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun) -> None:
+    """SIGSTOP in mid-push; servers serve on, and one that is restarted meanwhile loads the kept snapshot by itself; a
+    second learner takes over; then the first wakes up."""
+    run.until_serving("a", "b", above=run.config.learner.checkpoint.every_steps, timeout_s=240)
+    zombie, stopped_s = run.parts["learner"], run.redis_time_s()
+    run.until(lambda: "LOADING" in run.watch.states("a", stopped_s), "a push")
+    zombie.stop()
+    current = run.current
+    assert all(server.state in SERVING_STATES for server in run.servers().values() if server.server_id in ("a", "b"))
+    finished = run_evaluation(run, "without-a-learner")
+    serving = {current, *(run.servers()[server_id].policy_version for server_id in ("a", "b"))}
+    assert {finished.policy_version_min, finished.policy_version_max} <= serving
+
+    run.parts["b"].kill()
+    restarted_s = run.redis_time_s()
+    run.start_server("b", "--weights.catch_up", "snapshot")
+    run.until(lambda: "READY" in run.watch.states("b", restarted_s), "b to catch up by itself", timeout_s=150)
+    assert run.watch.states("b", restarted_s) == ["JOINING", "STALE", "READY"]
+    found = run.until(lambda: run.servers()["b"].policy_version == current and run.servers()["b"], "b's report")
+    assert found.weights_digest == run.policies()[current].weights_digest
+    assert f"loaded version {current} from" in run.parts["b"].output()
+
+    successor = run.start_learner("--weights.transport", "gloo", name="learner-2")
+    run.until_serving("a", "b", above=current + 5, timeout_s=150)
+    assert run.stat().term == 2
+    assert "resuming from" in successor.output()
+    woken_s, before = run.redis_time_s(), run.current
+    zombie.may_end = True
+    zombie.go_on()
+    run.until(lambda: zombie.process.poll() is not None, "the first learner to end")
+    assert zombie.process.returncode == 1
+    last = zombie.output().strip().splitlines()[-1]
+    assert re.fullmatch(r"penstock learner: error: term 1 has passed; .* stop this one", last)
+    run.until_serving("a", "b", above=before + 5)
+    for server_id in ("a", "b"):
+        assert set(run.watch.states(server_id, woken_s)) <= set(SERVING_STATES), "the zombie moved nobody"
+        versions = run.watch.versions(server_id, woken_s)
+        assert versions == sorted(set(versions))
+    made = {int(version) for version in re.findall(r"step \d+ version (\d+)", successor.output())}
+    assert {version for version in run.policies() if version > before} <= made
+
+    report = push_under_term(run, 1)
+    assert all(f"term 1 has passed; the current one is {run.stat().term}" in why for why in report.values())
+    assert report.keys() == {"a", "b"}
+    run.parts["learner"] = run.parts.pop("learner-2")
+    check_groups(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetRun, seed: int) -> None:
+    run.until_serving("a", "b", above=run.current)
+    killed, killed_s, term = run.parts["learner"], run.redis_time_s(), run.stat().term
+    run.until(lambda: "LOADING" in run.watch.states("a", killed_s), "a push")
+    time.sleep(random.Random(seed).uniform(0, 0.3))
+    killed.kill()
+    current = run.current
+    finished = run_evaluation(run, f"killed-{seed}")
+    serving = {current, *(run.servers()[server_id].policy_version for server_id in ("a", "b"))}
+    assert {finished.policy_version_min, finished.policy_version_max} <= serving
+    run.until(lambda: not any(process.is_running() for process in killed.tree()), "its ranks to end too")
+    run.start_learner()
+    run.until_serving("a", "b", above=current + 5, timeout_s=150)
+    assert run.stat().term == term + 1
+    assert "JOINING" not in run.watch.states("a", killed_s) + run.watch.states("b", killed_s)
+    check_groups(run)
+
+
+def check_groups(run: FleetRun) -> None:
+    """Of every group seen so far: each token has a version, versions never go back inside a sample, and none is named
+    that the server had not loaded. And no prompt was ever lost or counted twice."""
+    for server_id in {group.server_id for group in run.watch.groups.values()}:
+        log = (run.config.folder / f"{server_id}.log").read_text(errors="replace")
+        loaded = {0} | {int(version) for version in re.findall(r"(?:serves|loaded) version (\d+)", log)}
+        for trajectory in trajectories(run, server_id):
+            ends = [0, *(segment.end for segment in trajectory.segments)]
+            assert [segment.start for segment in trajectory.segments] == ends[:-1]
+            assert ends[-1] == len(trajectory.token_ids) == len(trajectory.log_probs)
+            versions = [segment.policy_version for segment in trajectory.segments]
+            assert versions == sorted(set(versions))
+            assert set(versions) <= loaded
+    assert len(run.watch.conservation_errors) > 10
+    assert set(run.watch.conservation_errors) == {0}
+
+
+def trajectories(run: FleetRun, server_id: str) -> list[Trajectory]:
+    return [trajectory for group in run.watch.groups_of(server_id) for trajectory in group.trajectories]
+
+
+def is_move(move: Move, server_id: str, state: str) -> bool:
+    return (move.server_id, move.state) == (server_id, state)
+
+
+def has_mixed(run: FleetRun, server_id: str) -> bool:
+    """Whether it has handed in a sample with tokens of several versions."""
+    return any(len(trajectory.segments) > 1 for trajectory in trajectories(run, server_id))
+
+
+def log_prob_error(model: torch.nn.Module, group: Group) -> float:
+    """The largest difference between recorded log-probs and those of a forward pass over the same tokens."""
+    prompt = group.prompt_token_ids.tolist()
+    errors = []
+    for trajectory in group.trajectories:
+        ids = torch.tensor([prompt + trajectory.token_ids.tolist()])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0] / group.sampling.temperature).log_softmax(-1)
+        own = log_probs[range(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]].numpy()
+        errors.append(float(np.abs(own - trajectory.log_probs).max()))
+    return max(errors)
+
+
+def run_evaluation(run: FleetRun, evaluation_id: str) -> Evaluation:
+    """Prompts that need no admission: they are answered with or without a learner."""
+    prompts = [replace(prompt, evaluation_id=evaluation_id) for prompt in itertools.islice(training_prompts(), 8)]
+
+    def queue(client: redis.Redis) -> RedisReplayQueue:
+        return RedisReplayQueue(client, run.config.run, run.config.replay)
+
+    run.ask(lambda client: queue(client).create_evaluation(evaluation_id, [encode_prompt(p) for p in prompts]))
+
+    def finished() -> Evaluation | None:
+        evaluation = run.ask(lambda client: queue(client).get_evaluation(evaluation_id))
+        return evaluation if evaluation.num_finished == len(prompts) else None
+
+    found = run.until(finished, f"evaluation {evaluation_id}")
+    assert found is not None
+    return found
+
+
+def push_under_term(run: FleetRun, term: int) -> dict[str, str]:
+    """What each server of the fleet answers a publisher of this term."""
+    publisher = WeightPublisher(run.config, "127.0.0.1")
+    staged = publisher.begin(10**6, term, [("weight", (4,))])
+    staged.put("weight", torch.zeros(4))
+    targets = [
+        PushTarget(server.server_id, server.address, server.devices, server.host_id, server.transports)
+        for server in run.servers().values()
+        if server.state in SERVING_STATES
+    ]
+    return publisher.push(10**6, targets).failed

@@ -168,7 +168,8 @@ def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun
     current = run.current
     assert all(server.state in SERVING_STATES for server in run.servers().values() if server.server_id in ("a", "b"))
     finished = run_evaluation(run, "without-a-learner")
-    assert current <= finished.policy_version_min <= finished.policy_version_max <= current + 1
+    serving = {current, *(run.servers()[server_id].policy_version for server_id in ("a", "b"))}
+    assert {finished.policy_version_min, finished.policy_version_max} <= serving
 
     run.parts["b"].kill()
     restarted_s = run.redis_time_s()
@@ -215,7 +216,8 @@ def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetR
     killed.kill()
     current = run.current
     finished = run_evaluation(run, f"killed-{seed}")
-    assert current <= finished.policy_version_min <= finished.policy_version_max <= current + 2
+    serving = {current, *(run.servers()[server_id].policy_version for server_id in ("a", "b"))}
+    assert {finished.policy_version_min, finished.policy_version_max} <= serving
     run.until(lambda: not any(process.is_running() for process in killed.tree()), "its ranks to end too")
     run.start_learner()
     run.until_serving("a", "b", above=current + 5, timeout_s=150)

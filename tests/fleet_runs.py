@@ -31,9 +31,10 @@ from penstock.datasets import read_prompts
 from penstock.errors import PenstockError
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
+from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue, connect, key_prefix
+from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock.v1 import policies_pb2
 

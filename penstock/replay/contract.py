@@ -208,7 +208,7 @@ class GroupProducer(Protocol):
         ...
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
-        """As `append` for each in turn, in one exchange with the store; outcomes in the same order."""
+        """As `append` for each in turn, in few exchanges with the store; outcomes in the same order."""
         ...
 
     async def record_evaluation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import redis
 
@@ -34,6 +34,9 @@ from penstock.replay.scripts import call_script, load_script
 from penstock.sample_scores import summarise
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+APPENDED_BYTES = 2**20
+FETCHED_GROUPS = 16
+"""What goes in one exchange: Redis is slower with more, which its caches do not hold, and answers nobody meanwhile."""
 _STAT_FIELDS = [field.name for field in dataclasses.fields(QueueStat) if not field.name.startswith("admission_")]
 """What stat.lua answers, in its order."""
 
@@ -137,22 +140,24 @@ class RedisReplayQueue:
         return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        def exchange(client: redis.Redis) -> list[AppendOutcome]:
+            return [outcome for part in _parts(groups) for outcome in self._append(client, part)]
+
+        return await self.client.payloads.run(exchange)
+
+    def _append(self, client: redis.Redis, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         payloads: dict[str, bytes] = {}
         arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
         for group in groups:
             prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
             payloads[self._group_key(prompt_id, attempt)] = group.payload
             arguments += (prompt_id, attempt, len(group.payload), group.min_version)
-
-        def exchange(client: redis.Redis) -> Any:
-            pipeline: Any = client.pipeline(transaction=True)
-            # By name: the methods are not offered in a transaction of a cluster. The script whole: were its digest
-            # unknown, the payloads would be set without it.
-            pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
-            pipeline.execute_command("EVAL", load_script("append").text, 1, self.prefix, *arguments)
-            return pipeline.execute()[1]
-
-        return [answer.decode() for answer in await self.client.payloads.run(exchange)]
+        pipeline: Any = client.pipeline(transaction=True)
+        # By name: the methods are not offered in a transaction of a cluster. The script whole: were its digest
+        # unknown, the payloads would be set without it.
+        pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
+        pipeline.execute_command("EVAL", load_script("append").text, 1, self.prefix, *arguments)
+        return [answer.decode() for answer in pipeline.execute()[1]]
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
@@ -218,7 +223,13 @@ class RedisReplayQueue:
         """Those that are there, by prompt id."""
         if not keys:
             return {}
-        found: Any = await self.client.payloads.run(lambda client: client.mget(list(keys.values())))
+        names = list(keys.values())
+
+        def exchange(client: redis.Redis) -> list[Any]:
+            parts = (names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS))
+            return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+
+        found = await self.client.payloads.run(exchange)
         return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
@@ -257,6 +268,19 @@ class RedisReplayQueue:
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await call_script(self.client, self.prefix, name, *arguments)
+
+
+def _parts(groups: Sequence[FinishedGroup]) -> list[list[FinishedGroup]]:
+    """In order, each of about APPENDED_BYTES."""
+    parts: list[list[FinishedGroup]] = []
+    num_bytes = APPENDED_BYTES
+    for group in groups:
+        if num_bytes >= APPENDED_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(group)
+        num_bytes += len(group.payload)
+    return parts
 
 
 def _pairs(leases: Sequence[Lease]) -> list[int]:

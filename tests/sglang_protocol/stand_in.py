@@ -5,7 +5,8 @@ held against schema.json, which make_schema.py took from SGLang's sources; what 
 
 STAND_IN_FAULT names a file. While it holds one of these words the server misbehaves: `die_on_update` (exits in the
 middle of a load), `update_fails` (loads, then says it failed), `die_on_generate`, `silent` (answers no /v1/loads).
-STAND_IN_VERSION is the version to claim; STAND_IN_REQUESTS is a file that gets one JSON line a request.
+STAND_IN_VERSION is the version to claim; STAND_IN_REQUESTS is a file that gets one JSON line a request;
+STAND_IN_HELPER is a file that gets the pid of a process which the server starts, as SGLang does, and does not end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -24,10 +26,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from jsonschema import Draft202012Validator
 
-from tests.sglang_protocol.scheduler import Message, Scheduler
-
 SCHEMA = json.loads((Path(__file__).parent / "schema.json").read_text())
 MAX_MASK_TOKENS = 4096
+Message = dict[str, Any]
 _T = TypeVar("_T")
 
 
@@ -54,10 +55,17 @@ def record(path: str, body: Message) -> None:
             file.write(json.dumps({"path": path, "body": body}) + "\n")
 
 
+def start_helper() -> None:
+    if path := os.environ.get("STAND_IN_HELPER"):
+        Path(path).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+
+
 class StandIn:
     """What SGLang's TokenizerManager does: admission, parking while paused, and the way to the scheduler and back."""
 
     def __init__(self, flags: dict[str, str]) -> None:
+        from tests.sglang_protocol.scheduler import Scheduler  # imports torch: flags are refused before that
+
         self.max_len = int(flags["--context-length"])
         self.scheduler = Scheduler(
             Path(flags["--model-path"]),
@@ -221,6 +229,7 @@ def make_app(flags: dict[str, str]) -> FastAPI:
         content = {"success": success, "message": message, "num_paused_requests": 0}
         return JSONResponse(content, status_code=200 if success else 400)
 
+    start_helper()
     server.scheduler.start()
     return app
 

@@ -69,13 +69,13 @@ class SglangServer:
         self._on_loss("SGLang does not answer" if code is None else f"SGLang ended with code {code}")
 
     async def stop(self) -> None:
-        """End the child and all that it started."""
+        """End the child and all that it started. Connections are closed first, since it waits for them."""
         if self._watching is not None:
             await end_task(self._watching)
             REGISTRY.unregister(self._metrics)
+        await self.calls.close()
         if self._child is not None:
             await self._child.end()
-        await self.calls.close()
 
 
 def _check_version(version: str) -> None:

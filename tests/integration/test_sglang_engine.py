@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 from prometheus_client import REGISTRY, generate_latest
 
 from penstock.config.rollout import EngineConfig
@@ -28,7 +29,7 @@ from penstock_rollout.engines import sglang_calls
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang_engine import SglangEngine
 from tests.integration.test_engine_conformance import LONG, Answer, Served, assert_log_probs, load_model
-from tests.tiny_model import make_tiny_qwen2
+from tests.tiny_model import VOCAB_SIZE, make_tiny_qwen2
 
 STAND_IN = "tests.sglang_protocol.stand_in"
 PATHS = {"/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk"}
@@ -127,11 +128,13 @@ async def test_waiting_requests_are_submitted_again_and_see_the_new_version_only
     """They wait inside SGLang, behind others that run, and their prompt lies in the prefix cache of the old version."""
     prompt = tuple(range(2, 60))
     await served.answer(prompt, Sampling(max_tokens=2))
-    running = [served.chunks((7, 8, 9 + index), Sampling(temperature=0, max_tokens=400)) for index in range(2)]
+    running = [served.chunks(long, Sampling(temperature=0, max_tokens=200)) for long in prompts_of_long_answers(served)]
     firsts = [await anext(chunks) for chunks in running]
     waiting = [asyncio.ensure_future(served.answer(prompt, Sampling(max_tokens=6))) for _ in range(5)]
     await until_logged(requests_log, "/generate", 8)
+    await served.engine.pause()
     version = await push(served)
+    await served.engine.resume()
     for chunks, first in zip(running, firsts, strict=True):
         answer = Answer.of((), [first, *[chunk async for chunk in chunks]])
         assert answer.versions[0] == version - 1
@@ -153,15 +156,30 @@ async def until_logged(log: Path, path: str, count: int) -> None:
 
 
 async def test_a_streamed_request_is_held_back_from_the_flip_to_its_end(served: Served) -> None:
-    chunks = served.chunks((4, 5, 6), Sampling(temperature=0, max_tokens=300))
+    prompt = prompts_of_long_answers(served)[0]
+    chunks = served.chunks(prompt, Sampling(temperature=0, max_tokens=200))
     got = [await anext(chunks), await anext(chunks)]
+    await served.engine.pause()
     version = await push(served)
-    rest = [chunk async for chunk in chunks]
-    assert all(segment.policy_version == version - 1 for chunk in got + rest[:-1] for segment in chunk.segments)
-    assert rest[-1].finish_reason is not None
-    if len(rest[-1].token_ids) > 1:
-        assert {segment.policy_version for segment in rest[-1].segments} >= {version}
-    Answer.of((4, 5, 6), got + rest)
+    await served.engine.resume()
+    (last,) = [chunk async for chunk in chunks]
+    assert {segment.policy_version for chunk in got for segment in chunk.segments} == {version - 1}
+    assert last.segments[-1].policy_version == version
+    answer = Answer.of(prompt, [*got, last])
+    assert list(answer.versions) == sorted(answer.versions)
+
+
+def prompts_of_long_answers(served: Served) -> list[tuple[int, ...]]:
+    """Two whose greedy answers are far from their end when the first tokens arrive."""
+    found = []
+    for last in range(2, VOCAB_SIZE):
+        ids = torch.tensor([[4, 5, last]])
+        answer = served.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=200)
+        if answer.shape[1] == 203:
+            found.append((4, 5, last))
+        if len(found) == 2:
+            return found
+    raise LookupError("the greedy answers of this model are short")
 
 
 async def test_the_key_is_needed_and_is_on_no_command_line(served: Served) -> None:

@@ -297,12 +297,13 @@ class SglangEngine:
         self._stage = None
 
     def stats(self) -> EngineStats:
-        """SGLang serves nobody else, so its KV cache is in use only while a request runs here."""
+        """SGLang's figures are those of its last poll, so they count only as far as what is known here allows."""
         if self._server is None or not self._running:
             return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
         load = self._server.load
         held = sum(not running.is_submitted for running in self._running.values())
-        waiting = min(load.waiting_requests + held, len(self._running))
+        without_token = sum(not running.has_begun for running in self._running.values())
+        waiting = min(load.waiting_requests + held, without_token)
         return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage)
 
     async def check_health(self) -> None:

@@ -12,7 +12,7 @@ from penstock.config.rewards import RewardConfig
 
 
 class EngineConfig(Config):
-    name: Literal["auto", "vllm", "torch"] = "auto"
+    name: Literal["auto", "vllm", "sglang", "torch"] = "auto"
     """`auto` takes vllm where it can be imported, else torch, and says which."""
     max_model_len: int = Field(default=4096, ge=8)
     """Longest prompt plus response, in tokens."""
@@ -29,7 +29,7 @@ class EngineConfig(Config):
     keep_kv_cache: bool = True
     """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
     extra: dict[str, Any] = {}
-    """Further engine arguments, passed to vLLM unchanged."""
+    """Further engine arguments, passed to vLLM unchanged, or to SGLang as flags (`schedule_policy: fcfs`)."""
 
 
 class PromptConfig(Config):

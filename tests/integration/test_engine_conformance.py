@@ -31,6 +31,7 @@ from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines import vllm_engine, vllm_stamps
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.sglang_engine import SglangEngine
 from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
 
 pytestmark = [
@@ -201,6 +202,13 @@ class ComparedStamps:
         return own
 
 
+def make_engine(config: EngineConfig, folder: Path) -> Engine:
+    """SGLang has no build for CPUs; a stand-in that speaks its protocol over the same model runs in its place."""
+    if config.name == "sglang":
+        return SglangEngine(config, folder, "float32", seed=0, module="tests.sglang_protocol.stand_in")
+    return create_engine(config, folder, "float32", seed=0)
+
+
 async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
     """`vllm-own-stamps` is vllm without its own stamps of tokens, as releases before 0.32 are; `vllm-compared-stamps`
     has both."""
@@ -211,7 +219,7 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
     make_tiny_qwen2(folder, seed=0)
     name: Any = kind.partition("-")[0]
     config = EngineConfig(name=name, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
-    engine = create_engine(config, folder, "float32", seed=0)
+    engine = make_engine(config, folder)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":
             patch.setattr(vllm_stamps, "reports_versions", lambda: False)
@@ -221,7 +229,7 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
     return Served(engine, load_model(folder))
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm", "vllm-own-stamps"])
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm", "vllm-own-stamps", "sglang"])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"), keep_kv_cache=True)
     yield served
@@ -504,7 +512,7 @@ async def stop_while_generating(served: Served) -> None:
         await served.answer((3,), LONG)
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm", "vllm-own-stamps"])
+@pytest.mark.parametrize("kind", ["torch", "vllm", "vllm-own-stamps", "sglang"])
 async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, keep_kv_cache=False)
     try:

@@ -15,10 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_engine_name(config: EngineConfig) -> str:
-    """`vllm` or `torch`. An engine that was asked for by name is never replaced by another."""
+    """`vllm`, `sglang` or `torch`. An engine that was asked for by name is never replaced by another."""
     vllm_found = importlib.util.find_spec("vllm") is not None
-    if config.name == "vllm" and not vllm_found:
-        raise ConfigError("rollout.engine.name is vllm, but vllm is not installed; install it, or use torch")
+    if config.name in ("vllm", "sglang") and importlib.util.find_spec(config.name) is None:
+        raise ConfigError(
+            f"rollout.engine.name is {config.name}, but {config.name} is not installed; install it, or use torch"
+        )
     if config.name != "auto":
         return config.name
     if vllm_found:
@@ -37,6 +39,10 @@ def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int)
         from penstock_rollout.engines.vllm_engine import VllmEngine
 
         return VllmEngine(config, model_path, dtype, seed)
+    if name == "sglang":
+        from penstock_rollout.engines.sglang_engine import SglangEngine
+
+        return SglangEngine(config, model_path, dtype, seed)
     from penstock_rollout.engines.torch_engine import TorchEngine
 
     return TorchEngine(config, model_path, dtype, seed)

@@ -1,0 +1,140 @@
+"""The calls to SGLang's server that the engine makes: its native HTTP endpoints, and what of their answers is used.
+
+`/update_weights_from_tensor` is not among them and must never be: it unpickles what it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+
+CONTROL_TIMEOUT_S = 60.0
+"""Deadline of a call that SGLang answers between two steps."""
+LOAD_TIMEOUT_S = 600.0
+POLL_TIMEOUT_S = 10.0
+
+PauseMode = Literal["in_place", "retract"]
+"""`in_place` leaves running requests their KV cache; `retract` gives it up, to be computed again."""
+
+
+@dataclass(frozen=True)
+class Load:
+    waiting_requests: int
+    kv_cache_usage: float
+
+
+class SglangCalls:
+    """A client of one server on this host. Every method raises Unavailable when the server does not answer."""
+
+    def __init__(self, port: int, api_key: str) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=CONTROL_TIMEOUT_S,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            trust_env=False,
+        )
+
+    async def is_ready(self) -> bool:
+        """Whether it can generate; it tries, by a token of its own."""
+        try:
+            return (await self._client.get("/health")).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    async def version(self) -> str:
+        return str((await self._get("/server_info"))["version"])
+
+    async def load(self) -> Load:
+        """Answered without waiting for the scheduler, while weights are loaded too."""
+        loads = (await self._get("/v1/loads", POLL_TIMEOUT_S, include="core"))["loads"]
+        return Load(
+            waiting_requests=sum(load["num_waiting_reqs"] for load in loads),
+            kv_cache_usage=max((float(load["token_usage"]) for load in loads), default=0.0),
+        )
+
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The messages of one stream. There is no deadline between two of them: decoding may be paused, and a server
+        that dies breaks the connection."""
+        timeout = httpx.Timeout(CONTROL_TIMEOUT_S, read=None)
+        try:
+            async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
+                if response.is_error:
+                    _refuse(response.status_code, (await response.aread()).decode(errors="replace"))
+                async for line in response.aiter_lines():
+                    name, _, data = line.partition(": ")
+                    if name != "data":
+                        continue
+                    if data == "[DONE]":
+                        return
+                    message = json.loads(data)
+                    if "error" in message:
+                        error = message["error"]
+                        _refuse(error.get("code", httpx.codes.BAD_REQUEST), error["message"])
+                    yield message
+        except httpx.HTTPError as error:
+            raise Unavailable(f"SGLang broke off a response: {error!r}") from error
+
+    async def abort(self, rid: str) -> None:
+        """By prefix, as SGLang compares ids: they must all have one length. An unknown id is no error."""
+        await self._post("/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """SGLang answers before its scheduler has stopped; what is asked of it next comes after that."""
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+
+    async def load_weights(self, folder: Path, policy_version: int, *, flush_cache: bool) -> None:
+        """Load the folder's weights and set the version, both between two steps. Raises WeightPushFailed when SGLang
+        says it failed, after which nothing is known of its weights: it does not go back to the old ones."""
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(policy_version),
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        response = await self._send("POST", "/update_weights_from_disk", LOAD_TIMEOUT_S, json=body)
+        if response.is_error or not response.json()["success"]:
+            raise WeightPushFailed(f"SGLang did not load the weights: {_first_line(response.text)}")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **params: str) -> Any:
+        response = await self._send("GET", path, timeout_s, params=params)
+        if response.is_error:
+            raise Unavailable(f"SGLang answered {path} with {response.status_code}: {_first_line(response.text)}")
+        return response.json()
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        response = await self._send("POST", path, CONTROL_TIMEOUT_S, json=body)
+        if response.is_error:
+            raise Unavailable(f"SGLang answered {path} with {response.status_code}: {_first_line(response.text)}")
+
+    async def _send(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
+        try:
+            return await self._client.request(method, path, timeout=timeout_s, **content)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"SGLang did not answer {path}: {error!r}") from error
+
+
+def _refuse(status_code: int, text: str) -> None:
+    if status_code == httpx.codes.BAD_REQUEST:
+        raise InvalidInput("prompt_token_ids", _first_line(text))
+    raise Unavailable(f"SGLang refused a request with {status_code}: {_first_line(text)}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:500]

@@ -1,0 +1,118 @@
+"""What is sent to SGLang for one request, and what comes back: plain data, no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import Unavailable
+from penstock.trajectory import FinishReason, Sampling, VersionSegment
+from penstock_rollout.engines.engine import TokenChunk
+
+NUCLEUS_TOP_K = 4000
+"""SGLang reports log-probs after top-p only together with a bound on the nucleus, 4096 at most with ties."""
+FIRST_TOKEN_ONLY = 1 << 30
+"""A stream interval that no response reaches: the first token is sent, and then all others at the end."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One message of a stream. `num_tokens` counts from the response's start, the lists hold what is new."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    num_tokens: int
+    finish_reason: dict[str, Any] | None
+    spans: tuple[VersionSegment, ...] | None
+    """Which version produced which tokens; SGLang says so in a stream's last message only."""
+
+
+def generate_body(
+    rid: str, prompt_token_ids: tuple[int, ...], sampling: Sampling, *,
+    max_tokens: int, stop_ids: list[int], seed: int, salt: str, every_token: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Always a stream, since its first message tells that a request has begun. Without `every_token` the second
+    message is the last."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_new_tokens": max_tokens,
+        "stop_token_ids": stop_ids,
+        "sampling_seed": seed,
+        "stream_interval": 1 if every_token else FIRST_TOKEN_ONLY,
+    }
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": list(prompt_token_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": True,
+        "cache_salt": salt,
+    }
+    if _is_nucleus(sampling):
+        params["top_k"] = NUCLEUS_TOP_K
+        body["return_sampling_mask"] = True
+    return body
+
+
+def _is_nucleus(sampling: Sampling) -> bool:
+    return sampling.top_p < 1 and sampling.temperature > 0
+
+
+def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Event:
+    """`output_ids` and the log-probs may begin before what is new: the last message of an aborted request repeats."""
+    meta = message["meta_info"]
+    num_tokens = max(meta.get("completion_tokens", num_seen), num_seen)
+    num_new = num_tokens - num_seen
+    if _is_nucleus(sampling):
+        log_probs = meta.get("output_token_sampling_logprobs", [])
+    else:
+        log_probs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+    event = Event(
+        token_ids=tuple(message["output_ids"][len(message["output_ids"]) - num_new :]) if num_new else (),
+        log_probs=tuple(log_probs[len(log_probs) - num_new :]) if num_new else (),
+        num_tokens=num_tokens,
+        finish_reason=meta.get("finish_reason"),
+        spans=_spans(meta.get("weight_versions")),
+    )
+    if not len(event.token_ids) == len(event.log_probs) == num_new:
+        raise Unavailable(
+            f"SGLang sent {len(event.token_ids)} ids and {len(event.log_probs)} log-probs for {num_new} tokens"
+        )
+    return event
+
+
+def _spans(reported: list[dict[str, Any]] | None) -> tuple[VersionSegment, ...] | None:
+    if reported is None:
+        return None
+    return tuple(VersionSegment(span["start"], span["end"], int(span["version"])) for span in reported)
+
+
+@dataclass
+class Response:
+    """What has arrived of one submission, and how much of that was handed on."""
+
+    version: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    num_delivered: int = 0
+
+    def add(self, event: Event) -> None:
+        self.token_ids += event.token_ids
+        self.log_probs += event.log_probs
+
+    def take(self, spans: tuple[VersionSegment, ...] | None, finish_reason: FinishReason | None = None) -> TokenChunk:
+        """What was not handed on. Without spans all of it is of the version it was submitted under."""
+        start, end = self.num_delivered, len(self.token_ids)
+        self.num_delivered = end
+        segments = _clip(spans if spans is not None else (VersionSegment(0, end, self.version),), start, end)
+        if sum(segment.end - segment.start for segment in segments) != end - start:
+            raise Unavailable(f"SGLang did not say which version produced tokens {start} to {end}: {spans}")
+        return TokenChunk(tuple(self.token_ids[start:]), tuple(self.log_probs[start:]), segments, finish_reason)
+
+
+def _clip(segments: Iterable[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
+    """The part of the segments that lies in [start, end)."""
+    clipped = (VersionSegment(max(s.start, start), min(s.end, end), s.policy_version) for s in segments)
+    return tuple(segment for segment in clipped if segment.start < segment.end)

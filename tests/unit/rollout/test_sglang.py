@@ -1,0 +1,138 @@
+"""What is sent to SGLang and what is read from it, without a server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from safetensors.torch import load_file
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import ConfigError, Unavailable
+from penstock.trajectory import Sampling, VersionSegment
+from penstock_rollout.engines.choose import resolve_engine_name
+from penstock_rollout.engines.sglang_engine import SglangEngine
+from penstock_rollout.engines.sglang_messages import Response, generate_body, read_event
+from penstock_rollout.engines.sglang_start import server_arguments
+from penstock_rollout.engines.weight_file import WeightFile
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "sglang_protocol" / "schema.json").read_text())
+
+
+def body(sampling: Sampling) -> dict[str, Any]:
+    return generate_body(
+        "r", (3, 4), sampling, max_tokens=5, stop_ids=[1], seed=7, salt="5", every_token=False
+    )  # fmt: skip
+
+
+def errors(route: str, request: dict[str, Any]) -> list[str]:
+    return [error.message for error in Draft202012Validator(SCHEMA["requests"][route]).iter_errors(request)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0), Sampling(top_p=0.5)])
+def test_generate_requests_fit_the_schema_of_sglang(sampling: Sampling) -> None:
+    assert errors("/generate", body(sampling)) == []
+
+
+def test_the_schema_refuses_unknown_and_mistyped_fields() -> None:
+    assert errors("/generate", body(Sampling()) | {"seed": 3})
+    assert errors("/generate", body(Sampling()) | {"cache_salt": 5})
+    wrong = body(Sampling())
+    wrong["sampling_params"]["max_tokens"] = 4
+    assert errors("/generate", wrong)
+    assert errors("/pause_generation", {"mode": "keep"})
+    assert errors("/update_weights_from_disk", {"weight_version": "3"})
+    assert errors("/update_weights_from_disk", {"model_path": "x", "weight_version": 3})
+
+
+def arguments(**settings: Any) -> list[str]:
+    config = EngineConfig(name="sglang", **settings)
+    return server_arguments(config, Path("/model"), "bfloat16", 3, policy_version=9, port=1234)
+
+
+def test_arguments_are_flags_of_sglang() -> None:
+    words = arguments(enforce_eager=True, gpu_memory_utilization=0.8, tensor_parallel_size=2)
+    assert {word for word in words if word.startswith("--")} <= SCHEMA["flags"].keys()
+    switches = {word for word in words if SCHEMA["flags"].get(word) == "switch"}
+    values = dict(zip(words, words[1:], strict=False))
+    assert "--disable-overlap-schedule" in switches and "--disable-decode-cuda-graph" in switches
+    assert values["--weight-version"] == "9" and values["--tp-size"] == "2" and values["--mem-fraction-static"] == "0.8"
+    assert "--mem-fraction-static" not in arguments()
+
+
+def test_extra_arguments_are_appended_and_replace_defaults() -> None:
+    words = arguments(keep_kv_cache=False, extra={"schedule_policy": "fcfs", "enable_deterministic_inference": False})
+    assert words[words.index("--schedule-policy") + 1] == "fcfs"
+    assert "--enable-deterministic-inference" not in words and "--disable-overlap-schedule" not in words
+
+
+@pytest.mark.parametrize("name", ["api_key", "host", "weight_version", "dp_size"])
+def test_arguments_that_the_guarantees_rest_on_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"may not set {name}"):
+        arguments(extra={name: "1"})
+
+
+def test_overlap_with_kept_kv_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="overlap scheduler"):
+        arguments(extra={"disable_overlap_schedule": False})
+
+
+def message(ids: list[int], num_tokens: int, log_probs: list[float]) -> dict[str, Any]:
+    entries = [[log_prob, 3, None] for log_prob in log_probs]
+    return {"output_ids": ids, "meta_info": {"completion_tokens": num_tokens, "output_token_logprobs": entries}}
+
+
+def test_the_last_message_of_an_aborted_request_repeats_a_token() -> None:
+    """SGLang sends the last id and all log-probs again; nothing of that is new."""
+    event = read_event(message([8], 3, [-1.0, -2.0, -3.0]), Sampling(), num_seen=3)
+    assert (event.token_ids, event.log_probs, event.num_tokens) == ((), (), 3)
+    event = read_event(message([7, 8], 4, [-1.0, -2.0, -3.0, -4.0]), Sampling(), num_seen=2)
+    assert (event.token_ids, event.log_probs) == ((7, 8), (-3.0, -4.0))
+
+
+def test_tokens_without_log_probs_are_an_error() -> None:
+    with pytest.raises(Unavailable, match="2 ids and 1 log-probs for 2 tokens"):
+        read_event(message([7, 8], 2, [-1.0]), Sampling(), num_seen=0)
+
+
+def test_spans_that_leave_tokens_out_are_an_error() -> None:
+    response = Response(version=4, token_ids=[7, 8, 9], log_probs=[-1.0, -1.0, -1.0], num_delivered=1)
+    with pytest.raises(Unavailable, match="tokens 1 to 3"):
+        response.take((VersionSegment(0, 2, 4),), "stop")
+
+
+def test_the_engine_is_one_receiver_whatever_its_parallelism(tmp_path: Path) -> None:
+    """The learner counts a rank for each device."""
+    config = EngineConfig(name="sglang", tensor_parallel_size=4)
+    assert SglangEngine(config, tmp_path, "bfloat16", seed=0).devices == ("cpu",)
+
+
+def test_sglang_that_is_not_installed_is_not_replaced() -> None:
+    with pytest.raises(ConfigError, match="sglang is not installed"):
+        resolve_engine_name(EngineConfig(name="sglang"))
+
+
+def test_a_weight_file_can_be_loaded_by_another_process_until_it_is_removed() -> None:
+    tensors = {
+        "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        "b": torch.tensor(2.5),
+        "c": torch.zeros(0, 4, dtype=torch.float16),
+    }
+    file = WeightFile.write(tensors.items())
+    path = file.folder / "model.safetensors"
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(loaded[name], tensor)
+    code = "import sys; from safetensors import safe_open; print(*safe_open(sys.argv[1], 'np').keys())"
+    found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["a", "b", "c"]
+    assert file.folder.stat().st_mode & 0o077 == 0, "nobody else may look into it"
+    file.remove()
+    assert not file.folder.exists()

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
     "policies": ("penstock.cli.policies", "list the newest policy versions of a run"),
     "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),
+    "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),

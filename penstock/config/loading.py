@@ -29,10 +29,14 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and check everything."""
-    data = _read(path)
+    return load_overrides(_read(path), overrides, str(path))
+
+
+def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:
+    """As `load_config`, for what would stand in the file."""
     for keys, value in parse_overrides(overrides):
         _assign(data, keys, value)
-    return validate(data, str(path))
+    return validate(data, source)
 
 
 def validate(data: dict[str, Any], source: str) -> RunConfig:

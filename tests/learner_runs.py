@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.policies import PolicyRegistry
 from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.trajectory import Group
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
@@ -54,6 +56,7 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
                 "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
                 "batch_timeout_s": 60,
                 "rank_timeout_s": 60,
+                "max_logprob_mismatch_nats": 0,  # the groups are made up, and so are their log-probs
                 **learner,
             },
         },
@@ -61,13 +64,15 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
     )
 
 
-async def fill_queue(config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_STEPS) -> None:
+async def fill_queue(
+    config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_STEPS, make: Callable[[int], Group] = make_group
+) -> None:
     """Submit prompts and hand in their groups, in order, as a rollout server would."""
     client = connect(config.redis)
     queue = RedisReplayQueue(client, config.run, config.replay)
     await queue.feed("train", "fingerprint", 0, [b""] * num_groups, [0] * num_groups)
     for lease in await queue.lease("rollout-0", num_groups):
-        await queue.append(lease, encode_group(make_group(lease.prompt_id)), 0)
+        await queue.append(lease, encode_group(make(lease.prompt_id)), 0)
     await client.aclose()
 
 

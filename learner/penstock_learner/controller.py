@@ -32,6 +32,7 @@ from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
+from penstock_learner.logprob_check import LogProbCheck
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
 from penstock_learner.policy_publication import PolicyPublication
@@ -65,6 +66,7 @@ class LearnerController:
         self.policy = roles["policy"]
         self.metrics = metrics
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
+        self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
 
@@ -203,6 +205,7 @@ class LearnerController:
             "update", [(shard, denominators, step, version, self.kl.coefficient) for shard in shards]
         )
         metrics |= update_metrics(reports, denominators)
+        self.log_probs.check(metrics, batch.groups)
         self.kl = self.kl.updated(metrics["kl_reference"], sequences.num_sequences)
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "policies": ("penstock.cli.policies", "list the newest policy versions of a run"),
     "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),
     "evaluate": ("penstock_rollout.evaluate", "score a Parquet file of responses by data source"),
+    "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),

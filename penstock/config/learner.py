@@ -62,6 +62,9 @@ class LearnerConfig(Config):
     """Token budget of one forward and backward pass."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
     """Tokens whose logits exist at one time."""
+    max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
+    """Mean difference of the engines' and the learner's log-probs on the same weights above which the learner refuses
+    to train, by the first step that can be compared. 0 never refuses. Typical: 1e-5 in float32, 0.01 in bfloat16."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """The learner stops with an error when a full batch has not arrived by then."""
     rank_timeout_s: float = Field(default=600.0, gt=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,12 +14,19 @@ from penstock.errors import PenstockError
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext
-from penstock_rollout.agents.episode import Episode, combine_rewards
+from penstock_rollout.agents.episode import Episode, Scored, combine_rewards
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
+
+
+class Scoring(Protocol):
+    async def score(
+        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+    ) -> list[Scored]:
+        """Reward and parts of each response of one prompt."""
+        ...
 
 
 class GroupMaker:
@@ -30,7 +38,7 @@ class GroupMaker:
         server_id: str,
         engine: Engine,
         tokenization: Tokenization,
-        scorer: Scorer,
+        scorer: Scoring,
         metrics: RolloutMetrics,
         agents: Agents,
     ) -> None:

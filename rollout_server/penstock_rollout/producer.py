@@ -14,6 +14,7 @@ group is in `_outbox` until it is settled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
 IDLE_POLL_S = 0.02
+FULL_POLL_S = 1.0
+"""A full server looks again at its limit, which may have risen."""
 RECONCILE_S = 2.0
 RETRY_S = 0.5
 
@@ -59,6 +62,7 @@ class Producer:
         self._workers: dict[int, asyncio.Task[None]] = {}
         self._handing_in: set[int] = set()
         self._outbox: dict[int, FinishedGroup] = {}
+        self._place_freed = asyncio.Event()
 
     @property
     def num_running(self) -> int:
@@ -79,10 +83,18 @@ class Producer:
                 task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
                 self._workers[lease.prompt_id] = task
             self.metrics.inflight.set(len(self._leases))
-            if not leases:
+            if leases:
+                await asyncio.sleep(0)
+            elif free > 0:
                 await asyncio.sleep(IDLE_POLL_S)
             else:
-                await asyncio.sleep(0)
+                await self._wait_for_place()
+
+    async def _wait_for_place(self) -> None:
+        self._place_freed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FULL_POLL_S):
+                await self._place_freed.wait()
 
     def _concurrency_limit(self) -> int:
         if self.engine_stats is not None:
@@ -103,6 +115,7 @@ class Producer:
                 continue
             for prompt_id in set(lost) - self._handing_in:
                 self._leases.pop(prompt_id, None)
+                self._place_freed.set()
                 if worker := self._workers.get(prompt_id):
                     logger.warning("the lease of prompt %d was lost; its samples are aborted", prompt_id)
                     worker.cancel()
@@ -156,6 +169,7 @@ class Producer:
         """Forget a lease, unless the prompt was leased again meanwhile."""
         if self._leases.get(lease.prompt_id) is lease:
             del self._leases[lease.prompt_id]
+            self._place_freed.set()
 
     async def _hand_in(self, lease: Lease, group: Group) -> None:
         """Append, waiting for room up to the deadline."""

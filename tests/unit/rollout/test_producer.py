@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from groups import make_group
@@ -65,3 +66,23 @@ async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> 
         for loop in loops:
             await end_task(loop)
     assert list(producer._outbox) == [1]
+
+
+async def test_a_place_that_gets_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the next look at the clock: that one never comes here."""
+    monkeypatch.setattr("penstock_rollout.producer.FULL_POLL_S", 3600.0)
+    replay = ReplayConfig(groups_per_step=100)
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)] * 30, [0] * 30, "")
+    maker: Any = Maker()
+    metrics = RolloutMetrics(CollectorRegistry())
+    config = RolloutConfig(max_concurrent_groups=1)
+    producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
+    leasing = asyncio.create_task(producer.lease_loop())
+    try:
+        async with asyncio.timeout(20):
+            while len(producer._outbox) < 30:
+                await asyncio.sleep(0.01)
+    finally:
+        await end_task(leasing)

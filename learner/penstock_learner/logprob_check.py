@@ -1,0 +1,49 @@
+"""The start-up check: do the rollout engines and the learner mean the same by the same weights?
+
+The engine's log-probs of what it sampled are compared with the learner's own teacher-forced forward, on trajectories
+that one version made whole and that the learner trains while it holds that version. Where they disagree, every ratio
+of the loss is wrong from the first step, and nothing else says so. So the first step that can be compared decides
+whether the learner goes on. Its update has changed the weights in memory by then, but nothing of it was published,
+saved or acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from penstock.errors import ConfigError
+from penstock.trajectory import Group
+
+logger = logging.getLogger(__name__)
+
+
+class LogProbCheck:
+    """Decides once. `max_mismatch_nats` 0 never refuses."""
+
+    def __init__(self, max_mismatch_nats: float) -> None:
+        self.max_mismatch_nats = max_mismatch_nats
+        self.decided = max_mismatch_nats == 0
+
+    def check(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """Raise ConfigError when the step's mismatch is past the limit; a step that has none decides nothing."""
+        mismatch = metrics.get("logprob_mismatch")
+        if self.decided or mismatch is None:
+            return
+        self.decided = True
+        limit = self.max_mismatch_nats + max(map(_nucleus_nats, groups))
+        if mismatch <= limit:
+            logger.info("engine and learner agree on log-probs within %.2g nats", mismatch)
+            return
+        raise ConfigError(
+            f"rollout engines and learner disagree by {mismatch:.3g} nats a token on the same weights, more than "
+            f"{limit:.3g}, so every ratio of the loss is wrong; usual causes: another model folder, the dtype, "
+            "quantisation or attention of the engine, a sampling option in rollout.engine.extra; "
+            "mend it, or raise learner.max_logprob_mismatch_nats"
+        )
+
+
+def _nucleus_nats(group: Group) -> float:
+    """What top-p alone accounts for: the engine's probabilities are of the nucleus, which holds at least top_p."""
+    return -math.log(group.sampling.top_p)

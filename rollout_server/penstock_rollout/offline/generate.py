@@ -1,0 +1,121 @@
+"""`penstock generate FILE --model FOLDER --output FILE`: samples of every prompt of a dataset file.
+
+Running the same command again after it was interrupted makes what is missing and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError, InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.config.run import RunConfig
+    from penstock.trajectory import Prompt
+    from penstock_rollout.offline.generation import GenerationSummary
+
+
+def main(argv: Sequence[str]) -> int:
+    args, overrides = _parser().parse_known_args(argv)
+    config = _config(args, overrides)
+    prompts = _read(args)
+
+    from penstock.logs import setup_logging
+    from penstock_rollout.offline.answers import AnswerStore
+    from penstock_rollout.offline.generation import generate
+    from penstock_rollout.offline.settings import describe_settings
+
+    setup_logging("generate")
+    settings = describe_settings(config, args.file, prompts, scored=args.score)
+    with AnswerStore(args.output, settings) as store:
+        summary = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+    _print(args.output, summary)
+    return 1 if summary.num_failed == summary.num_prompts else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock generate",
+        description="Sample answers to the prompts of a dataset file. Run it again to continue where it was stopped.",
+        epilog="Fields of the config may follow as overrides: --rollout.engine.max_model_len 8192",
+    )
+    parser.add_argument("file", type=Path, help="prompts: verl Parquet, or JSONL with the same fields")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="Parquet file to write")
+    parser.add_argument("--config", type=Path, help="YAML file of a run, for its model, engine, agents and rewards")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face checkpoint; replaces the config's")
+    parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
+    parser.add_argument("--n", type=int, default=1, help="samples of each prompt (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="makes every sample reproducible, in whatever order they are made")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="prompts worked on at once (default: what fills the engine)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    parser.add_argument("--score", action="store_true", help="give each answer its reward, by rollout.reward")
+    return parser
+
+
+def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
+    from penstock.config.loading import load_config, load_overrides
+
+    if args.model is None and args.config is None:
+        raise ConfigError("say which model answers: --model FOLDER, or --config FILE")
+    if args.model is not None:
+        overrides = [*overrides, "--model.path", str(args.model)]
+    if args.engine is not None:
+        overrides = [*overrides, "--rollout.engine.name", args.engine]
+    config = load_config(args.config, overrides) if args.config else load_overrides({}, overrides)
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(f"{config.model.path} is not a model folder; give one with config.json in it")
+    return config
+
+
+def _read(args: argparse.Namespace) -> list[Prompt]:
+    from dataclasses import replace
+    from itertools import islice
+
+    from penstock.datasets import read_prompts
+    from penstock.trajectory import Sampling
+
+    _check(args)
+    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
+    prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
+    if not prompts:
+        raise InvalidInput(str(args.file), "holds no prompts")
+    if args.seed is None:
+        return prompts
+    # Sample i of a prompt is drawn with its seed + i, so these leave no two samples of the file the same one.
+    return [
+        replace(prompt, sampling=replace(sampling, seed=(args.seed + row * args.n) % 2**63))
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("n", "max_tokens", "concurrency", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{name.replace('_', '-')}", "must be at least 1")
+    if args.temperature < 0:
+        raise InvalidInput("--temperature", "must be 0 or more")
+    if not 0 < args.top_p <= 1:
+        raise InvalidInput("--top-p", "must be above 0 and at most 1")
+
+
+def _print(output: Path, summary: GenerationSummary) -> None:
+    print(
+        f"{output}: {summary.num_prompts} prompts, {summary.num_samples} samples, {summary.num_tokens:,} tokens; "
+        f"{summary.num_found} prompts were there already"
+    )
+    if summary.num_generated_tokens:
+        rate = summary.num_generated_tokens / summary.seconds
+        print(f"{rate:,.0f} tokens/s over {summary.seconds:.1f} s, without the start of the engine")
+    if summary.mean_reward is not None:
+        print(f"mean reward {summary.mean_reward:.4f}")
+    if summary.num_failed:
+        print(f"{summary.num_failed} prompts have no samples; the column `error` says why")

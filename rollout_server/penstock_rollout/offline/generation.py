@@ -1,0 +1,177 @@
+"""Makes the answers that a store lacks: one engine in this process, the agents of a rollout server, no queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.config.run import RunConfig
+from penstock.errors import PenstockError, Unavailable
+from penstock.replay.contract import Lease
+from penstock.trajectory import Group, Prompt
+from penstock_rollout.agents.episode import Scored
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.engine import Engine
+from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.offline.answers import Answer, AnswerStore
+from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import Tokenization
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GenerationSummary:
+    num_prompts: int
+    num_samples: int
+    num_tokens: int
+    num_found: int
+    """Prompts that an earlier process had answered."""
+    num_failed: int
+    num_generated_tokens: int
+    """By this process, in `seconds`."""
+    seconds: float
+    mean_reward: float | None
+
+
+class Unscored:
+    """Stands for a scorer where no rewards are wanted; they are left out of the answers."""
+
+    async def score(
+        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+    ) -> list[Scored]:
+        return [(0.0, {})] * len(responses)
+
+
+def generate(
+    config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
+) -> GenerationSummary:
+    """Answer the rows that the store lacks, and finish it. The engine is started only if there are any."""
+    num_found, tokens_before, started = len(store.rows), store.totals.num_tokens, time.monotonic()
+    missing = [(row, prompt) for row, prompt in enumerate(prompts) if row not in store.rows]
+    if missing:
+        try:
+            started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(prompts)))
+        except asyncio.CancelledError:  # SIGTERM
+            raise KeyboardInterrupt from None
+    seconds = time.monotonic() - started
+    if not store.finished:
+        store.finish(prompts)
+    totals = store.totals
+    return GenerationSummary(
+        num_prompts=len(prompts),
+        num_samples=totals.num_samples,
+        num_tokens=totals.num_tokens,
+        num_found=num_found,
+        num_failed=totals.num_failed,
+        num_generated_tokens=totals.num_tokens - tokens_before,
+        seconds=seconds,
+        mean_reward=totals.reward_sum / totals.num_rewards if totals.num_rewards else None,
+    )
+
+
+async def _answer_all(
+    config: RunConfig, missing: list[tuple[int, Prompt]], store: AnswerStore, concurrency: int | None, scored: bool,
+    num_prompts: int,
+) -> float:  # fmt: skip
+    """Returns when the engine was ready, by the monotonic clock."""
+    main = asyncio.current_task()
+    assert main is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    metrics = RolloutMetrics(CollectorRegistry())
+    scorer = Scorer(config.rollout.reward, metrics) if scored else None
+    tokenization = Tokenization(config.model.path)
+    agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
+    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
+    maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
+    at_once = concurrency or _filling(config, missing[0][1].num_samples)
+    try:
+        if scorer is not None:
+            await scorer.check()
+        await _start(engine, config.rollout.start_timeout_s)
+        ready = time.monotonic()
+        with _progress(num_prompts, num_prompts - len(missing)) as advance:
+            rows = iter(missing)
+
+            async def work() -> None:
+                for row, prompt in rows:
+                    store.add(await _answer(maker, row, prompt, scored))
+                    advance()
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(at_once, len(missing))):
+                    tasks.create_task(work())
+        return ready
+    except* PenstockError as errors:
+        raise _first(errors) from None
+    finally:
+        await engine.stop()
+        if scorer is not None:
+            await scorer.close()
+
+
+async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> Answer:
+    """A prompt that cannot be answered costs its own row only; an engine that cannot answer ends the generation."""
+    try:
+        group = await maker.make(Lease(row, 1, b""), prompt)
+    except Exception as error:
+        first = _first(error)
+        if isinstance(first, Unavailable) or not isinstance(first, PenstockError):
+            raise
+        logger.warning("row %d has no samples: %s", row, first)
+        return Answer(row, error=str(first))
+    return _answer_of(group, maker.tokenization, scored)
+
+
+def _answer_of(group: Group, tokenization: Tokenization, scored: bool) -> Answer:
+    samples = group.trajectories
+    return Answer(
+        row=group.prompt_id,
+        responses=[tokenization.text(sample.token_ids.tolist()) for sample in samples],
+        token_ids=[sample.token_ids for sample in samples],
+        log_probs=[sample.log_probs for sample in samples],
+        loss_masks=[sample.loss_mask for sample in samples],
+        finish_reasons=[sample.finish_reason for sample in samples],
+        rewards=[sample.reward for sample in samples] if scored else None,
+    )
+
+
+async def _start(engine: Engine, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(engine.start(policy_version=0), timeout_s)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"the {engine.name} engine was not ready after {timeout_s:.0f} s; raise rollout.start_timeout_s"
+        ) from error
+
+
+def _filling(config: RunConfig, num_samples: int) -> int:
+    """Prompts whose samples fill the engine, and some more so that a place that gets free is taken at once."""
+    return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Any]:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda: progress.advance(task)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

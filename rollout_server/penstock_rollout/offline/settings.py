@@ -1,0 +1,31 @@
+"""What decides which answers a generation makes. Answers that were made with other settings are never mixed in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.codec import encode_prompt
+from penstock.config.run import RunConfig
+from penstock.trajectory import Prompt, Sampling
+
+
+def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], *, scored: bool) -> dict[str, str]:
+    """Name to value, the same for the same command on the same files."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    sampling = prompts[0].sampling
+    return {
+        "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
+        "model": str(config.model.path.resolve()),
+        "dtype": config.model.dtype,
+        "engine": config.rollout.engine.name,
+        "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
+        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}",
+        "agents": hashlib.sha256(config.rollout.agents.model_dump_json().encode()).hexdigest()[:16],
+        "rewards": hashlib.sha256(config.rollout.reward.model_dump_json().encode()).hexdigest()[:16] if scored else "",
+    }

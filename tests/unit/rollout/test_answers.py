@@ -1,0 +1,122 @@
+"""The store of offline answers: whole parts, one order, one set of settings, one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from penstock.errors import InvalidInput
+from penstock.trajectory import Prompt
+from penstock_rollout.offline.answers import PART_ROWS, Answer, AnswerStore
+from penstock_rollout.offline.prompt_columns import json_column
+
+SETTINGS = {"model": "/a/model", "sampling": "n 2"}
+
+
+def answer(row: int) -> Answer:
+    ids = [np.array([row, 1], dtype=np.int32), np.array([row], dtype=np.int32)]
+    return Answer(
+        row, [f"{row}", f"{row}!"], ids, [np.zeros(len(i), np.float32) for i in ids],
+        [np.ones(len(i), np.uint8) for i in ids], ["stop", "length"], rewards=[1.0, 0.0],
+    )  # fmt: skip
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(messages=(("user", f"{i}?"),), data_source="test", ground_truth=f"{i}") for i in range(count)]
+
+
+def test_rows_become_one_file_in_order_whatever_order_they_finish_in(tmp_path: Path) -> None:
+    count = 5 * PART_ROWS + 3
+    order = np.random.default_rng(0).permutation(count).tolist()
+    output = tmp_path / "a.parquet"
+    with AnswerStore(output, SETTINGS) as store:
+        for row in order[: count // 2]:
+            store.add(answer(row))
+    with AnswerStore(output, SETTINGS) as store:
+        assert store.rows == set(order[: count // 2])
+        for row in order[count // 2 :]:
+            store.add(answer(row))
+        store.finish(prompts(count))
+    rows = parquet.read_table(output).to_pylist()
+    assert [row["row"] for row in rows] == list(range(count))
+    assert rows[7]["responses"] == ["7", "7!"] and rows[7]["token_ids"] == [[7, 1], [7]]
+    assert rows[7]["prompt"] == [{"role": "user", "content": "7?"}]
+    assert rows[7]["reward_model"] == {"ground_truth": "7"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "nothing else is left"
+    with AnswerStore(output, SETTINGS) as store:
+        assert store.finished and len(store.rows) == count
+        assert (store.totals.num_samples, store.totals.num_tokens) == (2 * count, 3 * count)
+        assert (store.totals.reward_sum, store.totals.num_rewards) == (count, 2 * count)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_answers_of_other_settings_are_not_mixed_in(tmp_path: Path, finished: bool) -> None:
+    output = tmp_path / "a.parquet"
+    with AnswerStore(output, SETTINGS) as store:
+        store.add(answer(0))
+        if finished:
+            store.finish(prompts(1))
+    with pytest.raises(InvalidInput, match="holds answers with sampling 'n 2', not 'n 4'; remove it"):
+        AnswerStore(output, SETTINGS | {"sampling": "n 4"}).__enter__()
+    with AnswerStore(output, SETTINGS) as store:
+        assert store.rows == {0}
+
+
+def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
+    with (
+        AnswerStore(tmp_path / "a.parquet", SETTINGS),
+        pytest.raises(InvalidInput, match="is being written by another process"),
+    ):
+        AnswerStore(tmp_path / "a.parquet", SETTINGS).__enter__()
+    with AnswerStore(tmp_path / "a.parquet", SETTINGS):
+        pass
+
+
+def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.parquet").write_text("mine")
+    (tmp_path / "plain").write_text("")
+    for name, why in (
+        ("nowhere/a.parquet", "there is no folder"),
+        ("a.jsonl", "is not the name of a Parquet file"),
+        ("other.parquet", "exists and holds something else"),
+        ("plain/a.parquet", "there is no folder"),
+    ):
+        with pytest.raises(InvalidInput, match=why):
+            AnswerStore(tmp_path / name, SETTINGS).__enter__()
+    assert (tmp_path / "other.parquet").read_text() == "mine"
+
+
+def test_a_failed_row_says_why(tmp_path: Path) -> None:
+    with AnswerStore(tmp_path / "a.parquet", SETTINGS) as store:
+        store.add(Answer(0, error="too long"))
+        store.add(answer(1))
+        store.finish(prompts(2))
+        assert (store.totals.num_failed, store.totals.num_samples) == (1, 2)
+    failed, fine = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert failed["error"] == "too long" and failed["responses"] == [] and failed["rewards"] is None
+    assert fine["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "back"),
+    [
+        (["1", None], ["1", None]),
+        ([1, 2.5], [1.0, 2.5]),
+        ([1, "a", None], ["1", "a", None]),
+        ([{"a": 1}, {"b": "x"}, None], [{"a": 1, "b": None}, {"a": None, "b": "x"}, None]),
+        ([{"a": 1}, {"a": "x"}], [{"a": "1"}, {"a": "x"}]),
+        ([{}, {}], [None, None]),
+        ([{"a": {}}, {"a": {"b": [1]}}], [{"a": {"b": None}}, {"a": {"b": [1]}}]),
+        ([[{"a": {}}], [{}]], ['[{"a": {}}]', "[{}]"]),
+        ([2**70, 1], [str(2**70), "1"]),
+        ([[1, "a"], [2]], ['[1, "a"]', "[2]"]),
+    ],
+)
+def test_any_json_fits_a_column(values: list[Any], back: list[Any], tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"x": json_column(values)}), tmp_path / "x.parquet")
+    assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == back

@@ -15,7 +15,7 @@ import redis
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import NotFound
-from penstock.redis_client import RedisClient
+from penstock.redis_client import RedisClient, RedisClusterClient
 from penstock.redis_errors import guarded
 from penstock.replay.admission import admission
 from penstock.replay.contract import (
@@ -140,24 +140,41 @@ class RedisReplayQueue:
         return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        parts = _parts(groups)
+        is_cluster = isinstance(self.client, RedisClusterClient)
+
         def exchange(client: redis.Redis) -> list[AppendOutcome]:
-            return [outcome for part in _parts(groups) for outcome in self._append(client, part)]
+            if is_cluster:
+                return [outcome for part in parts for outcome in self._append(client, part)]
+            # Redis works on one transaction while the next is on its way.
+            pipeline: Any = client.pipeline(transaction=False)
+            for part in parts:
+                for command in (("MULTI",), *self._append_commands(part), ("EXEC",)):
+                    pipeline.execute_command(*command)
+            return [outcome for answer in pipeline.execute()[3::4] for outcome in _outcomes(answer)]
 
         return await self.client.payloads.run(exchange)
 
     def _append(self, client: redis.Redis, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        """One transaction. By name: the methods are not offered in a transaction of a cluster."""
+        pipeline: Any = client.pipeline(transaction=True)
+        for command in self._append_commands(groups):
+            pipeline.execute_command(*command)
+        return _outcomes(pipeline.execute())
+
+    def _append_commands(self, groups: Sequence[FinishedGroup]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The payloads, then the script that files them. Whole: were its digest unknown, the payloads would be set
+        without it."""
         payloads: dict[str, bytes] = {}
         arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
         for group in groups:
             prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
             payloads[self._group_key(prompt_id, attempt)] = group.payload
             arguments += (prompt_id, attempt, len(group.payload), group.min_version)
-        pipeline: Any = client.pipeline(transaction=True)
-        # By name: the methods are not offered in a transaction of a cluster. The script whole: were its digest
-        # unknown, the payloads would be set without it.
-        pipeline.execute_command("MSET", *(part for pair in payloads.items() for part in pair))
-        pipeline.execute_command("EVAL", load_script("append").text, 1, self.prefix, *arguments)
-        return [answer.decode() for answer in pipeline.execute()[1]]
+        return (
+            ("MSET", *(part for pair in payloads.items() for part in pair)),
+            ("EVAL", load_script("append").text, 1, self.prefix, *arguments),
+        )
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
@@ -225,9 +242,17 @@ class RedisReplayQueue:
             return {}
         names = list(keys.values())
 
+        parts = [names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS)]
+        is_cluster = isinstance(self.client, RedisClusterClient)
+
         def exchange(client: redis.Redis) -> list[Any]:
-            parts = (names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS))
-            return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+            if is_cluster:
+                return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+            # Redis writes one answer while the one before is being read.
+            pipeline = client.pipeline(transaction=False)
+            for part in parts:
+                pipeline.mget(part)
+            return [payload for answer in pipeline.execute() for payload in answer]
 
         found = await self.client.payloads.run(exchange)
         return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
@@ -281,6 +306,14 @@ def _parts(groups: Sequence[FinishedGroup]) -> list[list[FinishedGroup]]:
         parts[-1].append(group)
         num_bytes += len(group.payload)
     return parts
+
+
+def _outcomes(answer: list[Any]) -> list[AppendOutcome]:
+    """Of the transaction's MSET and script."""
+    for part in answer:
+        if isinstance(part, Exception):
+            raise part
+    return [outcome.decode() for outcome in answer[1]]
 
 
 def _pairs(leases: Sequence[Lease]) -> list[int]:

@@ -48,4 +48,4 @@ class AdaptiveConcurrencyConfig(Config):
     max_kv_usage: float = Field(default=0.95, gt=0, le=1)
     """Share of the KV cache above which waiting requests mean that it is full, and running ones are preempted."""
     max_queue_s: float = Field(default=5.0, gt=0)
-    """Requests that wait inside the engine for this long without a break are too many."""
+    """More than half as many requests as run, waiting inside the engine for this long without a break, are too many."""

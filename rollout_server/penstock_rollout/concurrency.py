@@ -1,13 +1,17 @@
 """How many groups a server works on at once, from what its engine says. A pure state machine: no clock, no I/O.
 
-A request that waits inside the engine makes no tokens, but its prompt is leased, ages, and is lost with the server. So
-the limit follows what the engine can take:
+A request that waits inside the engine makes no tokens, but its prompt is leased, ages, and is lost with the server. But
+the samples of a group end one by one and its place is free only when the last has: an engine where nothing waits has
+idle rows by the next moment. So some may wait, RESERVE for each one that runs, and the limit follows what the engine
+can take beyond that:
 
-- requests wait and the KV cache is full, or they wait for `max_queue_s` without a break: the limit falls by the share
-  of requests that wait, at most to half. It falls again only when the engine has had `max_queue_s` to show the effect;
-- nothing waits, the cache has room, and the limit is what holds groups back: it rises by one a second.
+- requests wait and the KV cache is full, where running ones are preempted: the limit falls by the share that waits;
+- more than the reserve wait for `max_queue_s` without a break: it falls by the share that is too many;
+- less than half the reserve waits, the cache has room, and the limit is what holds groups back: it rises, by a
+  sixteenth a second.
 
-A limit that never binds never moves, and an engine where nothing waits is never held back.
+It falls to half at most, and again only when the engine has had `max_queue_s` to show the effect. A limit that never
+binds never moves, and an engine whose reserve is not filled is never held back.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from penstock.config.agents import AdaptiveConcurrencyConfig
 from penstock_rollout.engines.engine import EngineStats
 
 OBSERVE_S = 1.0
-RISE = 1
+RISE = 1 / 16
 LEAST_SHARE = 0.5
+RESERVE = 0.5
 
 
 class ConcurrencyLimit:
@@ -38,20 +43,22 @@ class ConcurrencyLimit:
         if not self.config.enabled or now_s - self._observed_at < OBSERVE_S:
             return self.limit
         self._observed_at = now_s
-        if not stats.waiting_requests:
+        is_full = stats.waiting_requests > 0 and stats.kv_cache_usage >= self.config.max_kv_usage
+        reserve = 0.0 if is_full else RESERVE * stats.running_requests
+        if stats.waiting_requests <= reserve:
             self._waiting_since = math.inf
-            if running_groups >= self.limit and stats.kv_cache_usage < self.config.max_kv_usage:
-                self.limit = min(self.maximum, self.limit + RISE)
+            has_room = stats.kv_cache_usage < self.config.max_kv_usage
+            if stats.waiting_requests <= reserve / 2 and running_groups >= self.limit and has_room:
+                self.limit = min(self.maximum, self.limit + max(1, int(self.limit * RISE)))
             return self.limit
         self._waiting_since = min(self._waiting_since, now_s)
         has_queued = now_s - self._waiting_since >= self.config.max_queue_s
-        is_full = stats.kv_cache_usage >= self.config.max_kv_usage
         if (has_queued or is_full) and now_s - self._fell_at >= self.config.max_queue_s:
-            self._fall(now_s, stats, running_groups)
+            wanted = stats.running_requests + reserve
+            self._fall(now_s, wanted / (stats.running_requests + stats.waiting_requests), running_groups)
         return self.limit
 
-    def _fall(self, now_s: float, stats: EngineStats, running_groups: int) -> None:
-        share = stats.running_requests / (stats.running_requests + stats.waiting_requests)
+    def _fall(self, now_s: float, share: float, running_groups: int) -> None:
         groups = min(self.limit, max(1, running_groups))
         self.limit = max(1, math.ceil(groups * max(share, LEAST_SHARE)))
         self._fell_at = now_s

@@ -55,10 +55,14 @@ def _copies(
             ready.wait(done, reception.patience)
             start, end = offsets[done], offsets[ready.num_ready]
             stream.copy(memory.data_ptr() + start, pointer + start, end - start)
-            stream.wait(stream.record(), reception.patience)
-            for bucket in range(done, ready.num_ready):
-                yield Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]])
-            done = ready.num_ready
+            copied = stream.record()
+            arrived = [
+                Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]])
+                for bucket in range(done, ready.num_ready)
+            ]
+            stream.wait(copied, reception.patience)
+            yield from arrived
+            done += len(arrived)
     finally:
         stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
 

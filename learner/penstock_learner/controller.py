@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from penstock.cancellation import end_task
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
 from penstock.fleet import Fleet
 from penstock.replay.contract import GroupConsumer
 from penstock_learner.advantage_step import denominators_of, with_advantages
@@ -112,21 +111,11 @@ class LearnerController:
         self.term = await self.queue.take_term(state.term)
         # A term that Redis could still lose must not be acted under: the one before would hold again.
         await asyncio.sleep(self.config.replay.settle_s)
-        await self._check_feeds(state)
         manifests = await self.queue.restore(state.step)
         covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in self.ledger]
         if covered:
             await self.queue.commit(state.step, covered)
         return {step: ids for step, ids in manifests.items() if step > state.step}
-
-    async def _check_feeds(self, state: TrainerState) -> None:
-        """A Redis that knows nothing of a dataset that the checkpoint knows has lost the run: ids would come again."""
-        lost = state.feed_positions.keys() - (await self.queue.feed_positions()).keys()
-        if lost:
-            raise ConfigError(
-                f"Redis has lost the position of dataset {', '.join(sorted(lost))}, and so the run's prompts; restore "
-                "its data, start a new run, or set learner.checkpoint.resume to off"
-            )
 
     async def _publish_start(self, state: TrainerState) -> int:
         """Version 0 is the model folder that servers load themselves; a resumed policy gets a number of its own."""

@@ -64,10 +64,10 @@ def test_a_killed_learner_is_continued_exactly(
     assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
 
 
-def test_a_redis_that_lost_a_dataset_the_checkpoint_knows_is_refused(config: RunConfig, undisturbed: Outcome) -> None:
+def test_a_redis_that_lost_the_run_is_refused(config: RunConfig, undisturbed: Outcome) -> None:
     """Prompt ids would start again from 1, and the ledger holds those."""
     assert undisturbed.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
     asyncio.run(forget_run(config))
     code, output = run_learner(config)
     assert code == 1
-    assert "error: Redis has lost the position of dataset train" in output
+    assert "this Redis is not the one of the checkpoint, or has lost everything" in output

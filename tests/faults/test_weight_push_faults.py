@@ -158,6 +158,7 @@ def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
         other = model
 
 
+@pytest.mark.long
 def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun) -> None:
     """SIGSTOP in mid-push; servers serve on, and one that is restarted meanwhile loads the kept snapshot by itself; a
     second learner takes over; then the first wakes up."""

@@ -229,7 +229,11 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
     return Served(engine, load_model(folder))
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm", "vllm-own-stamps", "sglang"])
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"],
+)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"), keep_kv_cache=True)
     yield served
@@ -512,7 +516,7 @@ async def stop_while_generating(served: Served) -> None:
         await served.answer((3,), LONG)
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm", "vllm-own-stamps", "sglang"])
+@pytest.mark.parametrize("kind", ["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"])
 async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, keep_kv_cache=False)
     try:

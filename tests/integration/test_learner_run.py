@@ -42,6 +42,7 @@ def test_both_placements_train_the_same_two_rank_policy(
     assert first.stat.conservation_error == 0
 
 
+@pytest.mark.long
 def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
     tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:

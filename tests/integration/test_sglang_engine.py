@@ -48,7 +48,7 @@ async def main():
 asyncio.run(main())
 """
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 
 @asynccontextmanager

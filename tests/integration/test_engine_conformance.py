@@ -43,6 +43,7 @@ torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would
 
 TOLERANCE = 1e-3
 LONG = Sampling(max_tokens=400)
+KINDS = ["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"]
 
 
 def load_model(folder: Path) -> Any:
@@ -232,7 +233,7 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"],
+    params=KINDS,
 )
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"), keep_kv_cache=True)
@@ -516,7 +517,7 @@ async def stop_while_generating(served: Served) -> None:
         await served.answer((3,), LONG)
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, keep_kv_cache=False)
     try:

@@ -20,6 +20,14 @@ settings.register_profile("penstock", deadline=None)  # a busy machine must not 
 settings.load_profile("penstock")
 
 
+STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM on CPU forks its engine off this process, which does not survive threads that torch has started by then."""
+    items.sort(key=lambda item: item.path.name not in STARTS_VLLM)
+
+
 class RedisProcess:
     """A real Redis that a test may kill and start again."""
 

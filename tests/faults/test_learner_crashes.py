@@ -45,7 +45,7 @@ def undisturbed(config: RunConfig) -> Outcome:
 LONG = [pytest.param(point, marks=pytest.mark.long) for point in ("after_read:3", "before_flush", "after_commit")]
 
 
-@pytest.mark.parametrize("crash_at", ["mid_step:3", "after_flush", *LONG])
+@pytest.mark.parametrize("crash_at", ["mid_step:3", pytest.param("after_flush", marks=pytest.mark.long), *LONG])
 def test_a_killed_learner_is_continued_exactly(
     crash_at: str, tmp_path: Path, model: Path, redis_process: RedisProcess, undisturbed: Outcome
 ) -> None:
@@ -64,6 +64,7 @@ def test_a_killed_learner_is_continued_exactly(
     assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
 
 
+@pytest.mark.long
 def test_a_redis_that_lost_the_run_is_refused(config: RunConfig, undisturbed: Outcome) -> None:
     """Prompt ids would start again from 1, and the ledger holds those."""
     assert undisturbed.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}

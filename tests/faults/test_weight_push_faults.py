@@ -32,7 +32,7 @@ from penstock.weights.snapshot import read_manifest, read_snapshot
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 TOLERANCE = 1e-3
 VARIANTS = {
     "shm": {},

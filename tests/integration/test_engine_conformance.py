@@ -532,6 +532,7 @@ async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: P
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_kv_cache", [True, False])
 async def test_own_stamps_are_those_of_vllm(
     keep_kv_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,7 @@ def test_an_asynchronous_error_fails_the_transfer_at_once(nccl: NcclStandIn, mem
     assert stage.phase == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dies", ["before it meets the others", "while it meets them", "in the middle of a broadcast"])
 def test_a_member_that_is_killed_costs_no_more_than_a_deadline_and_the_others_go_on(
     dies: str, nccl: NcclStandIn

@@ -130,6 +130,7 @@ def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoPro
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Path) -> None:
     """Nothing that was acknowledged is lost: the second start continues the first one's queue and checkpoint."""
     overrides = ("--rollout.engine.name", "torch", "--learner.num_steps", "8", "--learner.checkpoint.every_steps", "3")

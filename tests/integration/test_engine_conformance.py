@@ -43,7 +43,7 @@ torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would
 
 TOLERANCE = 1e-3
 LONG = Sampling(max_tokens=400)
-KINDS = ["torch", "vllm", pytest.param("vllm-own-stamps", marks=pytest.mark.long), "sglang"]
+KINDS = ["torch", "vllm", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("vllm-own-stamps", "sglang"))]
 
 
 def load_model(folder: Path) -> Any:

@@ -62,6 +62,7 @@ def answers(output: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_path: Path) -> None:
     output, parts = tmp_path / "killed.parquet", tmp_path / "killed.parquet.parts"
     words = command(dataset, output)

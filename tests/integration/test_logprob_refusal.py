@@ -39,7 +39,8 @@ def true_group(lm: Any, prompt_id: int) -> Group:
     return replace(group, trajectories=tuple(trajectories))
 
 
-@pytest.mark.parametrize("shift_nats", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
+@pytest.mark.long
+@pytest.mark.parametrize("shift_nats", [0.0, 0.3])
 def test_the_first_step_decides_whether_the_learner_goes_on(
     shift_nats: float, tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:

@@ -116,9 +116,7 @@ def test_a_member_that_dies_leaves_and_the_others_commit(
     assert dying.loads == []
 
 
-@pytest.mark.parametrize(
-    "transport", ["gloo", *(pytest.param(name, marks=pytest.mark.long) for name in ("nccl", "shm", "snapshot"))]
-)
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS])
 def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
     transport: str, tmp_path: Path, start: Start
 ) -> None:

@@ -105,19 +105,20 @@ class Confinement:
     def apply(self) -> None:
         if self._libc is not None:
             self._take_rights(self._libc)
+        if self.layers.has_seccomp:
+            assert self._libc is not None
+            seccomp.restrict(self._libc)
         limits = self.limits
         for name, soft, hard in (
             (resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 1),
-            (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
             (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
             (resource.RLIMIT_NPROC, self._max_processes, self._max_processes),
             (resource.RLIMIT_NOFILE, 256, 256),
             (resource.RLIMIT_CORE, 0, 0),
+            # Last: a process that was forked off a large one has no room for anything more from here on.
+            (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
         ):
             resource.setrlimit(name, (soft, hard))
-        if self.layers.has_seccomp:
-            assert self._libc is not None
-            seccomp.restrict(self._libc)
 
     def _take_rights(self, libc: ctypes.CDLL) -> None:
         if self.layers.has_namespaces:

@@ -1,0 +1,79 @@
+"""Tokens a second through a rollout server against the bare vLLM engine, on a GPU at 512 requests decoded at once.
+
+    PYTHONPATH=.:rollout_server:bench python bench/gpu/rollout.py
+
+Needs a GPU, torch, transformers and vLLM; neither Redis nor Ray: the groups go into the queue in memory. The model is
+random, of Qwen2-0.5B's shape, in bfloat16. Rounds alternate until the time is up; it ends within four minutes.
+`--cpu` takes a small model and few requests, to try the script where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import tempfile
+import time
+from pathlib import Path
+
+from harness import Bar, Measurement, median_ratio, report
+from penstock_rollout.engines.start import start_engine
+from rollout_model import ModelShape, make_model
+from rollout_paths import Load, Paths, engine_config, memory_queue
+
+STARTED = time.monotonic()
+DEADLINE_S = 235.0
+ROUNDS_UNTIL_S = 210.0
+MAX_ROUNDS = 9
+START_TIMEOUT_S = 150.0
+GOAL = 0.97
+MEAN_TOKENS = 256
+SHAPE = ModelShape(
+    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,
+    dtype="bfloat16",
+)  # fmt: skip
+LOAD = Load(256, 8, prompt_tokens=128, max_tokens=512, concurrency=512, groups_at_once=192)
+CPU_SHAPE = ModelShape(
+    vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, dtype="bfloat16"
+)
+CPU_LOAD = Load(16, 8, prompt_tokens=32, max_tokens=64, concurrency=64, groups_at_once=12)
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+async def measure(folder: Path, shape: ModelShape, load: Load) -> tuple[Measurement, Measurement]:
+    from penstock_rollout.engines.vllm_engine import VllmEngine
+
+    say("making the model")
+    make_model(folder, shape, MEAN_TOKENS)
+    engine = VllmEngine(engine_config(load, gpu_memory_utilization=0.6), folder, shape.dtype, 0)
+    say("starting vLLM")
+    await start_engine(engine, START_TIMEOUT_S)
+    say("vLLM is ready")
+    try:
+        async with Paths(engine, memory_queue(), folder, load, shape.vocab_size) as paths:
+            return await paths.rounds(MAX_ROUNDS, say, STARTED + ROUNDS_UNTIL_S)
+    finally:
+        await engine.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="a small model and few requests; writes no results")
+    arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    shape, load = (CPU_SHAPE, CPU_LOAD) if arguments.cpu else (SHAPE, LOAD)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        bare, served = asyncio.run(asyncio.wait_for(measure(Path(name), shape, load), DEADLINE_S - 10))
+    bars = [Bar("rollout server / AsyncLLM.generate", median_ratio(served, bare), GOAL)]
+    if arguments.cpu:
+        say(f"ratio {bars[0].value:.3f} over {len(bare.rates)} rounds")
+        return 0
+    title = f"generation, Qwen2-0.5B shape, {load.concurrency} requests decoded at once, {len(bare.rates)} rounds"
+    return 0 if report("rollout_gpu", title, [bare, served], bars) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

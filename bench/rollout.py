@@ -1,0 +1,86 @@
+"""Tokens a second through a rollout server against the bare vLLM engine, driven directly with the same requests.
+
+make bench-rollout
+
+The server's path is the real one: leases from a private Redis, the agent loop, rewards, encoding, appending. Two sizes:
+in `small` (5 M parameters) the engine computes for most of a step, as it does wherever anybody trains, and the bar is
+on that. `tiny` (0.4 M) is for information: there a step is Python on both sides, so all that the server does beside the
+engine shows, and so does every other process on the machine. Rounds alternate; a ratio is the median of theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from harness import Bar, Measurement, median_ratio, report
+from penstock.config.service import RedisConfig
+from penstock.replay.redis_queue import RedisReplayQueue, connect
+from penstock_rollout.engines.start import start_engine
+from replay import Server
+from rollout_model import ModelShape, make_model
+from rollout_paths import REPLAY, Load, Paths, engine_config
+
+SHAPES = {
+    "tiny": ModelShape(
+        vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1
+    ),
+    "small": ModelShape(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2
+    ),
+}
+LOADS = {
+    "tiny": Load(24, 8, prompt_tokens=32, max_tokens=96, concurrency=64, groups_at_once=20),
+    "small": Load(20, 8, prompt_tokens=32, max_tokens=96, concurrency=64, groups_at_once=16),
+}
+MEAN_TOKENS = 48
+NUM_ROUNDS = 25
+"""Many and short, a few seconds each: what other processes do then hits both contenders of a round alike."""
+START_TIMEOUT_S = 150.0
+GOALS = {"small": 0.95}
+
+
+async def measure(size: str, folder: Path, server: Server) -> tuple[Measurement, Measurement]:
+    from penstock_rollout.engines.vllm_engine import VllmEngine
+
+    load, shape = LOADS[size], SHAPES[size]
+    make_model(folder, shape, MEAN_TOKENS)
+    engine = VllmEngine(engine_config(load, kv_cache_bytes=256 * 2**20), folder, "float32", 0)
+    client = connect(RedisConfig(url=server.url))
+    await start_engine(engine, START_TIMEOUT_S)
+    try:
+        async with Paths(engine, RedisReplayQueue(client, size, REPLAY), folder, load, shape.vocab_size) as paths:
+            bare, served = await paths.rounds(NUM_ROUNDS, lambda line: print(f"{size}: {line}", flush=True), math.inf)
+    finally:
+        await engine.stop()
+        await client.aclose()
+    return replace(bare, name=f"{size}: {bare.name}"), replace(served, name=f"{size}: {served.name}")
+
+
+def main() -> int:
+    sizes = sys.argv[1:] or list(SHAPES)
+    measurements: list[Measurement] = []
+    bars = []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        server = Server(Path(name) / "redis")
+        try:
+            for size in sizes:
+                bare, served = asyncio.run(measure(size, Path(name) / size, server))
+                measurements += [bare, served]
+                ratio = median_ratio(served, bare)
+                if size in GOALS:
+                    bars.append(Bar(f"{size}: rollout server / AsyncLLM.generate", ratio, GOALS[size]))
+                else:
+                    measurements.append(Measurement(f"{size}: ratio, no bar", "", [ratio]))
+        finally:
+            server.stop()
+    ok = report("rollout", "generation, 64 requests decoded at once", measurements, bars)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from harness import Bar, Measurement, median_ratio, report
+from penstock_rollout.engines.start import start_engine
 from rollout_model import ModelShape, make_model
 from rollout_paths import Load, Paths, engine_config, memory_queue
 
@@ -24,6 +25,7 @@ STARTED = time.monotonic()
 DEADLINE_S = 235.0
 ROUNDS_UNTIL_S = 210.0
 MAX_ROUNDS = 9
+START_TIMEOUT_S = 150.0
 GOAL = 0.97
 MEAN_TOKENS = 256
 SHAPE = ModelShape(
@@ -48,7 +50,7 @@ async def measure(folder: Path, shape: ModelShape, load: Load) -> tuple[Measurem
     make_model(folder, shape, MEAN_TOKENS)
     engine = VllmEngine(engine_config(load, gpu_memory_utilization=0.6), folder, shape.dtype, 0)
     say("starting vLLM")
-    await engine.start(policy_version=0)
+    await start_engine(engine, START_TIMEOUT_S)
     say("vLLM is ready")
     try:
         async with Paths(engine, memory_queue(), folder, load, shape.vocab_size) as paths:

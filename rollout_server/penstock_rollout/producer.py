@@ -34,6 +34,8 @@ from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
 IDLE_POLL_S = 0.02
+BUSY_POLL_S = 0.05
+"""Between two questions for prompts where there were none: with nothing to do, and with groups that run."""
 FULL_POLL_S = 1.0
 """A full server looks again at its limit, which may have risen."""
 RECONCILE_S = 2.0
@@ -86,7 +88,7 @@ class Producer:
             if leases:
                 await asyncio.sleep(0)
             elif free > 0:
-                await asyncio.sleep(IDLE_POLL_S)
+                await asyncio.sleep(BUSY_POLL_S if self._leases else IDLE_POLL_S)
             else:
                 await self._wait_for_place()
 

@@ -25,6 +25,7 @@ from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.catch_up import load_snapshot
 from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.start import start_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer
@@ -75,15 +76,10 @@ class RolloutServer:
         listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:
             await scorer.check()
-            await asyncio.wait_for(self.engine.start(policy_version=0), config.rollout.start_timeout_s)
+            await start_engine(self.engine, config.rollout.start_timeout_s)
             self.metrics.version.labels("rollout").set(0)
             await self._listen(listener)
             await self._serve()
-        except TimeoutError as error:
-            raise Unavailable(
-                f"the {self.engine.name} engine was not ready after {config.rollout.start_timeout_s:.0f} s; "
-                "raise rollout.start_timeout_s"
-            ) from error
         finally:
             with contextlib.suppress(Exception):
                 await self.producer.drain()

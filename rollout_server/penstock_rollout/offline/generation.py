@@ -22,7 +22,7 @@ from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.episode import Scored
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine
+from penstock_rollout.engines.start import start_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answers import Answer, AnswerStore
@@ -100,7 +100,7 @@ async def _answer_all(
     try:
         if scorer is not None:
             await scorer.check()
-        await _start(engine, config.rollout.start_timeout_s)
+        await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
         with _progress(num_prompts, num_prompts - len(missing)) as advance:
             rows = iter(missing)
@@ -146,15 +146,6 @@ def _answer_of(group: Group, tokenization: Tokenization, scored: bool) -> Answer
         finish_reasons=[sample.finish_reason for sample in samples],
         rewards=[sample.reward for sample in samples] if scored else None,
     )
-
-
-async def _start(engine: Engine, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(engine.start(policy_version=0), timeout_s)
-    except TimeoutError as error:
-        raise Unavailable(
-            f"the {engine.name} engine was not ready after {timeout_s:.0f} s; raise rollout.start_timeout_s"
-        ) from error
 
 
 def _filling(config: RunConfig, num_samples: int) -> int:

@@ -35,10 +35,9 @@ SHAPES = {
     ),
 }
 LOADS = {
-    "tiny": Load(24, 8, prompt_tokens=32, max_tokens=96, concurrency=64, groups_at_once=20),
-    "small": Load(20, 8, prompt_tokens=32, max_tokens=96, concurrency=64, groups_at_once=16),
+    "tiny": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=20, window_tokens=12_000),
+    "small": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=20, window_tokens=6_000),
 }
-MEAN_TOKENS = 48
 NUM_ROUNDS = 25
 """Many and short, a few seconds each: what other processes do then hits both contenders of a round alike."""
 START_TIMEOUT_S = 150.0
@@ -49,7 +48,7 @@ async def measure(size: str, folder: Path, server: Server) -> tuple[Measurement,
     from penstock_rollout.engines.vllm_engine import VllmEngine
 
     load, shape = LOADS[size], SHAPES[size]
-    make_model(folder, shape, MEAN_TOKENS)
+    make_model(folder, shape, load.mean_tokens)
     engine = VllmEngine(engine_config(load, kv_cache_bytes=256 * 2**20), folder, "float32", 0)
     client = connect(RedisConfig(url=server.url))
     await start_engine(engine, START_TIMEOUT_S)

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from harness import Measurement
 from penstock.cancellation import end_task
-from penstock.codec import decode_group, encode_prompt
+from penstock.codec import encode_prompt
 from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
@@ -39,27 +39,35 @@ Queue = Any
 """MemoryReplayQueue, or RedisReplayQueue."""
 
 MAX_MODEL_LEN = 1024
-POLL_S = 0.02
+POLL_S = 0.005
+ROUND_TIMEOUT_S = 120.0
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
 
 
 @dataclass(frozen=True)
 class Load:
-    num_groups: int
-    """Of one round."""
     samples_per_group: int
     prompt_tokens: int
-    max_tokens: int
+    mean_tokens: int
+    """Of a response, by the weights of the model."""
     concurrency: int
     """Requests that the engine decodes at once."""
     groups_at_once: int
     """Groups that the server works on; the bare path has as many requests in flight."""
+    window_tokens: int
+    """Tokens over which a rate is measured; as many come before, so that requests of every age run by then."""
 
-    def prompts(self, vocab_size: int, seed: int) -> list[Prompt]:
+    @property
+    def num_groups(self) -> int:
+        """Prompts that are always enough for a window, what comes before it and the groups in flight at its end."""
+        return 3 * self.window_tokens // (self.samples_per_group * self.mean_tokens) + 2 * self.groups_at_once
+
+    def prompts(self, vocab_size: int, seed: int) -> Iterator[Prompt]:
         random = np.random.default_rng(seed)
-        ids = random.integers(2, vocab_size, (self.num_groups, self.prompt_tokens)).tolist()
-        sampling = Sampling(max_tokens=self.max_tokens)
-        return [Prompt(token_ids=tuple(i), sampling=sampling, num_samples=self.samples_per_group) for i in ids]
+        sampling = Sampling(max_tokens=2 * self.mean_tokens)
+        while True:
+            ids = tuple(random.integers(2, vocab_size, self.prompt_tokens).tolist())
+            yield Prompt(token_ids=ids, sampling=sampling, num_samples=self.samples_per_group)
 
 
 class Paths:
@@ -82,9 +90,11 @@ class Paths:
         self._serving = False
         self._loops: list[asyncio.Task[None]] = []
         self._step = 0
+        self._num_committed = 0
         self._seeds = itertools.count()
 
     async def __aenter__(self) -> Self:
+        await self.scorer.check()
         await self.queue.take_term(0)
         loops = (self.producer.lease_loop(), self.producer.heartbeat_loop(), self.producer.reconcile_loop())
         self._loops = [asyncio.create_task(loop) for loop in loops]
@@ -109,12 +119,27 @@ class Paths:
             if number > 1 and started + 1.2 * longest_s > until:
                 break
             for measurement, run in contenders if number % 2 else reversed(contenders):
-                rate = await run()
+                async with asyncio.timeout(ROUND_TIMEOUT_S):
+                    rate = await run()
                 say(f"round {number}: {measurement.name}: {rate:,.0f} tokens/s{'' if number else ' (warm-up)'}")
                 if number:
                     measurement.rates.append(rate)
             longest_s = max(longest_s, time.monotonic() - started)
         return measured
+
+    async def _window(self) -> float:
+        """Tokens a second that come out of the engine, by its own count, once it is full."""
+        load, num_tokens = self.engine._load, self.load.window_tokens
+        goal = load.num_generated_tokens + num_tokens
+        await self._until(lambda: load.num_generated_tokens >= goal)
+        counted, started = load.num_generated_tokens, time.perf_counter()
+        await self._until(lambda: load.num_generated_tokens >= counted + num_tokens)
+        return (load.num_generated_tokens - counted) / (time.perf_counter() - started)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(POLL_S)
+            assert not any(loop.done() for loop in self._loops), "a loop of the server ended"
 
     async def bare(self) -> float:
         """AsyncLLM.generate, as a script would drive it."""
@@ -122,44 +147,49 @@ class Paths:
 
         llm = self.engine._llm
         requests = self._requests(self.load.prompts(self.vocab_size, next(self._seeds)))
-        num_tokens = 0
+        is_open = True
 
         async def work() -> None:
-            nonlocal num_tokens
             for request in requests:
                 prompt = tokens_input(list(request.prompt_token_ids), cache_salt="bare")
-                async for output in llm.generate(prompt, self.engine._params(request), request.request_id):
-                    if output.finished:
-                        num_tokens += len(output.outputs[0].token_ids)
+                async for _ in llm.generate(prompt, self.engine._params(request), request.request_id):
+                    pass
+                if not is_open:
+                    return
 
-        started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.load.groups_at_once * self.load.samples_per_group):
                 tasks.create_task(work())
-        return num_tokens / (time.perf_counter() - started)
+            rate = await self._window()
+            is_open = False
+        return rate
 
     async def served(self) -> float:
         """Lease, generate by the agent, score, encode, append: the loops of a rollout server."""
-        prompts = [encode_prompt(prompt) for prompt in self.load.prompts(self.vocab_size, next(self._seeds))]
-        submission = await self.queue.submit(prompts, [0] * len(prompts), "")
-        handed_in = self.producer.metrics.produced.labels("default")._value
-        goal = handed_in.get() + len(prompts)
-        started = time.perf_counter()
+        prompts = self.load.prompts(self.vocab_size, next(self._seeds))
+        payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, self.load.num_groups)]
+        await self.queue.submit(payloads, [0] * len(payloads), "")
         self._serving = True
-        while handed_in.get() < goal:
-            await asyncio.sleep(POLL_S)
-            assert not any(loop.done() for loop in self._loops), "a loop of the server ended"
-        seconds = time.perf_counter() - started
+        rate = await self._window()
         self._serving = False
-        groups = [decode_group(await self.queue.get_group(prompt_id)) for prompt_id in submission.prompt_ids]
-        assert all(len(group.trajectories) == self.load.samples_per_group for group in groups)
-        self._step += 1
-        await self.queue.commit(self._step, await self.queue.take(self._step, len(groups)))
-        return sum(group.num_response_tokens for group in groups) / seconds
+        assert (await self.queue.stat()).pending, "the server was short of prompts"
+        await self._until(lambda: not self.producer.num_running)
+        await self._train()
+        return rate
 
-    def _requests(self, prompts: list[Prompt]) -> Iterator[GenerateRequest]:
-        for (row, prompt), sample in itertools.product(enumerate(prompts), range(self.load.samples_per_group)):
-            yield GenerateRequest(f"bare-{next(self._seeds)}.{row}.{sample}", prompt.token_ids, prompt.sampling)
+    async def _train(self) -> None:
+        """Take and commit what was handed in, whole groups and every one."""
+        handed_in = int(self.producer.metrics.produced.labels("default")._value.get()) - self._num_committed
+        self._step += 1
+        prompt_ids = await self.queue.take(self._step, handed_in)
+        assert len(prompt_ids) == handed_in, "a group is missing"
+        self._num_committed += handed_in
+        await self.queue.commit(self._step, prompt_ids)
+
+    def _requests(self, prompts: Iterator[Prompt]) -> Iterator[GenerateRequest]:
+        for row, prompt in enumerate(prompts):
+            for sample in range(self.load.samples_per_group):
+                yield GenerateRequest(f"bare-{next(self._seeds)}.{row}.{sample}", prompt.token_ids, prompt.sampling)
 
 
 def memory_queue() -> MemoryReplayQueue:

@@ -27,16 +27,15 @@ ROUNDS_UNTIL_S = 210.0
 MAX_ROUNDS = 9
 START_TIMEOUT_S = 150.0
 GOAL = 0.97
-MEAN_TOKENS = 256
 SHAPE = ModelShape(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,
     dtype="bfloat16",
 )  # fmt: skip
-LOAD = Load(256, 8, prompt_tokens=128, max_tokens=512, concurrency=512, groups_at_once=192)
+LOAD = Load(8, prompt_tokens=128, mean_tokens=256, concurrency=512, groups_at_once=80, window_tokens=130_000)
 CPU_SHAPE = ModelShape(
     vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, dtype="bfloat16"
 )
-CPU_LOAD = Load(16, 8, prompt_tokens=32, max_tokens=64, concurrency=64, groups_at_once=12)
+CPU_LOAD = Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=12, window_tokens=4_000)
 
 
 def say(text: str) -> None:
@@ -47,7 +46,7 @@ async def measure(folder: Path, shape: ModelShape, load: Load) -> tuple[Measurem
     from penstock_rollout.engines.vllm_engine import VllmEngine
 
     say("making the model")
-    make_model(folder, shape, MEAN_TOKENS)
+    make_model(folder, shape, load.mean_tokens)
     engine = VllmEngine(engine_config(load, gpu_memory_utilization=0.6), folder, shape.dtype, 0)
     say("starting vLLM")
     await start_engine(engine, START_TIMEOUT_S)

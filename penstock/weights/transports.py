@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from pathlib import Path
 
@@ -18,6 +20,12 @@ TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
 """In the order in which `auto` prefers them."""
 
 
+@functools.cache
+def has_cupy() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
+@functools.cache
 def host_id() -> str:
     """Equal on two processes exactly when they can map each other's memory: one boot, pid namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -84,6 +84,11 @@ def device_index(device: torch.device) -> int:
     return device.index if device.index is not None else 0
 
 
+def device_uuid(device: torch.device) -> str:
+    """`cpu`, or the UUID of a GPU, as rollout servers name their devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
 def bytes_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """A view of GPU memory that something else owns."""
     return torch.as_tensor(_Bytes(pointer, num_bytes), device=device)

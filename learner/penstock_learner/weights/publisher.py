@@ -9,7 +9,6 @@ No collective is entered before every member has answered the announcement. Ever
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shutil
 import time
@@ -27,9 +26,10 @@ from penstock.weights.checksums import weights_digest
 from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.patience import Patience
 from penstock.weights.snapshot import write_snapshot
-from penstock.weights.transports import host_id
+from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.model import DTYPES
 from penstock_learner.weights.delta_shipment import delta_shipment
+from penstock_learner.weights.device_memory import device_uuid
 from penstock_learner.weights.member_calls import MemberCalls
 from penstock_learner.weights.memory import MemoryKind, MemoryPool
 from penstock_learner.weights.senders.choose import PublisherPlace, choose_transport
@@ -256,11 +256,8 @@ class WeightPublisher:
         configured = self.config.weights.transport
         if configured != "auto":
             return configured
-        device = "cpu"
-        if self.device.type == "cuda":
-            device = str(torch.cuda.get_device_properties(self.device).uuid)
-        has_cupy = importlib.util.find_spec("cupy") is not None
-        chosen = choose_transport(PublisherPlace(host_id(), device, self._memory_kind, has_cupy), members)
+        device = device_uuid(self.device)
+        chosen = choose_transport(PublisherPlace(host_id(), device, self._memory_kind, has_cupy()), members)
         if chosen != self._chosen:
             logger.info("weights travel by %s: %s", *chosen)
             self._chosen = chosen

@@ -21,6 +21,8 @@ from penstock.weights.cuda.stream import POLL_S, DeviceStream
 from penstock.weights.patience import Patience
 
 PUBLISHER_RANK = 0
+MAX_ENQUEUED = 32
+"""Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
 ABORT_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.01
 IN_PROGRESS = 7

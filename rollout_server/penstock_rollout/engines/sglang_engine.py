@@ -39,6 +39,7 @@ from penstock_rollout.engines.sglang_server import SglangServer
 from penstock_rollout.engines.sglang_start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
 from penstock_rollout.engines.weight_file import WeightFile
 from penstock_rollout.receivers.stage import WeightStage
+from penstock_rollout.receivers.stage_slot import StageSlot
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class SglangEngine:
         self._idle = asyncio.Event()
         """Set while no request runs."""
         self._paused = False
-        self._stage: WeightStage | None = None
-        self._loaded: WeightStage | None = None
+        self._slot = StageSlot(model_path)
         self._broken = "it was not started"
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,8 +108,7 @@ class SglangEngine:
 
     @property
     def retained_version(self) -> int | None:
-        loaded = self._loaded
-        return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
+        return self._slot.retained_version
 
     async def start(self, policy_version: int) -> None:
         self._stop_ids = list(stop_token_ids(self._model_path))
@@ -227,33 +226,13 @@ class SglangEngine:
             self._open.set()
 
     async def stage_weights(self, request: StageRequest) -> None:
-        await self.abort_weights()
         check_manifest(request.manifest, self._shapes)
-        self._stage = WeightStage(request, self._model_path, last=self._loaded)
-        self._stage.start()
+        self._slot.begin(request)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        stage = self._stage
-        if stage is None or stage.manifest.policy_version != policy_version:
-            staged = stage.manifest.policy_version if stage else None
-            raise WeightPushFailed(f"version {policy_version} is not staged; {staged} is")
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.wrap_future(stage.done)
-        except TimeoutError as error:
-            self._drop(stage)
-            raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
-        self._drop(stage)
-        if why := stage.failure or stage.mismatch(bucket_checksums):
-            raise WeightPushFailed(why)
+        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
         digest = weights_digest(bucket_checksums)
         return await asyncio.shield(asyncio.create_task(self._hand_over(stage, digest)))
-
-    def _drop(self, stage: WeightStage) -> None:
-        """Forget a stage, and not the one that may have been announced after it."""
-        stage.abort()
-        if self._stage is stage:
-            self._stage = None
 
     async def _hand_over(self, stage: WeightStage, digest: str) -> CommitReport:
         """Load the verified stage. Runs to its end even when the caller is cancelled."""
@@ -275,7 +254,7 @@ class SglangEngine:
                 load_started = time.monotonic()
                 await self._calls.load_weights(folder, policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
-                self._policy_version, self._weights_digest, self._loaded = policy_version, digest, stage
+                self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
                 self._cross()
                 if not self._paused:
                     await self._calls.resume()
@@ -304,9 +283,7 @@ class SglangEngine:
         self._open.set()
 
     async def abort_weights(self) -> None:
-        if self._stage is not None:
-            self._stage.abort()
-        self._stage = None
+        self._slot.abort()
 
     def stats(self) -> EngineStats:
         """SGLang's figures are those of its last poll, so they count only as far as what is known here allows."""

@@ -21,12 +21,14 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.errors import InvalidInput, Unavailable
 from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.model_folder import TIED_HEAD, check_manifest, stop_token_ids
 from penstock_rollout.engines.torch_batch import DecodeBatch, Row
+from penstock_rollout.receivers.device_name import device_uuid
 from penstock_rollout.receivers.stage import WeightStage
+from penstock_rollout.receivers.stage_slot import StageSlot
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,7 @@ class TorchEngine:
         self._seed = seed
         self._policy_version = -1
         self._weights_digest = ""
-        self._stage: WeightStage | None = None
-        self._loaded: WeightStage | None = None
+        self._slot = StageSlot(model_path)
         self._broken = "it was not started"
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._running_ids: set[str] = set()
@@ -75,13 +76,11 @@ class TorchEngine:
 
     @property
     def retained_version(self) -> int | None:
-        loaded = self._loaded
-        return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
+        return self._slot.retained_version
 
     @property
     def devices(self) -> tuple[str, ...]:
-        device = self._model.device
-        return (str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type,)
+        return (device_uuid(self._model.device),)
 
     async def start(self, policy_version: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -134,10 +133,8 @@ class TorchEngine:
         await self._between_steps(lambda: setattr(self, "_paused", False))
 
     async def stage_weights(self, request: StageRequest) -> None:
-        await self.abort_weights()
         check_manifest(request.manifest, self._shapes())
-        self._stage = WeightStage(request, self._model_path, device=self._model.device, last=self._loaded)
-        self._stage.start()
+        self._slot.begin(request, self._model.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
@@ -146,32 +143,13 @@ class TorchEngine:
         return shapes
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        stage = self._stage
-        if stage is None or stage.manifest.policy_version != policy_version:
-            staged = stage.manifest.policy_version if stage else None
-            raise WeightPushFailed(f"version {policy_version} is not staged; {staged} is")
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.wrap_future(stage.done)
-        except TimeoutError as error:
-            self._drop(stage)
-            raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
-        self._drop(stage)
-        if why := stage.failure or stage.mismatch(bucket_checksums):
-            raise WeightPushFailed(why)
+        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
         in_flight = len(self._queues)
         load_s = await self._between_steps(lambda: self._flip(stage, weights_digest(bucket_checksums)))
         return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
 
     async def abort_weights(self) -> None:
-        if self._stage is not None:
-            self._drop(self._stage)
-
-    def _drop(self, stage: WeightStage) -> None:
-        """End a stage, and forget it unless another one has taken its place."""
-        stage.abort()
-        if self._stage is stage:
-            self._stage = None
+        self._slot.abort()
 
     def stats(self) -> EngineStats:
         waiting = min(len(self._waiting), len(self._queues))
@@ -227,7 +205,7 @@ class TorchEngine:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         self._policy_version, self._weights_digest = stage.manifest.policy_version, digest
-        self._loaded = stage
+        self._slot.loaded = stage
         if not self._config.keep_kv_cache:
             self._waiting.extendleft(reversed(self._batch.release()))
         return time.monotonic() - started

@@ -15,9 +15,10 @@ _WORKER = "penstock_rollout.engines.vllm_worker"
 
 
 class SchedulerLoad:
-    """A vLLM stat logger that keeps the newest figures of the scheduler."""
+    """A vLLM stat logger that keeps the newest figures of the scheduler, and counts the tokens that came out."""
 
     def __init__(self) -> None:
+        self.num_generated_tokens = 0
         self.waiting_requests = 0
         self.kv_cache_usage = 0.0
 
@@ -31,6 +32,8 @@ class SchedulerLoad:
         if scheduler_stats is not None:
             self.waiting_requests = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_generated_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None: ...
 

@@ -21,6 +21,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import StageRequest
+from penstock_rollout.receivers.device_name import device_uuid
 from penstock_rollout.receivers.stage import WeightStage
 
 PARENT_POLL_S = 0.5
@@ -64,9 +65,7 @@ class WeightStaging:
 
     def penstock_device(self) -> str:
         """`cpu`, or the UUID of this worker's GPU."""
-        if self.device.type != "cuda":
-            return self.device.type
-        return str(torch.cuda.get_device_properties(self.device).uuid)
+        return device_uuid(self.device)
 
     def penstock_poll(self, policy_version: int) -> tuple[str, str]:
         """Phase of the version's stage and, when it failed, why. A stage that another one replaced has failed."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
-from penstock.weights.transports import TRANSPORTS, host_id
+from penstock.weights.transports import TRANSPORTS, has_cupy, host_id
 
 
 def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
@@ -13,6 +12,6 @@ def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
     can = {"gloo", "snapshot"}
     if host_id():
         can.add("shm")
-    if "cpu" not in devices and importlib.util.find_spec("cupy") is not None:
+    if "cpu" not in devices and has_cupy():
         can |= {"nccl", "cuda_ipc"}
     return tuple(name for name in TRANSPORTS if name in can)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
-import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda.ipc import HEADER, IpcOffer, Mappings, bucket_offsets, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import Patience
+from penstock_rollout.receivers.device_name import device_uuid
 from penstock_rollout.receivers.reception import Arrived, Reception
 
 READY_POLL_S = 0.0005
@@ -96,8 +96,3 @@ class _ReadyBuckets:
         found, num_ready = HEADER.unpack(self._header.tobytes())
         # No bucket is ready in memory that is still another version's, or nobody's.
         self.num_ready = num_ready if found == self._expected else 0
-
-
-@cache
-def device_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda.nccl_group import NcclGroup, NcclMeeting
+from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import Patience
 from penstock_rollout.receivers.reception import Arrived, Reception
-
-MAX_ENQUEUED = 32
-"""Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +16,7 @@ import torch
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import delta
-from penstock.weights.checksums import host_checksum
+from penstock.weights.checksums import MIX64, host_checksum
 from penstock.weights.manifest import item_bytes
 from penstock.weights.patience import Patience
 from penstock_rollout.engines.engine import StageRequest
@@ -193,18 +193,11 @@ def _stage_stream(device: torch.device) -> torch.cuda.Stream:
 
 def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
     """The checksum where the bucket lies, if that has one; else of a copy in host memory."""
-    if bucket.is_cuda and name in _DEVICE_CHECKSUMS:
-        return _DEVICE_CHECKSUMS[name](bucket)
+    if bucket.is_cuda and name == MIX64:
+        from penstock.weights.cuda.mix64 import device_mix64
+
+        return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return host_checksum(name, bucket.cpu().numpy())
-
-
-def _device_mix64(bucket: torch.Tensor) -> str:
-    from penstock.weights.cuda.mix64 import device_mix64
-
-    return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
-
-
-_DEVICE_CHECKSUMS: dict[str, Callable[[torch.Tensor], str]] = {"mix64": _device_mix64}
 
 
 def named_tensors(

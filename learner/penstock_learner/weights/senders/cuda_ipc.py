@@ -12,7 +12,7 @@ from penstock.weights.cuda.ipc import HEADER, IpcOffer, export_handle, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import Patience
-from penstock_learner.weights.device_memory import DeviceMemory, device_index
+from penstock_learner.weights.device_memory import DeviceMemory, device_index, device_uuid
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 
 
@@ -63,7 +63,3 @@ def _write_header(stream: DeviceStream, memory: DeviceMemory, name: bytes, num_r
     header = np.frombuffer(HEADER.pack(name, num_ready), dtype=np.uint8)
     stream.copy(memory.header_pointer, header.ctypes.data, HEADER.size)
     stream.synchronize()
-
-
-def device_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -10,14 +10,11 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import NcclGroup, NcclMeeting
+from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
 from penstock.weights.patience import Patience
 from penstock_learner.weights.device_memory import device_index
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
-
-MAX_ENQUEUED = 32
-"""Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
 
 
 class NcclSender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -167,7 +168,8 @@ def test_other_processes_are_out_of_reach(call: str) -> None:
 
 @pytest.mark.parametrize("layers", Layers.wanted().weaker()[:-1], ids=str)
 def test_every_set_of_layers_refuses_the_network_and_the_disk(layers: Layers, tmp_path: Path) -> None:
-    """What a container's own limits may take away."""
+    """What a container's own limits may take away. In a process of its own, as in a server: libraries that this one has
+    loaded start threads in what it forks, and a process with threads cannot enter a user namespace."""
     tmp_path.chmod(0o777)
     program = f"""
 for attempt in ("__import__('socket').socket()", "open({str(tmp_path / "x")!r}, 'w')"):
@@ -176,8 +178,15 @@ for attempt in ("__import__('socket').socket()", "open({str(tmp_path / "x")!r}, 
 """
     with private_folder() as folder:
         (folder / "program.py").write_text(program)
-        outcome = Sandbox(layers).run(["program.py"], folder, b"", LIMITS, wall_s=20, output_bytes=2**16)
-    assert outcome.stdout == b"refused\nrefused\n", outcome.error_tail
+        runner = f"""
+from pathlib import Path
+from penstock_rollout.rewards.sandbox.confinement import Layers, Limits
+from penstock_rollout.rewards.sandbox.run import Sandbox
+outcome = Sandbox({layers}).run(["program.py"], Path({str(folder)!r}), b"", {LIMITS}, wall_s=20, output_bytes=2**16)
+print(outcome.stdout.decode(), outcome.error_tail.decode(), sep="", end="")
+"""
+        found = subprocess.run([sys.executable, "-c", runner], capture_output=True, text=True, timeout=60, check=False)
+    assert found.stdout == "refused\nrefused\n", found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities")

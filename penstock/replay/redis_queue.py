@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import redis
+from redis.exceptions import NoScriptError
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import NotFound
@@ -141,40 +142,29 @@ class RedisReplayQueue:
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         parts = _parts(groups)
-        is_cluster = isinstance(self.client, RedisClusterClient)
+        if isinstance(self.client, RedisClusterClient):
+            return await self.client.payloads.run(lambda client: _append_one_by_one(client, map(self._append, parts)))
+        # Redis works on one transaction while the next is on its way, and need not hash the script again for that.
+        commands = [self._append(part, by_digest=index > 0) for index, part in enumerate(parts)]
+        try:
+            return await self.client.payloads.run(lambda client: _append_at_once(client, commands))
+        except NoScriptError:  # forgotten since the first: what was appended comes back as a duplicate
+            return await self.client.payloads.run(lambda client: _append_at_once(client, map(self._append, parts)))
 
-        def exchange(client: redis.Redis) -> list[AppendOutcome]:
-            if is_cluster:
-                return [outcome for part in parts for outcome in self._append(client, part)]
-            # Redis works on one transaction while the next is on its way.
-            pipeline: Any = client.pipeline(transaction=False)
-            for part in parts:
-                for command in (("MULTI",), *self._append_commands(part), ("EXEC",)):
-                    pipeline.execute_command(*command)
-            return [outcome for answer in pipeline.execute()[3::4] for outcome in _outcomes(answer)]
-
-        return await self.client.payloads.run(exchange)
-
-    def _append(self, client: redis.Redis, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
-        """One transaction. By name: the methods are not offered in a transaction of a cluster."""
-        pipeline: Any = client.pipeline(transaction=True)
-        for command in self._append_commands(groups):
-            pipeline.execute_command(*command)
-        return _outcomes(pipeline.execute())
-
-    def _append_commands(self, groups: Sequence[FinishedGroup]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The payloads, then the script that files them. Whole: were its digest unknown, the payloads would be set
-        without it."""
+    def _append(self, groups: Sequence[FinishedGroup], *, by_digest: bool = False) -> list[tuple[Any, ...]]:
+        """A transaction: the payloads, then the script that files them. By its digest only where Redis must know it:
+        else the payloads could be set and not filed."""
         payloads: dict[str, bytes] = {}
         arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
         for group in groups:
             prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
             payloads[self._group_key(prompt_id, attempt)] = group.payload
             arguments += (prompt_id, attempt, len(group.payload), group.min_version)
-        return (
+        script = load_script("append")
+        return [
             ("MSET", *(part for pair in payloads.items() for part in pair)),
-            ("EVAL", load_script("append").text, 1, self.prefix, *arguments),
-        )
+            ("EVALSHA" if by_digest else "EVAL", script.sha if by_digest else script.text, 1, self.prefix, *arguments),
+        ]
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
@@ -306,6 +296,25 @@ def _parts(groups: Sequence[FinishedGroup]) -> list[list[FinishedGroup]]:
         parts[-1].append(group)
         num_bytes += len(group.payload)
     return parts
+
+
+def _append_at_once(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
+    pipeline: Any = client.pipeline(transaction=False)
+    for transaction in transactions:
+        for command in (("MULTI",), *transaction, ("EXEC",)):
+            pipeline.execute_command(*command)
+    return [outcome for answer in pipeline.execute()[3::4] for outcome in _outcomes(answer)]
+
+
+def _append_one_by_one(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
+    """By name: the methods are not offered in a transaction of a cluster."""
+    outcomes: list[AppendOutcome] = []
+    for transaction in transactions:
+        pipeline: Any = client.pipeline(transaction=True)
+        for command in transaction:
+            pipeline.execute_command(*command)
+        outcomes += _outcomes(pipeline.execute())
+    return outcomes
 
 
 def _outcomes(answer: list[Any]) -> list[AppendOutcome]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from penstock.replay import redis_queue
 from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.scripts import load_script
 
 
 async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
@@ -76,6 +80,18 @@ async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(
     await queue.client.script_flush()
     assert len(await queue.fetch(taken)) == await queue.commit(1, taken) == 2
     assert await queue.client.keys(f"{queue.prefix}group:*") == []
+
+
+async def test_scripts_forgotten_in_the_middle_of_a_batch_lose_no_group(
+    queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transactions after the first name the script by a digest, here by one that Redis does not know."""
+    monkeypatch.setattr(redis_queue, "APPENDED_BYTES", 1)
+    monkeypatch.setattr(redis_queue, "load_script", lambda name: replace(load_script(name), sha="0" * 40))
+    await queue.submit([b"p"] * 3, [0] * 3, "")
+    groups = [FinishedGroup(lease, b"group", 0) for lease in await queue.lease("s", 3)]
+    assert await queue.append_many(groups) == ["duplicate", "accepted", "accepted"]
+    assert (await queue.stat()).queued == len(await queue.client.keys(f"{queue.prefix}group:*")) == 3
 
 
 async def test_a_large_batch_passes_in_one_call(queue: RedisReplayQueue) -> None:

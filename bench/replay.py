@@ -31,7 +31,7 @@ from typing import TypeVar
 from harness import Bar, Measurement, alternate, median_ratio, report
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
-from penstock.redis_client import RedisClient, connect
+from penstock.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_services.local.private_redis import find_redis_server, write_config
@@ -106,8 +106,14 @@ class OurQueue:
         return [FinishedGroup(lease, self.payload, 0) for lease in leases]
 
     async def append(self, groups: list[FinishedGroup]) -> None:
-        for start in range(0, len(groups), BATCH):
-            await self.producer.append_many(groups[start : start + BATCH])
+        """As a rollout server does: batch after batch, as many under way as its client takes."""
+        batches = (groups[start : start + BATCH] for start in range(0, len(groups), BATCH))
+
+        async def send() -> None:
+            for batch in batches:
+                await self.producer.append_many(batch)
+
+        await asyncio.gather(*(send() for _ in range(EXCHANGES_AT_ONCE)))
 
     async def read_and_commit(self, count: int) -> None:
         """As the learner does: the next batch is read while one is committed."""

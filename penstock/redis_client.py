@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ SENT_APART_BYTES = 32 * 1024
 """Arguments up to this size are joined before they are sent; a larger one is handed to the socket as it is."""
 KEPT_BYTES = 16 * 2**20
 """Memory of this order stays with the process from one batch of payloads to the next."""
+EXCHANGES_AT_ONCE = 2
 T = TypeVar("T")
 
 
@@ -75,36 +77,41 @@ class _PayloadPacker:
 
 
 class PayloadLink:
-    """A blocking client in a thread of its own: one exchange at a time. Connects when it is first used."""
+    """A blocking client in threads of its own: while Redis works on one exchange, the next is prepared and sent.
+    Connects when it is first used."""
 
     def __init__(self, config: RedisConfig, options: dict[str, Any], patience: Patience) -> None:
         self.config = config
         self.options = options
         self.patience = patience
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="payloads")
+        self._threads = ThreadPoolExecutor(max_workers=EXCHANGES_AT_ONCE, thread_name_prefix="payloads")
+        self._opening = threading.Lock()
         self._client: redis.Redis | None = None
 
     async def run(self, call: Callable[[redis.Redis], T]) -> T:
-        """`call` with the client, in the thread. A caller that is cancelled does not stop a call that has begun."""
+        """`call` with the client, in a thread. A caller that is cancelled does not stop a call that has begun."""
         loop = asyncio.get_running_loop()
-        answer = self.patience.persist(lambda: loop.run_in_executor(self._thread, lambda: call(self._open())))
+        answer = self.patience.persist(lambda: loop.run_in_executor(self._threads, lambda: call(self._open())))
         return cast("T", await guarded(answer))
 
     async def aclose(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._client is not None:
             self._client.close()
 
     def _open(self) -> redis.Redis:
-        if self._client is None:
-            if self.config.cluster:
-                self._client = cast("redis.Redis", redis.RedisCluster.from_url(self.config.url, **self.options))
-            else:
-                self._client = redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
-            # The C library gives freed memory back to the kernel, page by page to be asked for again, until it has seen
-            # one large block freed.
-            bytearray(KEPT_BYTES)
-        return self._client
+        with self._opening:
+            if self._client is None:
+                self._client = self._make()
+                # The C library gives freed memory back to the kernel, page by page to be asked for again, until it has
+                # seen one large block freed.
+                bytearray(KEPT_BYTES)
+            return self._client
+
+    def _make(self) -> redis.Redis:
+        if self.config.cluster:
+            return cast("redis.Redis", redis.RedisCluster.from_url(self.config.url, **self.options))
+        return redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
 
 
 class RedisClient(redis.asyncio.Redis):

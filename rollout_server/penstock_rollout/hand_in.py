@@ -1,28 +1,31 @@
-"""Handing groups in: those that finish while one exchange with the queue is under way go together in the next."""
+"""Handing groups in: those that finish while exchanges with the queue are under way go together in the next."""
 
 from __future__ import annotations
 
 import asyncio
 
+from penstock.redis_client import EXCHANGES_AT_ONCE
 from penstock.replay.contract import AppendOutcome, FinishedGroup, GroupProducer
 
 MAX_GROUPS = 64
 
 
 class HandIn:
-    """One exchange at a time, in the order of finishing. A failed exchange fails every group in it, and no other."""
+    """As many exchanges at a time as the client makes. A failed one fails every group in it, and no other."""
 
     def __init__(self, queue: GroupProducer) -> None:
         self.queue = queue
         self._waiting: list[tuple[FinishedGroup, asyncio.Future[AppendOutcome]]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._senders: set[asyncio.Task[None]] = set()
 
     async def append(self, group: FinishedGroup) -> AppendOutcome:
         """What `GroupProducer.append` answers. Cancelling the caller does not take the group back."""
         answer: asyncio.Future[AppendOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, answer))
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send())
+        if len(self._senders) < EXCHANGES_AT_ONCE:
+            sender = asyncio.create_task(self._send())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
         return await answer
 
     async def _send(self) -> None:

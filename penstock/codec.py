@@ -108,6 +108,8 @@ def check_group(group: Group) -> None:
     """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite."""
     if not group.trajectories:
         raise PoisonGroup("shape", "a group without trajectories")
+    if all(trajectory.is_baseline for trajectory in group.trajectories):
+        raise PoisonGroup("shape", "a group of baselines alone: nothing to train")
     if not len(group.prompt_token_ids):
         raise PoisonGroup("shape", "a group without prompt tokens: nothing predicts its first response token")
     for index, trajectory in enumerate(group.trajectories):
@@ -169,6 +171,7 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         reward=trajectory.reward,
         reward_parts=trajectory.reward_parts,
         finish_reason=_FINISH_TO_PROTO[trajectory.finish_reason],
+        is_baseline=trajectory.is_baseline,
     )
 
 
@@ -181,6 +184,7 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         reward=message.reward,
         reward_parts=dict(message.reward_parts),
         finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
+        is_baseline=message.is_baseline,
     )
 
 

@@ -13,6 +13,7 @@ PenstockError                INTERNAL             500
 ├── Unavailable              UNAVAILABLE          503   something needed is not reachable
 ├── WeightPushFailed         ABORTED              409   a member refused or failed a push
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
+    └── RoleDied             ABORTED              500   a rank of a learner's role died or hangs; the role can restart
 
 A message is one line: what happened, then what to do.
 """
@@ -108,6 +109,16 @@ class ProcessDied(PenstockError):
     reason = "PROCESS_DIED"
     grpc_code = "ABORTED"
     http_status = 500
+
+
+class RoleDied(ProcessDied):
+    """`role` is the name of the role whose rank is gone, for example `critic`."""
+
+    reason = "ROLE_DIED"
+
+    def __init__(self, role: str, message: str) -> None:
+        super().__init__(message)
+        self.role = role
 
 
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {

@@ -63,6 +63,8 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason = "stop"
     reward_parts: dict[str, float] = field(default_factory=dict)
+    is_baseline: bool = False
+    """The greedy sample that the others of its group are compared with (remax). It is scored and never trained."""
 
     @property
     def min_version(self) -> int:
@@ -110,4 +112,6 @@ class Group:
 
     @property
     def mean_reward(self) -> float:
-        return sum(trajectory.reward for trajectory in self.trajectories) / len(self.trajectories)
+        """Of the samples that train."""
+        rewards = [trajectory.reward for trajectory in self.trajectories if not trajectory.is_baseline]
+        return sum(rewards) / len(rewards)

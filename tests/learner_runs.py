@@ -36,6 +36,10 @@ class Outcome:
     digests: dict[int, str]
     """Weights digest by step; of the newest version that was made at that step."""
     losses: list[float]
+    critic_losses: list[float]
+    """Empty without a critic."""
+    rewards: list[float]
+    """Mean of each step."""
     stat: QueueStat
     ledger: list[list[int]]
     feed_positions: dict[str, int]
@@ -127,5 +131,13 @@ async def _outcome(config: RunConfig) -> Outcome:
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     newest = sorted((config.folder / "checkpoints").glob("term-*-step-*"))[-1]
     trainer = json.loads((newest / "trainer.json").read_text())
-    losses = [json.loads(line)["loss"] for line in lines]
-    return Outcome(digests, losses, stat, trainer["ledger"], trainer["feed_positions"])
+    steps = [json.loads(line) for line in lines]
+    return Outcome(
+        digests,
+        [step["loss"] for step in steps],
+        [step["critic_loss"] for step in steps if "critic_loss" in step],
+        [step["reward_mean"] for step in steps],
+        stat,
+        trainer["ledger"],
+        trainer["feed_positions"],
+    )

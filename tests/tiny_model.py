@@ -13,10 +13,24 @@ EOS_TOKEN_ID = 1
 def make_tiny_qwen2(folder: Path, seed: int) -> Path:
     """Write a model folder, with a tokenizer of one word a token, and return it. Weights are scaled up so that the
     distributions are far from uniform and differ between seeds. head_dim 32 is the least vLLM's CPU attention takes."""
+    from transformers import Qwen2ForCausalLM
+
+    return _write(folder, seed, Qwen2ForCausalLM)
+
+
+def make_tiny_classifier(folder: Path, seed: int, num_labels: int = 1) -> Path:
+    """The same, with a head for sequences instead of one for tokens: a reward model."""
+    from transformers import Qwen2ForSequenceClassification
+
+    return _write(folder, seed, Qwen2ForSequenceClassification, num_labels=num_labels)
+
+
+def _write(folder: Path, seed: int, kind: Any, **settings: Any) -> Path:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
     config = Qwen2Config(
+        **settings,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -32,12 +46,13 @@ def make_tiny_qwen2(folder: Path, seed: int) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = Qwen2ForCausalLM(config).float()
+        model: Any = kind(config).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=0.1)
-    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    if model.can_generate():
+        model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
     _write_tokenizer(folder)
     return folder

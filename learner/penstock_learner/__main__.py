@@ -50,12 +50,11 @@ async def serve(config: RunConfig) -> None:
     from penstock.metrics import serve_metrics, write_endpoint
     from penstock.redis_client import connect
     from penstock.replay.redis_queue import RedisReplayQueue
-    from penstock_learner.controller import LearnerController, needed_roles
+    from penstock_learner.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.placement import place_roles
+    from penstock_learner.placement import needed_roles, place_roles
     from penstock_learner.ray_cluster import ray_cluster
-    from penstock_learner.roles.policy import PolicyWorker
-    from penstock_learner.roles.reference import ReferenceWorker
+    from penstock_learner.roles.workers import WORKERS
 
     learner = config.learner
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
@@ -65,8 +64,7 @@ async def serve(config: RunConfig) -> None:
     roles = needed_roles(config)
     try:
         with ray_cluster(config, roles):
-            workers = {"policy": PolicyWorker, "reference": ReferenceWorker}
-            groups = await place_roles(config, roles, workers, timeout_s=learner.rank_timeout_s)
+            groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
             queue = RedisReplayQueue(client, config.run, config.replay)
             controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics)
             loop = asyncio.get_running_loop()

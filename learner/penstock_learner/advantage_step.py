@@ -16,7 +16,7 @@ from penstock_learner.packing import SequenceBatch
 
 
 def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:
-    """The batch with `advantages`, and with the loss mask that the estimator leaves."""
+    """The batch with `advantages`, `returns` where there are any, and the loss mask that the estimator leaves."""
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
     rewards = torch.as_tensor(batch.rewards)
@@ -29,13 +29,20 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
         reference = torch.as_tensor(batch.reference_log_probs)
         penalty = kl_penalty(torch.as_tensor(current), reference, mask, config.kl.penalty)
         token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
-    outputs = compute_advantages(
-        AdvantageInputs(token_rewards, mask, sequence_ids, torch.as_tensor(batch.group_ids)), config.advantage
+    inputs = AdvantageInputs(
+        token_rewards,
+        mask,
+        sequence_ids,
+        torch.as_tensor(batch.group_ids),
+        values=None if batch.values is None else torch.as_tensor(batch.values),
+        is_greedy=None if batch.is_baseline is None else torch.as_tensor(batch.is_baseline),
     )
+    outputs = compute_advantages(inputs, config.advantage)
     return replace(
         batch,
         advantages=outputs.advantages.numpy().astype(np.float32),
         loss_mask=outputs.loss_mask.numpy().astype(np.uint8),
+        returns=None if outputs.returns is None else outputs.returns.numpy().astype(np.float32),
     )
 
 

@@ -86,6 +86,8 @@ class BatchReader:
             group = decode_group(delivery.payload)
             if group.prompt_id != delivery.prompt_id:
                 raise PoisonGroup("identity", f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}")
+            if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
+                raise PoisonGroup("shape", "it has no greedy sample to compare with; is the servers' config the same?")
         except PoisonGroup as error:
             logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
             await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")
@@ -98,6 +100,10 @@ class BatchReader:
             await self.queue.discard(group.prompt_id, "no_spread")
             return None
         return group
+
+
+def _has_baseline(group: Group) -> bool:
+    return sum(trajectory.is_baseline for trajectory in group.trajectories) == 1
 
 
 def _has_spread(group: Group) -> bool:

@@ -1,8 +1,9 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
-A checkpoint is written to `term-T-step-N.partial` by all ranks (DCP), completed by the controller with `trainer.json`,
-flushed, and renamed to `term-T-step-N`. Only a renamed folder counts. Groups are acknowledged after the rename, never
-before. The term comes first: what a learner writes that was fenced off is never newer than its successor's.
+A checkpoint is written to `term-T-step-N.partial` by all ranks of the roles that train (DCP), completed by the
+controller with `trainer.json`, flushed, and renamed to `term-T-step-N`. Only a renamed folder counts. Groups are
+acknowledged after the rename, never before. The term comes first: what a learner writes that was fenced off is never
+newer than its successor's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from penstock.errors import ConfigError, Fenced
 from penstock_learner.ledger import Ledger
 
 TRAINER_FILE = "trainer.json"
+
+
+def shards_folder(checkpoint: Path, role: str) -> Path:
+    """Where the ranks of a role have their shards: the policy at the top, any other in a folder of its name."""
+    return checkpoint if role == "policy" else checkpoint / role
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class CheckpointStore:
         final = partial.with_suffix("")
         try:
             (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
-            for path in partial.iterdir():
+            for path in partial.rglob("*"):
                 _flush(path)
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)

@@ -1,12 +1,15 @@
 """The learner controller: one loop from ready groups to a published version.
 
-    read batch ─► reference and proximal log-probs ─► advantages ─► update ─► gather ─► publish ┐
-        ▲  (the next batch is read while this one trains)       (the push runs beside the next  │
-        │                                                         step's forward and update)    │
-        └──────────── every N steps: checkpoint ─► commit (acknowledge) ◄───────────────────────┘
+    read batch ─► training step (training_step.py) ─► gather ─► publish ┐
+        ▲  (the next batch is read       (the push runs beside the next │
+        │   while this one trains)        step's forward and update)    │
+        └──────── every N steps: checkpoint ─► commit (acknowledge) ◄───┘
 
 Exactly once: a group is acknowledged only when a durable checkpoint's ledger holds its prompt; every call to the queue
 carries this learner's term.
+
+When a role that trains dies, its ranks are started anew and all that train go back to the checkpoint, under a new term,
+as a new learner process would; the roles that live stay up.
 """
 
 from __future__ import annotations
@@ -15,40 +18,29 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from pathlib import Path
 
 from penstock.cancellation import end_task
-from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
+from penstock.errors import RoleDied
 from penstock.fleet import Fleet
 from penstock.replay.contract import GroupConsumer
-from penstock_learner.advantage_step import denominators_of, with_advantages
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
-from penstock_learner.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
 from penstock_learner.crash_points import crash_point
 from penstock_learner.logprob_check import LogProbCheck
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.placement import LANES
 from penstock_learner.policy_publication import PolicyPublication
-from penstock_learner.role_group import RoleGroup
-from penstock_learner.step_metrics import MetricsFile, batch_metrics, update_metrics
+from penstock_learner.role_group import RoleGroup, all_ended
+from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.step_metrics import MetricsFile
+from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
 
 logger = logging.getLogger(__name__)
 STARVED_SHARE = 0.25
 """Of a batch's deadline: after so long without one, groups are acknowledged early."""
-
-
-def needed_roles(config: RunConfig) -> dict[str, RoleConfig]:
-    """The roles that the algorithm of this run uses."""
-    roles = {"policy": config.learner.policy}
-    if config.learner.algorithm.kl.placement != "none":
-        roles["reference"] = config.learner.reference
-    return roles
 
 
 class LearnerController:
@@ -62,15 +54,42 @@ class LearnerController:
         self.queue = queue
         self.fleet = fleet
         self.roles = roles
+        self.trained = {name: roles[name] for name in TRAINED_ROLES if name in roles}
         self.policy = roles["policy"]
         self.metrics = metrics
+        self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
+        self.training = TrainingStep(config.learner, roles, self.recovery)
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
         self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
+        self.may_resume = config.learner.checkpoint.resume == "auto"
+        """Whether the newest checkpoint is one to continue from."""
 
     async def run(self) -> None:
-        """Train until the last step, or until `stopping`."""
+        """Train until the last step, or until `stopping`, through the deaths of roles."""
+        died: RoleDied | None = None
+        while True:
+            try:
+                await self._start_roles(died)
+                await self._train_from_checkpoint()
+                return
+            except RoleDied as error:
+                died = error
+
+    async def _start_roles(self, died: RoleDied | None) -> None:
+        """All of them, at first; afterwards the one that died and, with no checkpoint to go back to, all that train."""
+        if died is None:
+            await all_ended(*(self.recovery.start(role) for role in self.roles.values()))
+            return
+        anew = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
+        await all_ended(*(self.recovery.restart(self.roles[name], died) for name in anew))
+        if "policy" not in anew:
+            for lane in LANES:
+                # What it was pushing would meet the pushes of the new term.
+                await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
+
+    async def _train_from_checkpoint(self) -> None:
         state = await self._resume()
         self.ledger = state.make_ledger()
         self.uncommitted: list[int] = []
@@ -93,15 +112,17 @@ class LearnerController:
                 await end_task(task)
             self.file.close()
 
+    def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
+        return self.checkpoints.newest() if self.may_resume else None
+
     async def _resume(self) -> TrainerState:
-        """Start the roles, from the newest checkpoint where there is one."""
-        found = self.checkpoints.newest() if self.config.learner.checkpoint.resume == "auto" else None
-        await asyncio.gather(*(role.start() for role in self.roles.values()))
+        """Bring the roles that train to the newest checkpoint, where there is one; else they are as they started."""
+        found = self._checkpoint_to_resume()
         if found is None:
             return TrainerState()
         path, state = found
         logger.info("resuming from %s", path)
-        await self.policy.call_all("restore", path)
+        await all_ended(*(role.call_all("restore", shards_folder(path, name)) for name, role in self.trained.items()))
         return state
 
     async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
@@ -182,44 +203,12 @@ class LearnerController:
 
     async def _step(self, batch: Batch, step: int, version: int) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
-        sequences = batch_of(batch.groups)
-        metrics = {"step": float(step)} | batch_metrics(sequences, version)
-        forward_started = time.monotonic()
-        sequences = await self._with_forwards(sequences)
-        sequences = with_advantages(sequences, self.config.learner.algorithm, self.kl.coefficient)
-        update_started = time.monotonic()
-        shards = partition(sequences, self.policy.num_ranks, self.config.learner.micro_batch_tokens)
-        denominators = denominators_of(sequences, self.config.learner.algorithm)
-        reports = await self.policy.call_each(
-            "update", [(shard, denominators, step, version, self.kl.coefficient) for shard in shards]
-        )
-        metrics |= update_metrics(reports, denominators)
+        metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
         self.log_probs.check(metrics, batch.groups)
-        self.kl = self.kl.updated(metrics["kl_reference"], sequences.num_sequences)
+        self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids
-        return metrics | {
-            "forward_s": update_started - forward_started,
-            "update_s": time.monotonic() - update_started,
-            "time": time.time(),
-        }
-
-    async def _with_forwards(self, batch: SequenceBatch) -> SequenceBatch:
-        """Log-probs of the reference and, where the correction wants it, of the proximal policy; at the same time."""
-        correction = self.config.learner.algorithm.correction
-        wanted = {}
-        if "reference" in self.roles:
-            wanted["reference_log_probs"] = self.roles["reference"]
-        if correction.mode != "bypass" and correction.proximal == "recomputed":
-            wanted["old_log_probs"] = self.policy
-        results = await asyncio.gather(*(self._log_probs(role, batch) for role in wanted.values()))
-        computed: dict[str, Any] = dict(zip(wanted, results, strict=True))
-        return replace(batch, **computed)
-
-    async def _log_probs(self, role: RoleGroup, batch: SequenceBatch) -> NDArray[np.float32]:
-        shards = partition(batch, role.num_ranks, self.config.learner.micro_batch_tokens)
-        parts = await role.call_each("log_probs", [(shard,) for shard in shards])
-        return unpermute(parts, shards, batch)
+        return metrics
 
     def _record(self, metrics: dict[str, float], batch: Batch) -> None:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
@@ -240,7 +229,7 @@ class LearnerController:
             return
         started = time.monotonic()
         partial = self.checkpoints.partial_folder(step, self.term)
-        await self.policy.call_all("save", partial)
+        await all_ended(*(role.call_all("save", shards_folder(partial, name)) for name, role in self.trained.items()))
         crash_point("before_flush")
         state = TrainerState(
             step,
@@ -253,6 +242,8 @@ class LearnerController:
         )
         self.checkpoints.finish(partial, state)
         self.ledger.mark_durable()
+        self.may_resume = True
+        self.recovery.made_progress()
         crash_point("after_flush")
         await self.queue.commit(step, self.uncommitted)
         crash_point("after_commit")

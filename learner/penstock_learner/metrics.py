@@ -15,6 +15,9 @@ _ALGORITHM_GAUGES = {
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
+    "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
+    "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
+    "value_explained_variance": ("algo_value_explained_variance", "1 - var(returns - values) / var(returns)."),
     "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob where one version made all."),
 }
 
@@ -47,6 +50,9 @@ class LearnerMetrics:
         self.skipped = Counter(
             name("learner_nonfinite_steps"), "Steps skipped for a non-finite gradient.", registry=registry
         )
+        self.role_restarts = Counter(
+            name("learner_role_restarts"), "Restarts of a role after a rank died or hung.", ["role"], registry=registry
+        )
         self.algorithm = {
             key: Gauge(name(suffix), text, registry=registry) for key, (suffix, text) in _ALGORITHM_GAUGES.items()
         }
@@ -76,6 +82,8 @@ class LearnerMetrics:
         self.clip.labels("low").set(metrics["clip_ratio_low"])
         self.clip.labels("high").set(metrics["clip_ratio_high"])
         self.skipped.inc(metrics["skipped"])
+        if "critic_loss" in metrics:
+            self.loss.labels("value").set(metrics["critic_loss"])
         for key, gauge in self.algorithm.items():
             if key in metrics:
                 gauge.set(metrics[key])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from penstock.errors import ConfigError
 from penstock_learner import attention
 from penstock_learner.attention import Packing
 from penstock_learner.packing import SequenceBatch
+
+if TYPE_CHECKING:
+    from penstock_learner.scalar_model import PackedScalarModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that `model.dtype` takes."""
@@ -63,12 +66,7 @@ class PackedCausalLM(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T], without, of every response token."""
-        hidden = self.lm.model(
-            input_ids=inputs.token_ids.unsqueeze(0),
-            position_ids=inputs.packing.columns.unsqueeze(0),
-            packing=inputs.packing,
-            use_cache=False,
-        ).last_hidden_state[0, inputs.predicting]
+        hidden = hidden_states(self.lm, inputs)[inputs.predicting]
         chunks = [
             checkpoint(self._chunk, h, t, temperature, use_reentrant=False)
             for h, t, temperature in zip(
@@ -88,6 +86,17 @@ class PackedCausalLM(nn.Module):
         return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
+def hidden_states(lm: Any, inputs: ModelInputs) -> Tensor:
+    """[N, hidden] of the packed tokens, after the last layer; `lm` is a Hugging Face model with a backbone `model`."""
+    states: Tensor = lm.model(
+        input_ids=inputs.token_ids.unsqueeze(0),
+        position_ids=inputs.packing.columns.unsqueeze(0),
+        packing=inputs.packing,
+        use_cache=False,
+    ).last_hidden_state[0]
+    return states
+
+
 def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int) -> PackedCausalLM:
     """Load a checkpoint folder with packed attention. Never reaches the network."""
     if not (path / "config.json").is_file():
@@ -101,7 +110,7 @@ def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int) -> PackedCausa
     return PackedCausalLM(lm, chunk_tokens)
 
 
-def shard(model: PackedCausalLM, *, reshard_after_forward: bool = True) -> None:
+def shard(model: PackedCausalLM | PackedScalarModel, *, reshard_after_forward: bool = True) -> None:
     """FSDP2 over the default process group: each decoder layer on its own, then the root with what is left."""
     for layer in model.lm.model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward)

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from penstock.trajectory import Group
 
+BY_SEQUENCE = ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids", "is_baseline")
+"""The [S] arrays of a batch."""
+
 
 @dataclass(frozen=True)
 class SequenceBatch:
@@ -44,6 +47,12 @@ class SequenceBatch:
     """[T] of the proximal policy, where the correction mode wants it recomputed."""
     reference_log_probs: NDArray[np.float32] | None = None
     """[T]"""
+    values: NDArray[np.float32] | None = None
+    """[T] of the critic, at the start of the step."""
+    returns: NDArray[np.float32] | None = None
+    """[T] what the critic learns."""
+    is_baseline: NDArray[np.bool_] | None = None
+    """[S] the greedy samples that others are compared with; None where no group has one."""
 
     @property
     def num_sequences(self) -> int:
@@ -87,10 +96,15 @@ class SequenceBatch:
             array = getattr(self, field.name)
             if array is None:
                 continue
-            by_sequence = field.name in ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids")
-            index = token_index if field.name == "token_ids" else chosen if by_sequence else response_index
+            index = (
+                token_index if field.name == "token_ids" else chosen if field.name in BY_SEQUENCE else response_index
+            )
             selected[field.name] = array[index]
         return SequenceBatch(**selected)
+
+    def without_baselines(self) -> SequenceBatch:
+        """The sequences that are trained."""
+        return self if self.is_baseline is None else self.select(np.flatnonzero(~self.is_baseline).tolist())
 
     def without_loss(self) -> SequenceBatch:
         """The same forward pass with nothing to learn: it evens out ranks that have no sequence of their own."""
@@ -100,6 +114,7 @@ class SequenceBatch:
 def batch_of(groups: Sequence[Group]) -> SequenceBatch:
     """All trajectories of the groups, in order."""
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    is_baseline = np.array([t.is_baseline for _, t in pairs], dtype=np.bool_)
     return SequenceBatch(
         token_ids=np.concatenate(
             [part for group, t in pairs for part in (group.prompt_token_ids, t.token_ids)], dtype=np.int64
@@ -112,6 +127,7 @@ def batch_of(groups: Sequence[Group]) -> SequenceBatch:
         loss_mask=np.concatenate([t.loss_mask for _, t in pairs]),
         behaviour_log_probs=np.concatenate([t.log_probs for _, t in pairs]),
         token_versions=np.concatenate([t.token_versions() for _, t in pairs]),
+        is_baseline=is_baseline if is_baseline.any() else None,
     )
 
 
@@ -147,6 +163,19 @@ def unpermute(
             if sequences:
                 result[_ranges(starts[sequences], responses[sequences])] = values[offset : offset + num_tokens]
             offset += num_tokens
+    return result
+
+
+def unpermute_sequences(
+    parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
+) -> NDArray[np.float32]:
+    """`unpermute` of results that are one a sequence."""
+    result = np.zeros(batch.num_sequences, dtype=np.float32)
+    for values, shard in zip(parts, shards, strict=True):
+        offset = 0
+        for micro, sequences in zip(shard.micro_batches, shard.sequences, strict=True):
+            result[sequences] = values[offset : offset + len(sequences)]
+            offset += micro.num_sequences
     return result
 
 

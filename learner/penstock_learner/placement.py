@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,6 +27,22 @@ RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
     "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
 }
+
+
+LANES = ("push", "catch_up")
+"""Pushes of either lane get a thread of their own in each rank."""
+
+
+def needed_roles(config: RunConfig) -> dict[str, RoleConfig]:
+    """The roles that this run uses."""
+    learner = config.learner
+    wanted = {
+        "policy": learner.policy,
+        "reference": None if learner.algorithm.kl.placement == "none" else learner.reference,
+        "critic": learner.critic,
+        "reward_model": learner.reward_model,
+    }
+    return {name: role for name, role in wanted.items() if role is not None}
 
 
 def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
@@ -57,7 +74,7 @@ def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
 async def place_roles(
     config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
 ) -> dict[str, RoleGroup]:
-    """Reserve resources for all roles, then start their actors. Raises DeadlineExceeded when they do not fit."""
+    """Reserve resources for all roles, which are then ready to start. Raises DeadlineExceeded when they do not fit."""
     placed: dict[str, RoleGroup] = {}
     for group in active_resource_groups(config.learner, roles):
         reserved = placement_group(bundles(group), strategy="PACK")
@@ -70,20 +87,22 @@ async def place_roles(
                 "add nodes, or lower learner.*.num_ranks"
             ) from error
         for name, role in group.items():
-            placed[name] = _start_role(config, name, role, workers[name], reserved)
+            make_actors = partial(_make_actors, config, name, role, workers[name], reserved)
+            placed[name] = RoleGroup(name, make_actors, config.learner.rank_timeout_s)
     return placed
 
 
-def _start_role(config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup) -> RoleGroup:
-    """One actor a rank; pushes of either lane get a thread of their own in each."""
-    remote: Any = ray.remote(concurrency_groups={"push": 1, "catch_up": 1})(worker)
-    actors = [
+def _make_actors(
+    config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup, number: int
+) -> list[Any]:
+    """One actor a rank."""
+    remote: Any = ray.remote(concurrency_groups=dict.fromkeys(LANES, 1))(worker)
+    return [
         remote.options(
-            name=f"{config.run}-{name}-{rank}",
+            name=f"{config.run}-{name}-{rank}-{number}",
             num_cpus=role.cpus_per_rank,
             num_gpus=role.gpus_per_rank,
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
         ).remote(config, rank, role.num_ranks)
         for rank in range(role.num_ranks)
     ]
-    return RoleGroup(name, actors, config.learner.rank_timeout_s)

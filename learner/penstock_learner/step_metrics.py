@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.packing import SequenceBatch
+from penstock_learner.roles.critic import CriticReport
 from penstock_learner.roles.policy import UpdateReport
 
 
@@ -20,7 +21,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]
     starts = np.sort(first)
     spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
     return {
-        "reward_mean": float(batch.rewards.mean()),
+        "reward_mean": float(batch.without_baselines().rewards.mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "num_sequences": float(batch.num_sequences),
@@ -55,6 +56,24 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
     if mismatch.mean is not None:
         metrics["logprob_mismatch"] = mismatch.mean
     return metrics
+
+
+def critic_metrics(
+    reports: Sequence[CriticReport], batch: SequenceBatch, denominators: Denominators
+) -> dict[str, float]:
+    """What the critic's update did, over all ranks, and how good its values of the start of the step were."""
+    assert batch.values is not None and batch.returns is not None
+    trained = batch.loss_mask.astype(bool)
+    values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
+    variance = float(returns.var()) if len(returns) else 0.0
+    return {
+        "critic_loss": sum(report.loss for report in reports),
+        "critic_grad_norm": reports[0].grad_norm,
+        "critic_skipped": float(reports[0].skipped),
+        "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(denominators.num_tokens, 1),
+        "value_mean": float(values.mean()) if len(values) else 0.0,
+        "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
+    }
 
 
 class MetricsFile:

@@ -134,6 +134,7 @@ def group_record(group: Group) -> dict[str, Any]:
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
                 "finish_reason": trajectory.finish_reason,
+                "is_baseline": trajectory.is_baseline,
                 "token_ids": trajectory.token_ids.tolist(),
                 "loss_mask": trajectory.loss_mask.tolist(),
                 "log_probs": trajectory.log_probs.tolist(),
@@ -159,7 +160,8 @@ def print_group(group: Group) -> None:
 
 def _trajectory_table(index: int, trajectory: Trajectory) -> Table:
     parts = f"  ({_pairs(trajectory.reward_parts)})" if trajectory.reward_parts else ""
-    title = f"sample {index}  reward {trajectory.reward:.4f}{parts}  {trajectory.finish_reason}"
+    baseline = "  baseline" if trajectory.is_baseline else ""
+    title = f"sample {index}  reward {trajectory.reward:.4f}{parts}  {trajectory.finish_reason}{baseline}"
     table = _table("position", ("token", "log-prob", "version", "trained"))
     table.title, table.title_justify = title, "left"
     table.columns[0].justify = "right"

@@ -44,11 +44,26 @@ class AdvantageConfig(Config):
     """Trace decay of gae: 1 is Monte Carlo minus the value, 0 the one-step error."""
     normalize_by_std: bool = True
     """grpo divides by the standard deviation of its group; False is Dr.GRPO."""
+    greedy_baseline: bool | None = None
+    """Rollout servers add a greedy sample to each group, which is scored and not trained. None: for remax only."""
 
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, name: str) -> str:
         return check_name("advantage", name, ADVANTAGE_NAMES)
+
+    @model_validator(mode="after")
+    def _baseline_is_used(self) -> Self:
+        if self.name == "remax" and self.greedy_baseline is False:
+            raise ValueError("advantage remax compares with the greedy sample: leave greedy_baseline out")
+        if self.greedy_baseline and self.name in ADVANTAGE_NAMES and self.name != "remax":
+            raise ValueError(f"advantage {self.name} has no use for a greedy sample: leave greedy_baseline out")
+        return self
+
+    @property
+    def has_baseline(self) -> bool:
+        """`greedy_baseline`, or the default of the estimator."""
+        return self.name == "remax" if self.greedy_baseline is None else self.greedy_baseline
 
 
 class LossConfig(Config):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from penstock.config.algorithms import AlgorithmConfig
+from penstock.config.algorithms import ADVANTAGE_NAMES, AlgorithmConfig
 from penstock.config.base import Config
 
 
@@ -14,6 +15,25 @@ class RoleConfig(Config):
     num_ranks: int = Field(default=1, ge=1)
     cpus_per_rank: float = Field(default=1.0, ge=0)
     gpus_per_rank: float = Field(default=0.0, ge=0)
+
+
+class CriticConfig(RoleConfig):
+    path: Path | None = None
+    """Model folder of the backbone; None: `model.path`. A sequence classifier with one label brings its head along,
+    any other model gets a head of zeros."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate of its own AdamW; betas, decay, warm-up and clipping are the policy's."""
+
+
+class RewardModelConfig(RoleConfig):
+    path: Path
+    """Folder of a sequence classifier with one label, on the policy's tokenizer."""
+    combine: Literal["add", "replace"] = "add"
+    """Whether the score is added to the reward that came with the sample, or takes its place."""
+    coefficient: float = 1.0
+    """The score is multiplied by it."""
+    data_sources: tuple[str, ...] = ()
+    """Which data sources it scores, as names or patterns such as `chat*`; empty: all."""
 
 
 class LoraConfig(Config):
@@ -33,9 +53,16 @@ class CheckpointConfig(Config):
 
 class LearnerConfig(Config):
     placement: Literal["standalone", "split-collocate"] = "standalone"
-    """`standalone`: every role in a resource group of its own. `split-collocate`: policy and reference share one."""
+    """`standalone`: every role in a resource group of its own. `split-collocate`: policy and reference share one,
+    critic and reward model another."""
     policy: RoleConfig = RoleConfig()
     reference: RoleConfig = RoleConfig()
+    critic: CriticConfig | None = None
+    """Values for advantage gae; `{}` takes the defaults. None: no critic."""
+    reward_model: RewardModelConfig | None = None
+    """Scores every sample beside the rewards of the rollout servers. None: there is none."""
+    max_role_restarts: int = Field(default=3, ge=0)
+    """How often in a row, without a checkpoint between, one role is restarted after a rank of it died or hung."""
     ray_address: str = ""
     """Ray cluster to join; empty starts a private one on this machine."""
     publish_host: str = ""
@@ -54,6 +81,8 @@ class LearnerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     """The learning rate grows linearly over these steps."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """The policy keeps its weights for the first steps, while the critic learns."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
@@ -73,8 +102,12 @@ class LearnerConfig(Config):
     """CPU threads of each rank."""
 
     @model_validator(mode="after")
-    def _advantage_has_what_it_needs(self) -> Self:
-        needs = {"gae": "a critic role", "remax": "a greedy sample in each group"}.get(self.algorithm.advantage.name)
-        if needs:
-            raise ValueError(f"advantage {self.algorithm.advantage.name} needs {needs}, which this version has not")
+    def _critic_is_there_where_it_is_used(self) -> Self:
+        name = self.algorithm.advantage.name
+        if name == "gae" and self.critic is None:
+            raise ValueError("advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage")
+        if self.critic is not None and name != "gae" and name in ADVANTAGE_NAMES:
+            raise ValueError(f"advantage {name} uses no critic: leave learner.critic out, or choose advantage gae")
+        if self.critic_warmup_steps and self.critic is None:
+            raise ValueError("critic_warmup_steps holds the policy for a critic, and there is none: add learner.critic")
         return self

@@ -109,8 +109,22 @@ class RemoteReward(RewardSettings):
     """File with the key that is sent as `Authorization: Bearer …`."""
 
 
+class RewardModelReward(RewardSettings):
+    """0 from the rollout server: the learner's reward model scores the sample before it is trained. Evaluations, which
+    the learner never sees, keep the 0."""
+
+    kind: Literal["reward_model"]
+
+
 Reward = Annotated[
-    ExactMatchReward | RegexReward | Gsm8kReward | MathReward | CodeReward | FunctionReward | RemoteReward,
+    ExactMatchReward
+    | RegexReward
+    | Gsm8kReward
+    | MathReward
+    | CodeReward
+    | FunctionReward
+    | RemoteReward
+    | RewardModelReward,
     Field(discriminator="kind"),
 ]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config.base import Config
 from penstock.config.dataset import DatasetConfig
@@ -38,6 +38,24 @@ class RunConfig(Config):
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()
     demo: DemoConfig = DemoConfig()
+
+    @model_validator(mode="after")
+    def _reward_model_is_there_where_it_is_used(self) -> Self:
+        reward = self.rollout.reward
+        kinds = {chosen.kind for chosen in (*reward.by_data_source.values(), reward.default)}
+        if "reward_model" in kinds and self.learner.reward_model is None:
+            raise ValueError("a reward of kind reward_model is the learner's to give: add learner.reward_model.path")
+        return self
+
+    @model_validator(mode="after")
+    def _spread_is_of_the_reward_that_trains(self) -> Self:
+        reward_model = self.learner.reward_model
+        if self.replay.dynamic_sampling and reward_model is not None and reward_model.combine == "replace":
+            raise ValueError(
+                "replay.dynamic_sampling compares the rewards of the rollout servers, which learner.reward_model "
+                "replaces: turn one of them off"
+            )
+        return self
 
     @property
     def folder(self) -> Path:

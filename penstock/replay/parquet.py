@@ -40,6 +40,7 @@ TRAJECTORY = pa.struct(
         ("reward", pa.float64()),
         ("finish_reason", pa.string()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("is_baseline", pa.bool_()),
     ]
 )
 SCHEMA = pa.schema(
@@ -229,6 +230,7 @@ def _trajectories(trajectories: Sequence[Trajectory]) -> Any:
             pa.array([name for name, _ in parts], pa.string()),
             pa.array([value for _, value in parts], pa.float64()),
         ),
+        [t.is_baseline for t in trajectories],
     )
 
 
@@ -294,11 +296,12 @@ def _read_trajectories(structs: Any) -> list[Trajectory]:
             reward=reward,
             finish_reason=finish_reason,
             reward_parts=dict(parts),
+            is_baseline=is_baseline,
         )
-        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts in zip(
+        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts, is_baseline in zip(
             _split(fields["token_ids"]), _split(fields["loss_mask"]), _split(fields["log_probs"]),
             fields["segments"].to_pylist(), fields["reward"].to_pylist(), fields["finish_reason"].to_pylist(),
-            fields["reward_parts"].to_pylist(), strict=True,
+            fields["reward_parts"].to_pylist(), fields["is_baseline"].to_pylist(), strict=True,
         )
     ]  # fmt: skip
 

@@ -41,6 +41,7 @@ class GroupMaker:
         scorer: Scoring,
         metrics: RolloutMetrics,
         agents: Agents,
+        greedy_baseline: bool = False,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -49,6 +50,8 @@ class GroupMaker:
         self.scorer = scorer
         self.metrics = metrics
         self.agents = agents
+        self.greedy_baseline = greedy_baseline
+        """Whether a group that is trained gets one more sample, greedy, that the others are compared with."""
 
     async def make(self, lease: Lease, prompt: Prompt) -> Group:
         """Cancelling this aborts the samples that still run."""
@@ -63,8 +66,8 @@ class GroupMaker:
         scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
         how = self.agents.config.turn_rewards
         trajectories = tuple(
-            _trajectory(episode, *combine_rewards(score, episode, how))
-            for episode, score in zip(episodes, scores, strict=True)
+            _trajectory(episode, *combine_rewards(score, episode, how), is_baseline=index >= prompt.num_samples)
+            for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
         )
         group = Group(
             run=self.run,
@@ -83,9 +86,12 @@ class GroupMaker:
         return group
 
     def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
-        """One for each sample; they differ in request id and seed."""
+        """One for each sample; they differ in request id and seed. A baseline comes last."""
         toolbox = self.agents.toolbox_for(prompt)
         prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
+        samplings = [replace(prompt.sampling, seed=_seed(prompt, index)) for index in range(prompt.num_samples)]
+        if self.greedy_baseline and not prompt.evaluation_id:
+            samplings.append(replace(prompt.sampling, temperature=0.0, top_p=1.0, seed=None))
         return [
             AgentContext(
                 engine=self.engine,
@@ -93,7 +99,7 @@ class GroupMaker:
                 request_id=f"{lease.prompt_id}.{lease.attempt}.{index}",
                 prompt=prompt,
                 prompt_token_ids=prompt_ids,
-                sampling=replace(prompt.sampling, seed=_seed(prompt, index)),
+                sampling=sampling,
                 config=self.agents.config,
                 max_model_len=self.agents.max_model_len,
                 toolbox=toolbox,
@@ -101,7 +107,7 @@ class GroupMaker:
                 interactions=self.agents.interactions,
                 metrics=self.metrics,
             )
-            for index in range(prompt.num_samples)
+            for index, sampling in enumerate(samplings)
         ]
 
     def _scored_text(self, episode: Episode) -> str:
@@ -128,7 +134,7 @@ def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
     return episode
 
 
-def _trajectory(episode: Episode, reward: float, parts: dict[str, float]) -> Trajectory:
+def _trajectory(episode: Episode, reward: float, parts: dict[str, float], *, is_baseline: bool) -> Trajectory:
     return Trajectory(
         token_ids=episode.token_ids,
         loss_mask=episode.loss_mask,
@@ -137,4 +143,5 @@ def _trajectory(episode: Episode, reward: float, parts: dict[str, float]) -> Tra
         reward=reward,
         reward_parts=parts,
         finish_reason=episode.finish_reason,
+        is_baseline=is_baseline,
     )

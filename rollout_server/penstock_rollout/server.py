@@ -68,7 +68,10 @@ class RolloutServer:
         self.fleet = Fleet(client, config.run)
         self.policies = PolicyRegistry(client, config.run)
         queue = RedisReplayQueue(client, config.run, config.replay)
-        maker = GroupMaker(config.run, self.server_id, self.engine, tokenization, scorer, self.metrics, agents)
+        maker = GroupMaker(
+            config.run, self.server_id, self.engine, tokenization, scorer, self.metrics, agents,
+            greedy_baseline=config.learner.algorithm.advantage.has_baseline,
+        )  # fmt: skip
         self.producer = Producer(
             queue, self.server_id, maker, config.rollout, config.replay, self.metrics,
             may_lease=self._may_lease, engine_stats=self.engine.stats,

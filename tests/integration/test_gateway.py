@@ -177,6 +177,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
             "reward": 1.0,
             "reward_parts": {"format": None},
             "finish_reason": "stop",
+            "is_baseline": False,
         }
     ]
     answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))

@@ -141,6 +141,7 @@ def rich_group(index: int) -> Group:
                 reward=float(random.normal()),
                 finish_reason=("stop", "length", "aborted")[sample % 3],  # type: ignore[arg-type]
                 reward_parts={f"Teil {part} µ": float(random.normal()) for part in range(sample)},
+                is_baseline=sample == 2,
             )
         )
     return Group(
@@ -164,7 +165,7 @@ def content(group: Group) -> list[Any]:
         for t in group.trajectories
         for array in (t.token_ids, t.loss_mask, t.log_probs)
     ]
-    others = [(t.segments, t.reward, t.finish_reason, t.reward_parts) for t in group.trajectories]
+    others = [(t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline) for t in group.trajectories]
     return [
         group.server_id, group.data_source, group.agent_name, group.sampling, group.finished_at_ms,
         group.prompt_token_ids.dtype.str, group.prompt_token_ids.tolist(), arrays, others,

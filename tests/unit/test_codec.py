@@ -52,6 +52,14 @@ def make_group(*trajectories: Trajectory) -> Group:
     )
 
 
+def test_a_baseline_is_known_as_one_and_left_out_of_the_mean_reward() -> None:
+    group = make_group(make_trajectory(reward=1.0), make_trajectory(reward=0.0, is_baseline=True))
+    decoded = decode_group(encode_group(group))
+    assert [trajectory.is_baseline for trajectory in decoded.trajectories] == [False, True]
+    assert decoded.mean_reward == 1.0
+    assert poison_kind(encode_group(make_group(make_trajectory(is_baseline=True)))) == "shape"
+
+
 def poison_kind(data: bytes) -> str:
     with pytest.raises(PoisonGroup) as caught:
         decode_group(data)

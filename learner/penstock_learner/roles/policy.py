@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.nn.utils import clip_grad_norm_
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.corrections import (
@@ -26,10 +20,10 @@ from penstock_learner.algorithms.corrections import (
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
 from penstock_learner.algorithms.segments import apply_mask
-from penstock_learner.model import ModelInputs, add_adapter, full_weight, load_model, shard
+from penstock_learner.model import ModelInputs, add_adapter, load_model
 from penstock_learner.packing import RankShard, SequenceBatch
-from penstock_learner.roles.rank import Rank
 from penstock_learner.roles.reference import forward_log_probs
+from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
 from penstock_learner.weights.publisher import PushReport, WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
@@ -54,7 +48,7 @@ class UpdateReport:
     """True when the gradient was not finite and the step left the weights as they were."""
 
 
-class PolicyWorker(Rank):
+class PolicyWorker(TrainerRank):
     """One rank of the policy."""
 
     role = "policy"
@@ -65,14 +59,7 @@ class PolicyWorker(Rank):
         if learner.lora is not None:
             add_adapter(self.model, learner.lora)
             self.model.to(self.device)
-        shard(self.model, reshard_after_forward=self.device.type == "cuda")
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
-            lr=learner.lr,
-            betas=learner.betas,
-            eps=learner.adam_eps,
-            weight_decay=learner.weight_decay,
-        )
+        self.prepare(self.model, learner.lr)
         host = self.config.learner.publish_host or self.node_address
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
 
@@ -86,7 +73,8 @@ class PolicyWorker(Rank):
         """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
-        grad_norm, skipped = self._apply(step)
+        hold = step <= self.config.learner.critic_warmup_steps
+        grad_norm, skipped = self.apply_gradients(step, hold=hold)
         loss, kl, entropy, statistics, correction, mismatch = reports[0]
         for more in reports[1:]:
             loss, kl, entropy = loss + more[0], kl + more[1], entropy + more[2]
@@ -118,26 +106,14 @@ class PolicyWorker(Rank):
         assert self.publisher is not None
         self.publisher.write_snapshot(policy_version, folder)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        save_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-    def restore(self, folder: Path) -> None:
-        """Load shards written by any number of ranks. Collective."""
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        load_shards(state, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
     def _accumulate(
         self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
     ) -> tuple[float, float, float, LossStatistics, CorrectionStatistics, Mismatch]:
         """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""
         config = self.config.learner.algorithm
         log_probs, entropy = self.model(ModelInputs.of(micro, self.device))
-        mask, sequence_ids = self._tensor(micro.loss_mask).bool(), self._tensor(micro.sequence_ids)
-        behaviour, advantages = self._tensor(micro.behaviour_log_probs), self._tensor(micro.advantages)
+        mask, sequence_ids = self.tensor(micro.loss_mask).bool(), self.tensor(micro.sequence_ids)
+        behaviour, advantages = self.tensor(micro.behaviour_log_probs), self.tensor(micro.advantages)
         old = self._proximal(micro, log_probs, behaviour)
         outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
         numerator = log_probs.detach() if config.correction.mode == "bypass" else old
@@ -147,14 +123,14 @@ class PolicyWorker(Rank):
         kl_sum = 0.0
         total = loss
         if micro.reference_log_probs is not None:
-            reference = self._tensor(micro.reference_log_probs)
+            reference = self.tensor(micro.reference_log_probs)
             kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
             kl_sum = float(kl.detach().sum())
             if config.kl.placement == "loss":
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
         (total * self.world_size).backward()
-        mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.unmixed_versions), version)
+        mismatch = measure_mismatch(log_probs, behaviour, mask, self.tensor(micro.unmixed_versions), version)
         entropy_sum = float(apply_mask(entropy, mask).sum())
         return float(loss.detach()), kl_sum, entropy_sum, outputs.statistics, correction.statistics, mismatch
 
@@ -165,20 +141,4 @@ class PolicyWorker(Rank):
             return behaviour
         if config.proximal == "interpolated":
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
-        return self._tensor(micro.old_log_probs)
-
-    def _apply(self, step: int) -> tuple[float, bool]:
-        learner = self.config.learner
-        warmup = min(1.0, step / learner.warmup_steps) if learner.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = learner.lr * warmup
-        norm = clip_grad_norm_(self.model.parameters(), learner.max_grad_norm)
-        grad_norm = float(full_weight(norm))
-        if not math.isfinite(grad_norm):
-            return grad_norm, True
-        self.optimizer.step()
-        return grad_norm, False
-
-    def _tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
-        assert array is not None, "the controller filled in what the algorithm needs"
-        return torch.as_tensor(array, device=self.device)
+        return self.tensor(micro.old_log_probs)

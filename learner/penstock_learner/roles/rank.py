@@ -55,6 +55,9 @@ class Rank:
             timeout=timeout,
         )
 
+    def wait_idle(self) -> None:
+        """Called in a lane: returns when what the lane was doing has ended."""
+
     @property
     def node_address(self) -> str:
         address: str = ray.util.get_node_ip_address()

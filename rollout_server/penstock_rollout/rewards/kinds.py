@@ -77,7 +77,8 @@ BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
     "code": _code,
     "function": _function,
 }
-"""Kind: from its settings to a function with verl's signature. `remote` is not here: it waits and does not compute."""
+"""Kind: from its settings to a function with verl's signature. `remote` is not here: it waits and does not compute.
+Nor is `reward_model`, which the learner computes."""
 
 
 def build(settings: Settings) -> RewardFunction:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from penstock.config.rewards import RemoteReward, Reward, RewardConfig
+from penstock.config.rewards import RemoteReward, Reward, RewardConfig, RewardModelReward
 from penstock.errors import ConfigError
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.choice import RewardChoice
@@ -32,6 +32,8 @@ class Scorer:
             if isinstance(reward, RemoteReward):
                 self._remote(reward)
                 continue
+            if isinstance(reward, RewardModelReward):
+                continue
             try:
                 await self._pool.prepare(self.choice.settings(reward))
             except RewardFailed as error:
@@ -55,6 +57,8 @@ class Scorer:
             await remote.close()
 
     async def _bounded(self, reward: Reward, arguments: Json) -> tuple[float, dict[str, float]]:
+        if isinstance(reward, RewardModelReward):
+            return 0.0, {}
         timeout_s = self.choice.timeout_s(reward)
         try:
             if isinstance(reward, RemoteReward):

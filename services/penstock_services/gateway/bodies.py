@@ -179,6 +179,7 @@ def _trajectory_to_json(trajectory: Trajectory) -> Json:
         "reward": trajectory.reward,
         "reward_parts": _finite(trajectory.reward_parts),
         "finish_reason": trajectory.finish_reason,
+        "is_baseline": trajectory.is_baseline,
     }
 
 

@@ -23,6 +23,8 @@ from penstock.config.algorithms import (
     ValueLossConfig,
     WeightName,
 )
+from penstock.config.learner import LearnerConfig
+from penstock.config.run import RunConfig
 from penstock_learner.algorithms.advantages import ADVANTAGES
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
 from penstock_learner.algorithms.losses import LOSSES
@@ -89,11 +91,41 @@ def test_defaults_are_those_of_the_papers() -> None:
         (ValueLossConfig, {"aggregation": "seq-mean-token-sum-norm"}, "needs constant_length"),
         (OverlongConfig, {"max_num_tokens": 100}, "must not exceed max_num_tokens"),
         (AlgorithmConfig, {"loss": {"name": "reinforce"}}, "set correction.mode to bypass"),
+        (AdvantageConfig, {"name": "remax", "greedy_baseline": False}, "compares with the greedy sample"),
+        (AdvantageConfig, {"name": "rloo", "greedy_baseline": True}, "has no use for a greedy sample"),
+        (LearnerConfig, {"algorithm": {"advantage": {"name": "gae"}}}, "needs a critic: add `learner.critic: {}`"),
+        (LearnerConfig, {"critic": {}}, "advantage grpo uses no critic"),
+        (LearnerConfig, {"critic_warmup_steps": 3}, "holds the policy for a critic, and there is none"),
+        (LearnerConfig, {"reward_model": {"combine": "replace"}}, "path\n  Field required"),
+        (
+            RunConfig,
+            {
+                "model": {"path": "m"},
+                "rollout": {"reward": {"by_data_source": {"chat*": {"kind": "reward_model"}}}},
+            },
+            "the learner's to give: add learner.reward_model.path",
+        ),
+        (
+            RunConfig,
+            {
+                "model": {"path": "m"},
+                "replay": {"dynamic_sampling": True},
+                "learner": {"reward_model": {"path": "r", "combine": "replace"}},
+            },
+            "replaces: turn one of them off",
+        ),
     ],
 )
 def test_contradictions_are_refused(model: type[BaseModel], values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         model.model_validate(values)
+
+
+def test_a_custom_advantage_may_use_a_critic_and_a_greedy_sample() -> None:
+    advantage = {"name": "my_project.advantages:mine", "greedy_baseline": True}
+    learner = LearnerConfig.model_validate({"critic": {}, "algorithm": {"advantage": advantage}})
+    assert learner.algorithm.advantage.has_baseline
+    assert AdvantageConfig(name="remax").has_baseline and not AdvantageConfig().has_baseline
 
 
 def test_a_custom_function_is_reached_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,18 @@ async def test_a_group_that_names_another_prompt_is_poison() -> None:
     assert await queue.dead_letter_reasons() == {"identity": 1}
 
 
+async def test_remax_trains_no_group_without_its_greedy_sample() -> None:
+    def with_baseline(group: Group) -> Group:
+        first, *rest = group.trajectories
+        return replace(group, trajectories=(*rest, replace(first, is_baseline=True)))
+
+    queue = await queue_with([make_group(1), with_baseline(make_group(2)), with_baseline(make_group(3))])
+    learner = LearnerConfig.model_validate({"algorithm": {"advantage": {"name": "remax"}}})
+    batch = await BatchReader(queue, REPLAY, learner, Ledger(), {}).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"shape": 1}
+
+
 async def test_what_the_ledger_holds_is_not_trained_again() -> None:
     queue = await queue_with([make_group(1), make_group(2), make_group(3)])
     batch = await reader_of(queue, ledger=Ledger([(1, 1)])).read(1, 0)

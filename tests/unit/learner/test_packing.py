@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groups import make_group
-from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 
 
 def some_batch(num_groups: int = 5) -> SequenceBatch:
@@ -54,6 +54,24 @@ def test_unpermute_undoes_partition(num_ranks: int, max_tokens: int) -> None:
     shards = partition(batch, num_ranks, max_tokens)
     parts = [np.concatenate([micro.behaviour_log_probs for micro in shard.micro_batches]) for shard in shards]
     assert unpermute(parts, shards, batch).tolist() == batch.behaviour_log_probs.tolist()
+
+
+@given(num_ranks=st.integers(1, 5), max_tokens=st.integers(8, 300), num_groups=st.integers(1, 3))
+def test_unpermute_sequences_undoes_partition(num_ranks: int, max_tokens: int, num_groups: int) -> None:
+    batch = some_batch(num_groups)
+    batch = replace(batch, rewards=np.arange(batch.num_sequences, dtype=np.float32))
+    shards = partition(batch, num_ranks, max_tokens)
+    parts = [np.concatenate([micro.rewards for micro in shard.micro_batches]) for shard in shards]
+    assert unpermute_sequences(parts, shards, batch).tolist() == batch.rewards.tolist()
+
+
+def test_baselines_leave_the_batch_and_other_groups_stay() -> None:
+    group = make_group(1, num_samples=3)
+    marked = replace(group, trajectories=(*group.trajectories[:2], replace(group.trajectories[2], is_baseline=True)))
+    batch = batch_of([marked, make_group(2, num_samples=2)])
+    assert batch.is_baseline is not None and batch.is_baseline.tolist() == [False, False, True, False, False]
+    assert batch.without_baselines().group_ids.tolist() == [1, 1, 2, 2]
+    assert batch_of([make_group(2)]).is_baseline is None
 
 
 def test_a_rank_without_sequences_trains_nothing() -> None:

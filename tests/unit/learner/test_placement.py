@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.config.learner import LearnerConfig, RoleConfig
-from penstock_learner.placement import active_resource_groups, bundles, num_cpus
+from penstock.config.loading import validate
+from penstock_learner.placement import active_resource_groups, bundles, needed_roles, num_cpus
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 
@@ -18,6 +19,26 @@ def test_split_collocate_shares_bundles_rank_by_rank() -> None:
     groups = active_resource_groups(LearnerConfig(placement="split-collocate"), ROLES)
     assert [list(group) for group in groups] == [["policy", "reference"]]
     assert bundles(groups[0]) == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 0.5}]
+
+
+def test_four_roles_make_four_groups_or_two() -> None:
+    config = validate(
+        {
+            "model": {"path": "model"},
+            "learner": {
+                "algorithm": {"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
+                "critic": {"num_ranks": 2},
+                "reward_model": {"path": "reward"},
+            },
+        },
+        "test",
+    )
+    roles = needed_roles(config)
+    alone = active_resource_groups(LearnerConfig(placement="standalone"), roles)
+    assert [list(group) for group in alone] == [["policy"], ["reference"], ["critic"], ["reward_model"]]
+    shared = active_resource_groups(LearnerConfig(placement="split-collocate"), roles)
+    assert [list(group) for group in shared] == [["policy", "reference"], ["critic", "reward_model"]]
+    assert bundles(shared[1]) == [{"CPU": 2}, {"CPU": 1}]
 
 
 def test_a_private_ray_offers_what_the_placement_needs() -> None:

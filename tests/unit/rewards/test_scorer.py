@@ -98,6 +98,13 @@ async def test_a_custom_function_gets_verls_arguments_and_its_parts_are_kept(mak
     assert errors(scorer) == {}
 
 
+async def test_what_the_learners_reward_model_scores_is_zero_here_and_needs_no_process(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(by_data_source={"any": {"kind": "reward_model"}})
+    await scorer.check()
+    assert await score(scorer, "7", "8") == [(0.0, {}), (0.0, {})]
+    assert errors(scorer) == {}
+
+
 async def test_processes_stay_light_and_are_used_again(make_scorer: MakeScorer) -> None:
     scorer = await make_scorer(num_processes=1)
     pids = {(await score(scorer, "pid"))[0][1]["pid"] for _ in range(3)}

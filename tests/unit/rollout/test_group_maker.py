@@ -80,13 +80,19 @@ def tools_file(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def producing(
-    tokenization: Tokenization, engine: ScriptedEngine, config: AgentsConfig, stats: EngineStats | None = None
+    tokenization: Tokenization,
+    engine: ScriptedEngine,
+    config: AgentsConfig,
+    stats: EngineStats | None = None,
+    greedy_baseline: bool = False,
 ) -> AsyncIterator[tuple[MemoryReplayQueue, Producer]]:
     queue = MemoryReplayQueue(MemoryStore(), REPLAY)
     metrics = RolloutMetrics(CollectorRegistry())
     scorer = Scorer(RewardConfig(), metrics)
     agents = Agents.load(config, 4096, tokenization)
-    maker = GroupMaker("test", "rollout-0", engine, tokenization, scorer, metrics, agents)  # type: ignore[arg-type]
+    maker = GroupMaker(
+        "test", "rollout-0", engine, tokenization, scorer, metrics, agents, greedy_baseline,  # type: ignore[arg-type]
+    )  # fmt: skip
     producer = Producer(
         queue, "rollout-0", maker, RolloutConfig(max_concurrent_groups=4), REPLAY, metrics,
         may_lease=lambda: True, engine_stats=(lambda: stats) if stats else None,
@@ -100,10 +106,10 @@ async def producing(
         await scorer.close()
 
 
-async def submit(queue: MemoryReplayQueue, num_prompts: int = 1, **fields: Any) -> list[int]:
+async def submit(queue: MemoryReplayQueue, num_prompts: int = 1, key: str = "key", **fields: Any) -> list[int]:
     prompt = Prompt(messages=(("user", "hi"),), ground_truth="no", sampling=Sampling(max_tokens=200), **fields)
     payloads = [encode_prompt(prompt)] * num_prompts
-    return list((await queue.submit(payloads, [0] * num_prompts, "key")).prompt_ids)
+    return list((await queue.submit(payloads, [0] * num_prompts, key)).prompt_ids)
 
 
 async def eventually(condition: Any) -> None:
@@ -161,6 +167,24 @@ async def test_a_custom_agent_makes_a_group(tokenization: Tokenization) -> None:
     shown = tokenization.text(trajectory.token_ids[trajectory.loss_mask == 0].tolist())
     assert shown == "\nuser\nAre you sure?\nassistant\n"
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {})
+
+
+async def test_a_greedy_sample_is_added_where_the_algorithm_compares_with_one(tokenization: Tokenization) -> None:
+    engine = ScriptedEngine([ANSWER])
+    async with producing(tokenization, engine, AgentsConfig(), greedy_baseline=True) as (queue, _):
+        (prompt_id,) = await submit(queue, num_samples=2)
+        group = await made(queue, prompt_id)
+        (held_out,) = await submit(queue, key="other", num_samples=2, evaluation_id="held-out")
+
+        async def is_evaluated() -> bool:
+            return len(engine.requests) == 5
+
+        await eventually(is_evaluated)
+    assert [trajectory.is_baseline for trajectory in group.trajectories] == [False, False, True]
+    temperatures = {request.request_id.split(".")[2]: request.sampling.temperature for request in engine.requests[:3]}
+    assert temperatures == {"0": 1.0, "1": 1.0, "2": 0.0}
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0, 1.0]
+    assert {r.sampling.temperature for r in engine.requests if r.request_id.startswith(f"{held_out}.")} == {1.0}
 
 
 @pytest.mark.parametrize("agent", ["returns_nothing", "cancels_itself"])

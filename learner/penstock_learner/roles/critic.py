@@ -1,0 +1,77 @@
+"""The critic role: learns what a state is worth, with FSDP2 and an optimizer of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.model import ModelInputs
+from penstock_learner.packing import RankShard, SequenceBatch
+from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.scalar_model import check_tokenizer, load_scalar_model
+
+KEY = "learner.critic.path"
+
+
+@dataclass(frozen=True)
+class CriticReport:
+    """Sums over one rank's part of a step; the controller adds the ranks' and divides once."""
+
+    loss: float
+    """This rank's share of the value loss."""
+    num_clipped: int
+    """Trained tokens at which the clipped value gave the larger error."""
+    grad_norm: float
+    """Of the whole model: the same on every rank."""
+    skipped: bool
+    """True when the gradient was not finite and the step left the weights as they were."""
+
+
+class CriticWorker(TrainerRank):
+    """One rank of the critic. The value of a response token is that of the state in which it was chosen: the head's
+    number at the token before it."""
+
+    role = "critic"
+
+    def load(self) -> None:
+        config = self.config.learner.critic
+        assert config is not None
+        path = config.path or self.config.model.path
+        check_tokenizer(path, self.config.model.path, KEY)
+        self.model = load_scalar_model(path, torch.float32, key=KEY, make_head=True).to(self.device)
+        self.prepare(self.model, config.lr)
+
+    def values(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] under the current weights, of this rank's micro-batches, concatenated."""
+        with torch.no_grad():
+            results = [self._forward(micro).cpu().numpy() for micro in part.micro_batches]
+        joined: NDArray[np.float32] = np.concatenate(results)
+        return joined
+
+    def update(self, part: RankShard, denominators: Denominators, step: int) -> CriticReport:
+        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = [self._accumulate(micro, denominators) for micro in part.micro_batches]
+        grad_norm, skipped = self.apply_gradients(step)
+        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), grad_norm, skipped)
+
+    def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> tuple[float, int]:
+        """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""
+        config = self.config.learner.algorithm.value_loss
+        mask, sequence_ids = self.tensor(micro.loss_mask).bool(), self.tensor(micro.sequence_ids)
+        old, returns = self.tensor(micro.values), self.tensor(micro.returns)
+        outputs = value_loss(self._forward(micro), old, returns, mask, config)
+        loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
+        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        (loss * self.world_size).backward()
+        return float(loss.detach()), int(outputs.num_clipped)
+
+    def _forward(self, micro: SequenceBatch) -> torch.Tensor:
+        inputs = ModelInputs.of(micro, self.device)
+        values: torch.Tensor = self.model(inputs, inputs.predicting)
+        return values

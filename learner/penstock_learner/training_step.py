@@ -1,0 +1,120 @@
+"""One batch through the roles: rewards, log-probs and values, advantages, updates.
+
+    reward model scores ┐
+    reference log-probs │                 ┌► critic update
+    proximal log-probs  ├─► advantages ─► ┤
+    critic values       ┘                 └► policy update
+
+What stands in one column runs at the same time. A role that only computes forwards is restarted where it dies, and its
+call is repeated; the death of one that trains is the controller's, since its weights are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.learner import LearnerConfig, RewardModelConfig
+from penstock.errors import RoleDied
+from penstock.trajectory import Group
+from penstock_learner.advantage_step import denominators_of, with_advantages
+from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
+from penstock_learner.role_group import RoleGroup, all_ended
+from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.step_metrics import batch_metrics, critic_metrics, update_metrics
+
+TRAINED_ROLES = ("policy", "critic")
+
+
+class TrainingStep:
+    """Trains the roles on one batch after another. Knows nothing of queues, checkpoints or publication."""
+
+    def __init__(self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery) -> None:
+        self.config = config
+        self.roles = roles
+        self.recovery = recovery
+
+    async def run(self, groups: Sequence[Group], step: int, version: int, kl_coefficient: float) -> dict[str, float]:
+        """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers."""
+        started = time.monotonic()
+        batch = await self._with_forwards(batch_of(groups), groups)
+        metrics = {"step": float(step)} | batch_metrics(batch, version)
+        if not self.config.algorithm.advantage.has_baseline:
+            batch = batch.without_baselines()
+        batch = with_advantages(batch, self.config.algorithm, kl_coefficient).without_baselines()
+        update_started = time.monotonic()
+        metrics |= await self._update(batch, step, version, kl_coefficient)
+        return metrics | {
+            "forward_s": update_started - started,
+            "update_s": time.monotonic() - update_started,
+            "time": time.time(),
+        }
+
+    async def _with_forwards(self, batch: SequenceBatch, groups: Sequence[Group]) -> SequenceBatch:
+        """The batch with everything that advantages and losses need of the roles, all computed at the same time."""
+        correction = self.config.algorithm.correction
+        calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
+        if self.config.reward_model is not None:
+            calls["rewards"] = self._rewards(batch, groups, self.config.reward_model)
+        if "reference" in self.roles:
+            calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
+        if correction.mode != "bypass" and correction.proximal == "recomputed":
+            calls["old_log_probs"] = self._per_token("policy", "log_probs", batch)
+        if "critic" in self.roles:
+            calls["values"] = self._per_token("critic", "values", batch)
+        computed: dict[str, Any] = dict(zip(calls, await all_ended(*calls.values()), strict=True))
+        return replace(batch, **computed)
+
+    async def _rewards(
+        self, batch: SequenceBatch, groups: Sequence[Group], config: RewardModelConfig
+    ) -> NDArray[np.float32]:
+        """[S] the batch's rewards with those of the reward model, for the data sources that it scores."""
+        sources = [group.data_source for group in groups for _ in group.trajectories]
+        patterns = config.data_sources or ("*",)
+        scored = [i for i, source in enumerate(sources) if any(fnmatchcase(source, pattern) for pattern in patterns)]
+        rewards = batch.rewards.copy()
+        if scored:
+            part = batch.select(scored)
+            scores = unpermute_sequences(*await self._forward("reward_model", "scores", part), part)
+            kept = rewards[scored] if config.combine == "add" else 0
+            rewards[scored] = kept + config.coefficient * scores
+        return rewards
+
+    async def _per_token(self, role: str, method: str, batch: SequenceBatch) -> NDArray[np.float32]:
+        return unpermute(*await self._forward(role, method, batch), batch)
+
+    async def _forward(
+        self, role: str, method: str, batch: SequenceBatch
+    ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
+        """What each rank of the role computed of its shard."""
+        group = self.roles[role]
+        shards = partition(batch, group.num_ranks, self.config.micro_batch_tokens)
+        while True:
+            try:
+                return await group.call_each(method, [(shard,) for shard in shards]), shards
+            except RoleDied as error:
+                if role in TRAINED_ROLES:
+                    raise
+                await self.recovery.restart(group, error)
+
+    async def _update(self, batch: SequenceBatch, step: int, version: int, kl_coefficient: float) -> dict[str, float]:
+        """Policy and critic learn from the batch, at the same time."""
+        algorithm = self.config.algorithm
+        denominators = denominators_of(batch, algorithm)
+        updates = [self._call_update("policy", batch, denominators, step, version, kl_coefficient)]
+        if "critic" not in self.roles:
+            return update_metrics((await all_ended(*updates))[0], denominators)
+        of_values = replace(denominators, constant_length=algorithm.value_loss.constant_length)
+        policy, critic = await all_ended(*updates, self._call_update("critic", batch, of_values, step))
+        return update_metrics(policy, denominators) | critic_metrics(critic, batch, of_values)
+
+    async def _call_update(self, role: str, batch: SequenceBatch, *arguments: Any) -> list[Any]:
+        group = self.roles[role]
+        shards = partition(batch, group.num_ranks, self.config.micro_batch_tokens)
+        return await group.call_each("update", [(shard, *arguments) for shard in shards])

@@ -20,12 +20,14 @@ from penstock.config.loading import load_config
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import PenstockError
 from penstock.fleet import Fleet, ServerRecord
+from penstock.heartbeats import Heartbeats
 from penstock.policies import PolicyRegistry
 from penstock.ports import free_port, wait_for_port
 from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2
+from penstock_services.gateway.metrics import GatewayMetrics, RunFacts, RunSnapshot
 from penstock_services.local.private_redis import find_redis_server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -72,11 +74,10 @@ def test_images_are_pinned_run_without_root_and_say_how_they_are(path: Path) -> 
 def declared_names() -> set[str]:
     from penstock_learner.metrics import LearnerMetrics
     from penstock_rollout.metrics import RolloutMetrics
-    from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 
     names: set[str] = set()
     gateway_registry = CollectorRegistry()
-    gateway = GatewayMetrics(gateway_registry, capacity_bytes=1)
+    gateway = GatewayMetrics(gateway_registry, RunFacts())
     gateway.run.snapshot = RunSnapshot(QueueStat(*[0] * len(QueueStat.__dataclass_fields__)), {"test": 1})
     registries = [
         gateway_registry,
@@ -205,6 +206,11 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
     assert await fleets["gateway"].generation() > 0
     await fleets["rollout"].leave("r0")
+    await Heartbeats(clients["rollout"], RUN).count_start("r0")
+    async with Heartbeats(clients["learner"], RUN).beating("learner"):
+        snapshot = await RunSnapshot.take(gateway, fleets["gateway"], Heartbeats(clients["gateway"], RUN))
+    assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {"e": 1.0}
+    assert snapshot.restarts == {"r0": 0, "learner": 0}
     for role in ("gateway", "rollout"):
         assert (await PolicyRegistry(clients[role], RUN).get()).policy_version == 0
         assert await clients[role].ping()

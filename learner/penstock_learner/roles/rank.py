@@ -12,7 +12,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
-from penstock_learner.model import DTYPES
+from penstock_learner.model import DTYPES, PackedCausalLM
+from penstock_learner.utilisation import RankUse, rank_use
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ class Rank:
     """Base of the role workers. Ranks never read the queue: the controller hands each its part."""
 
     role = "rank"
+    model: PackedCausalLM
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         self.config = config
@@ -54,6 +56,10 @@ class Rank:
             world_size=self.world_size,
             timeout=timeout,
         )
+
+    def use(self) -> RankUse:
+        """What this rank uses of its device."""
+        return rank_use(self.model, self.device)
 
     @property
     def node_address(self) -> str:

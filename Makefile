@@ -1,7 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
 SHELL := /bin/bash
 VENV ?= .venv
-PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm
+PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
 BENCHES := codec replay weights rollout
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help

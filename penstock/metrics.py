@@ -11,6 +11,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from penstock.errors import Unavailable
 
 PREFIX = "penstock"
+SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Buckets of what a request or a call takes."""
+LONG_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+"""Buckets of what a group, a step, a checkpoint or a recovery takes."""
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -47,6 +48,7 @@ async def serve(config: RunConfig) -> None:
     from prometheus_client import CollectorRegistry
 
     from penstock.fleet import Fleet
+    from penstock.heartbeats import LEARNER, Heartbeats
     from penstock.metrics import serve_metrics, write_endpoint
     from penstock.redis_client import connect
     from penstock.replay.redis_queue import RedisReplayQueue
@@ -60,20 +62,20 @@ async def serve(config: RunConfig) -> None:
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
-    client = connect(config.redis, patient=True)
     roles = needed_roles(config)
-    try:
-        with ray_cluster(config, roles):
-            groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
-            queue = RedisReplayQueue(client, config.run, config.replay)
-            controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics)
-            loop = asyncio.get_running_loop()
-            for name in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(name, controller.stopping.set)
-            await controller.run()
-            logger.info("finished")
-    finally:
-        await client.aclose()
+    async with contextlib.AsyncExitStack() as stack:
+        client = connect(config.redis, patient=True)
+        stack.push_async_callback(client.aclose)
+        silence_s = await stack.enter_async_context(Heartbeats(client, config.run).beating(LEARNER))
+        stack.enter_context(ray_cluster(config, roles))
+        groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
+        queue = RedisReplayQueue(client, config.run, config.replay)
+        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics, silence_s)
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, controller.stopping.set)
+        await controller.run()
+        logger.info("finished")
 
 
 if __name__ == "__main__":

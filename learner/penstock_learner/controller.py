@@ -35,12 +35,15 @@ from penstock_learner.placement import LANES
 from penstock_learner.policy_publication import PolicyPublication
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
-from penstock_learner.step_metrics import MetricsFile
+from penstock_learner.step_metrics import MetricsFile, mean_rewards
 from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
+from penstock_learner.utilisation import RankUse, mfu, peak_flops
 
 logger = logging.getLogger(__name__)
 STARVED_SHARE = 0.25
 """Of a batch's deadline: after so long without one, groups are acknowledged early."""
+USE_EVERY_S = 5.0
+"""How often the ranks are asked for their memory: each time is a call between two steps."""
 
 
 class LearnerController:
@@ -48,7 +51,7 @@ class LearnerController:
 
     def __init__(
         self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
-        metrics: LearnerMetrics,
+        metrics: LearnerMetrics, silence_s: float | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.queue = queue
@@ -58,9 +61,13 @@ class LearnerController:
         self.policy = roles["policy"]
         self.metrics = metrics
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
-        self.training = TrainingStep(config.learner, roles, self.recovery)
+        self.training = TrainingStep(config.learner, roles, self.recovery, metrics)
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
         self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
+        self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
+        """When a learner that crashed gave its last sign of life, until the first step after it."""
+        self.use: list[RankUse] = []
+        self.use_at = -USE_EVERY_S
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
         self.may_resume = config.learner.checkpoint.resume == "auto"
@@ -175,6 +182,7 @@ class LearnerController:
                 metrics |= {"gather_s": time.monotonic() - gather_started}
                 metrics |= {"step_s": time.monotonic() - started, "policy_version": float(version)}
                 self._record(metrics, batch)
+                await self._observe_use(metrics)
                 offer.metrics.set_result(metrics)
                 if step % every == 0:
                     await self._checkpoint(step, version)
@@ -214,7 +222,10 @@ class LearnerController:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
         self.file.write(metrics)
-        self.metrics.record_step(metrics, batch.groups[0].data_source)
+        self.metrics.record_step(metrics, mean_rewards(batch.groups))
+        if self.recovering_since is not None:
+            self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
+            self.recovering_since = None
         for group in batch.groups:
             self.metrics.staleness.observe(max(0.0, metrics["policy_version"] - 1 - group.min_version))
         logger.info(
@@ -222,6 +233,17 @@ class LearnerController:
             metrics["step"], metrics["policy_version"], metrics["reward_mean"], metrics["staleness_mean"],
             metrics["loss"], metrics["step_s"],
         )  # fmt: skip
+
+    async def _observe_use(self, metrics: Mapping[str, float]) -> None:
+        """Memory of the policy's ranks, and how much of their FLOPs the update used."""
+        if time.monotonic() - self.use_at >= USE_EVERY_S:
+            self.use = await self.policy.call_all("use")
+            self.use_at = time.monotonic()
+        for rank, use in enumerate(self.use):
+            self.metrics.memory_peak.labels(rank).set(use.memory_peak_bytes)
+        peak = sum(peak_flops(use.device_name, self.config.learner.peak_flops_per_rank) for use in self.use)
+        num_tokens = metrics["prompt_tokens"] + metrics["response_tokens"]
+        self.metrics.mfu.set(mfu(self.use[0].num_parameters, num_tokens, metrics["update_s"], peak))
 
     async def _checkpoint(self, step: int, version: int) -> None:
         """Make everything up to `step` durable, then acknowledge it."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from penstock.metrics import PREFIX
+from penstock import __version__
+from penstock.metrics import LONG_SECONDS, PREFIX
+from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.publisher import PushReport
 
+PHASES = ("wait", "forward", "update", "gather")
 _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
@@ -22,19 +27,50 @@ _ALGORITHM_GAUGES = {
 }
 
 
+class CountedHistogram(Collector):
+    """A histogram that is given counts by bucket instead of single values."""
+
+    def __init__(self, name: str, documentation: str, edges: Sequence[float], registry: CollectorRegistry) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.edges = tuple(edges)
+        self._counts = [0.0] * (len(self.edges) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def add(self, counts: Sequence[float], total: float) -> None:
+        """`counts[i]` values were at most `edges[i]` and above the edge before; the last ones above all edges."""
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
+    def collect(self) -> Iterator[Metric]:
+        buckets, cumulative = [], 0.0
+        for edge, count in zip((*map(str, map(float, self.edges)), "+Inf"), self._counts, strict=True):
+            cumulative += count
+            buckets.append((edge, cumulative))
+        yield HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._sum)
+
+
 class LearnerMetrics:
-    """All metrics of the learner controller, on a registry of their own."""
+    """All metrics of the learner controller, on a registry of their own. Labels whose values are known start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         def name(suffix: str) -> str:
             return f"{PREFIX}_{suffix}"
 
         self.registry = registry
-        Gauge(name("build_info"), "Always 1.", ["placement"], registry=registry).labels(placement).set(1)
+        info = Gauge(name("build_info"), "Always 1.", ["placement", "version"], registry=registry)
+        info.labels(placement, __version__).set(1)
         self.steps = Counter(name("learner_steps"), "Optimizer steps.", registry=registry)
-        self.step_seconds = Histogram(name("learner_step_duration_seconds"), "One step.", registry=registry)
+        self.step_seconds = Histogram(
+            name("learner_step_duration_seconds"), "One step.", registry=registry, buckets=LONG_SECONDS
+        )
         self.phase_seconds = Counter(name("learner_phase_seconds"), "Time by phase.", ["phase"], registry=registry)
-        self.tokens = Counter(name("learner_tokens"), "Tokens trained.", ["kind"], registry=registry)
+        self.tokens = Counter(name("learner_tokens"), "Tokens of trained groups.", ["kind"], registry=registry)
+        self.mfu = Gauge(name("learner_mfu_ratio"), "Model FLOPs over what the devices could do.", registry=registry)
+        self.memory_peak = Gauge(
+            name("learner_memory_peak_bytes"), "Most memory that a policy rank has held.", ["rank"], registry=registry
+        )
         self.last_step = Gauge(
             name("learner_last_step_timestamp_seconds"), "When the last step ended.", registry=registry
         )
@@ -43,42 +79,72 @@ class LearnerMetrics:
             name("trajectory_staleness_versions"), "Versions between sampling and training, by group.",
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry=registry,
         )  # fmt: skip
-        self.reward = Gauge(name("reward_mean"), "Mean reward of the last batch.", ["env"], registry=registry)
-        self.loss = Gauge(name("algo_loss"), "Loss by term.", ["term"], registry=registry)
-        self.kl = Gauge(name("algo_kl_nats"), "Mean KL per token.", ["against"], registry=registry)
-        self.clip = Gauge(name("algo_clip_ratio"), "Share of clipped tokens.", ["side"], registry=registry)
+        self.reward = Gauge(name("reward_mean"), "Mean reward in the last batch.", ["env"], registry=registry)
         self.skipped = Counter(
             name("learner_nonfinite_steps"), "Steps skipped for a non-finite gradient.", registry=registry
         )
         self.role_restarts = Counter(
             name("learner_role_restarts"), "Restarts of a role after a rank died or hung.", ["role"], registry=registry
         )
-        self.algorithm = {
-            key: Gauge(name(suffix), text, registry=registry) for key, (suffix, text) in _ALGORITHM_GAUGES.items()
-        }
-        self.sync_seconds = Histogram(
-            name("weight_sync_duration_seconds"), "Weight push by phase.", ["transport", "phase"], registry=registry
-        )
-        self.sync_bytes = Counter(name("weight_sync_bytes"), "Bytes of committed pushes.", registry=registry)
-        self.syncs = Counter(name("weight_syncs"), "Pushes, by member and result.", ["result"], registry=registry)
-        self.sync_success = Gauge(
-            name("weight_sync_last_success_timestamp_seconds"), "Last push with a committed member.", registry=registry
-        )
+        self._declare_algorithm(registry, name("algo"))
+        self._declare_weights(registry, name("weight"))
         self.checkpoint_success = Gauge(
             name("checkpoint_last_success_timestamp_seconds"), "Last durable checkpoint.", registry=registry
         )
-        self.checkpoint_seconds = Histogram(name("checkpoint_duration_seconds"), "One checkpoint.", registry=registry)
+        self.checkpoint_seconds = Histogram(
+            name("checkpoint_duration_seconds"), "One checkpoint.", registry=registry, buckets=LONG_SECONDS
+        )
+        self.recovery_seconds = Histogram(
+            name("recovery_duration_seconds"), "From the last sign of life before a crash to the next step.",
+            ["component"], registry=registry, buckets=LONG_SECONDS,
+        )  # fmt: skip
+        for phase in PHASES:
+            self.phase_seconds.labels(phase)
+        for kind in ("prompt", "response"):
+            self.tokens.labels(kind)
+        self.recovery_seconds.labels("learner")
 
-    def record_step(self, metrics: Mapping[str, float], data_source: str) -> None:
+    def _declare_algorithm(self, registry: CollectorRegistry, prefix: str) -> None:
+        self.loss = Gauge(f"{prefix}_loss", "Loss by term.", ["term"], registry=registry)
+        self.kl = Gauge(f"{prefix}_kl_nats", "Mean KL per token.", ["against"], registry=registry)
+        self.clip = Gauge(f"{prefix}_clip_ratio", "Share of clipped tokens.", ["side"], registry=registry)
+        self.importance_ratio = CountedHistogram(
+            f"{prefix}_importance_ratio", "Ratio of policy and behaviour policy at trained tokens.", RATIO_EDGES,
+            registry,
+        )  # fmt: skip
+        self.algorithm = {
+            key: Gauge(f"{PREFIX}_{suffix}", text, registry=registry)
+            for key, (suffix, text) in _ALGORITHM_GAUGES.items()
+        }
+
+    def _declare_weights(self, registry: CollectorRegistry, prefix: str) -> None:
+        self.sync_seconds = Histogram(
+            f"{prefix}_sync_duration_seconds", "Weight push by phase.", ["transport", "phase"], registry=registry,
+            buckets=LONG_SECONDS,
+        )  # fmt: skip
+        self.sync_bytes = Counter(f"{prefix}_sync_bytes", "Bytes of committed pushes.", registry=registry)
+        self.syncs = Counter(f"{prefix}_syncs", "Pushes, by member and result.", ["result"], registry=registry)
+        self.sync_success = Gauge(
+            f"{prefix}_sync_last_success_timestamp_seconds", "Last push with a committed member.", registry=registry
+        )
+        for result in ("committed", "failed", "superseded"):
+            self.syncs.labels(result)
+
+    def record_step(self, metrics: Mapping[str, float], rewards: Mapping[str, float]) -> None:
+        """`rewards` is the batch's mean reward by data source."""
         self.steps.inc()
         self.step_seconds.observe(metrics["step_s"])
-        for phase in ("wait", "forward", "update", "gather"):
+        for phase in PHASES:
             self.phase_seconds.labels(phase).inc(metrics[f"{phase}_s"])
-        self.tokens.labels("response").inc(metrics["response_tokens"])
+        for kind in ("prompt", "response"):
+            self.tokens.labels(kind).inc(metrics[f"{kind}_tokens"])
         self.last_step.set_to_current_time()
-        self.reward.labels(data_source or "default").set(metrics["reward_mean"])
+        for data_source, reward in rewards.items():
+            self.reward.labels(data_source or "default").set(reward)
         self.loss.labels("policy").set(metrics["loss"])
+        self.loss.labels("kl").set(metrics["kl_loss"])
         self.kl.labels("reference").set(metrics["kl_reference"])
+        self.kl.labels("behaviour").set(metrics["kl_behaviour"])
         self.clip.labels("low").set(metrics["clip_ratio_low"])
         self.clip.labels("high").set(metrics["clip_ratio_high"])
         self.skipped.inc(metrics["skipped"])

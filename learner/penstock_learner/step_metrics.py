@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.trajectory import Group
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.packing import SequenceBatch
 from penstock_learner.roles.critic import CriticReport
@@ -25,11 +26,20 @@ def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "num_sequences": float(batch.num_sequences),
+        "prompt_tokens": float(batch.prompt_lengths.sum()),
         "response_tokens": float(len(batch.loss_mask)),
         "response_length_mean": float(batch.response_lengths.mean()),
         "mixed_version_ratio": _mixed_version_ratio(batch),
         "zero_advantage_group_ratio": float((spread == 0).mean()),
     }
+
+
+def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward of a batch's samples by data source."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.data_source, []).extend(trajectory.reward for trajectory in group.trajectories)
+    return {data_source: sum(values) / len(values) for data_source, values in rewards.items()}
 
 
 def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) -> dict[str, float]:
@@ -52,6 +62,7 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
         "importance_ratio_max": float(correction.max_ratio),
         "is_truncated_ratio": correction.truncated_share,
         "effective_sample_ratio": correction.effective_sample_ratio,
+        "kl_behaviour": correction.mean_kl,
     }
     if mismatch.mean is not None:
         metrics["logprob_mismatch"] = mismatch.mean
@@ -74,6 +85,12 @@ def critic_metrics(
         "value_mean": float(values.mean()) if len(values) else 0.0,
         "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
     }
+
+
+def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
+    """Tokens by bucket of their importance ratio, over all ranks, and the sum of the ratios."""
+    counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
+    return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
 
 
 class MetricsFile:

@@ -24,10 +24,11 @@ from penstock.config.learner import LearnerConfig, RewardModelConfig
 from penstock.errors import RoleDied
 from penstock.trajectory import Group
 from penstock_learner.advantage_step import denominators_of, with_advantages
+from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
-from penstock_learner.step_metrics import batch_metrics, critic_metrics, update_metrics
+from penstock_learner.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 
 TRAINED_ROLES = ("policy", "critic")
 
@@ -35,10 +36,13 @@ TRAINED_ROLES = ("policy", "critic")
 class TrainingStep:
     """Trains the roles on one batch after another. Knows nothing of queues, checkpoints or publication."""
 
-    def __init__(self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery) -> None:
+    def __init__(
+        self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery, metrics: LearnerMetrics
+    ) -> None:
         self.config = config
         self.roles = roles
         self.recovery = recovery
+        self.metrics = metrics
 
     async def run(self, groups: Sequence[Group], step: int, version: int, kl_coefficient: float) -> dict[str, float]:
         """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers."""
@@ -108,11 +112,14 @@ class TrainingStep:
         algorithm = self.config.algorithm
         denominators = denominators_of(batch, algorithm)
         updates = [self._call_update("policy", batch, denominators, step, version, kl_coefficient)]
-        if "critic" not in self.roles:
-            return update_metrics((await all_ended(*updates))[0], denominators)
         of_values = replace(denominators, constant_length=algorithm.value_loss.constant_length)
-        policy, critic = await all_ended(*updates, self._call_update("critic", batch, of_values, step))
-        return update_metrics(policy, denominators) | critic_metrics(critic, batch, of_values)
+        if "critic" in self.roles:
+            updates.append(self._call_update("critic", batch, of_values, step))
+        policy, *critic = await all_ended(*updates)
+        self.metrics.importance_ratio.add(*ratio_counts(policy))
+        metrics = update_metrics(policy, denominators)
+        metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0
+        return metrics | (critic_metrics(critic[0], batch, of_values) if critic else {})
 
     async def _call_update(self, role: str, batch: SequenceBatch, *arguments: Any) -> list[Any]:
         group = self.roles[role]

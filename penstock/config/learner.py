@@ -98,6 +98,9 @@ class LearnerConfig(Config):
     """The learner stops with an error when a full batch has not arrived by then."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one call to a role's ranks, collectives included."""
+    peak_flops_per_rank: float = Field(default=0.0, ge=0)
+    """What the device of one policy rank can do in a second, for `penstock_learner_mfu_ratio`. 0 takes the dense
+    bfloat16 figure of a GPU that is known; the ratio is 0 where there is none."""
     threads_per_rank: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
 

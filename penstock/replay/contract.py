@@ -135,6 +135,10 @@ class QueueStat:
     step: int
     policy_version: int
     term: int
+    pending_age_ms: int
+    """Since the prompt that is next in line was submitted; 0 where none is pending."""
+    ready_age_ms: int
+    """Since the group that is next in line was handed in; 0 where none is ready."""
     admission_limit: int
     """What trained, queued and in flight may add up to."""
     admission_room: int
@@ -178,6 +182,10 @@ class PromptIntake(Protocol):
 
     async def dead_letter_reasons(self) -> dict[str, int]:
         """How many were dead-lettered, by the first word of the reason."""
+        ...
+
+    async def evaluation_scores(self) -> dict[str, float]:
+        """The newest score by benchmark: of evaluations that are finished, named without the number at the end."""
         ...
 
     async def expired_reasons(self) -> dict[str, int]:

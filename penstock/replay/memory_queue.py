@@ -112,6 +112,7 @@ class MemoryReplayQueue:
         )  # fmt: skip
         return QueueStat(
             pending=len(store.pending), in_flight=store.in_flight, queued=store.queued, delivered=len(store.delivered),
+            pending_age_ms=store.pending_age_ms, ready_age_ms=store.ready_age_ms,
             admission_limit=state.limit, admission_room=state.room,
             **{
                 name: count[name]
@@ -127,6 +128,9 @@ class MemoryReplayQueue:
 
     async def expired_reasons(self) -> dict[str, int]:
         return dict(self.store.expired_reasons)
+
+    async def evaluation_scores(self) -> dict[str, float]:
+        return dict(self.store.scores)
 
     # ── rollout server ──
 
@@ -179,7 +183,7 @@ class MemoryReplayQueue:
         if is_over and not self._is_waited_for(prompt_id):
             return "full"
         number = store.settle_admission(prompt_id)
-        store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version)
+        store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
         store.make_ready(prompt_id)
         store.count("inserted")
         return "accepted"
@@ -195,9 +199,9 @@ class MemoryReplayQueue:
         self.store.eval_leases.remove(lease.prompt_id)
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
-        evaluation.num_finished += 1
         evaluation.rewards.append(list(rewards))
         evaluation.versions += (min_version, max_version)
+        self.store.finish_evaluation_prompt(evaluation_id)
 
     async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
         if not self._holds(server_id, lease):

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.replay.contract import FeedPosition
+from penstock.sample_scores import summarise
 
 NEVER = float("inf")
+MAX_BENCHMARKS = 256
 
 
 class Ordered:
@@ -66,6 +68,7 @@ class MemoryPrompt:
     failures: int = 0
     owner: tuple[str, int] | None = None
     """Server and attempt of the lease."""
+    submitted_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class MemoryGroup:
     payload: bytes
     admission: float
     min_version: int
+    appended_at: float
 
 
 @dataclass
@@ -96,6 +100,7 @@ class MemoryStore:
         self.submissions: dict[str, range] = {}
         self.feeds: dict[str, FeedPosition] = {}
         self.evaluations: dict[str, MemoryEvaluation] = {}
+        self.scores: dict[str, float] = {}
         self.policies: dict[int, bytes] = {}
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
@@ -119,6 +124,16 @@ class MemoryStore:
     def queued(self) -> int:
         return len(self.ready) + len(self.delivered)
 
+    @property
+    def pending_age_ms(self) -> int:
+        head = self.pending.lowest(1)
+        return int(1000 * (self.clock() - self.prompts[head[0]].submitted_at)) if head else 0
+
+    @property
+    def ready_age_ms(self) -> int:
+        head = self.ready.lowest(1)
+        return int(1000 * (self.clock() - self.groups[head[0]].appended_at)) if head else 0
+
     def count(self, name: str, by: int = 1) -> int:
         self.counters[name] += by
         return self.counters[name]
@@ -127,7 +142,7 @@ class MemoryStore:
         last = self.count("next_prompt_id", len(payloads))
         ids = range(last - len(payloads) + 1, last + 1)
         for prompt_id, payload, priority in zip(ids, payloads, priorities, strict=True):
-            self.prompts[prompt_id] = MemoryPrompt(payload, priority)
+            self.prompts[prompt_id] = MemoryPrompt(payload, priority, submitted_at=self.clock())
             self.make_pending(prompt_id)
         return ids
 
@@ -196,10 +211,19 @@ class MemoryStore:
         self.eval_leases.remove(prompt_id)
         prompt.failures += failure != ""
         if failure and prompt.failures >= max_attempts:
-            self.evaluations[prompt.evaluation_id].num_finished += 1
+            self.finish_evaluation_prompt(prompt.evaluation_id)
             del self.prompts[prompt_id]
             return
         self.eval_pending.put(prompt_id, prompt_id)
+
+    def finish_evaluation_prompt(self, evaluation_id: str) -> None:
+        """Count it. A whole evaluation's score is kept by its benchmark: its id without the number at the end."""
+        evaluation = self.evaluations[evaluation_id]
+        evaluation.num_finished += 1
+        if evaluation.num_finished == evaluation.num_prompts and evaluation.rewards:
+            benchmark = re.sub(r"-\d+$", "", evaluation_id)
+            if benchmark in self.scores or len(self.scores) < MAX_BENCHMARKS:
+                self.scores[benchmark] = summarise(evaluation.rewards).mean
 
     def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
         self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))

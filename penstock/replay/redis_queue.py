@@ -121,6 +121,10 @@ class RedisReplayQueue:
     async def expired_reasons(self) -> dict[str, int]:
         return await self._reasons("expired_reasons")
 
+    async def evaluation_scores(self) -> dict[str, float]:
+        scores = await guarded(self.client.hgetall(self.prefix + "scores"))
+        return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
+
     # ── rollout server ──
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:

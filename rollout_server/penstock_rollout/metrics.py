@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.metrics import PREFIX
+from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS
+
+REWARD_ERRORS = ("exception", "timeout", "worker_died")
 
 
 class RolloutMetrics:
-    """Declared once, on the registry that the process serves."""
+    """Declared once, on the registry that the process serves. Labels whose values are known start at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def name(suffix: str) -> str:
@@ -23,7 +25,10 @@ class RolloutMetrics:
         self.paused = Counter(
             name("rollout_paused_seconds"), "Time in which decoding stood still.", ["reason"], registry=registry
         )
-        self.episode_seconds = Histogram(name("rollout_episode_duration_seconds"), "One group.", registry=registry)
+        self.episode_seconds = Histogram(
+            name("rollout_episode_duration_seconds"), "One group, from lease to hand-in.", registry=registry,
+            buckets=LONG_SECONDS,
+        )  # fmt: skip
         self.response_tokens = Histogram(
             name("rollout_response_tokens"), "Length of responses.", registry=registry,
             buckets=(4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -38,11 +43,15 @@ class RolloutMetrics:
             name("rollout_turns"), "Assistant turns of a sample.", registry=registry, buckets=(1, 2, 3, 4, 6, 8, 16, 32)
         )
         self.tool_calls = Counter(name("tool_calls"), "Tool calls.", ["tool", "result"], registry=registry)
-        self.tool_seconds = Histogram(name("tool_duration_seconds"), "One tool call.", registry=registry)
+        self.tool_seconds = Histogram(
+            name("tool_duration_seconds"), "One tool call.", registry=registry, buckets=SHORT_SECONDS
+        )
         self.concurrency_limit = Gauge(
             name("rollout_concurrency_limit"), "Groups that may be generated at once.", registry=registry
         )
-        self.reward_seconds = Histogram(name("reward_duration_seconds"), "Scoring one group.", registry=registry)
+        self.reward_seconds = Histogram(
+            name("reward_duration_seconds"), "Scoring one group.", registry=registry, buckets=SHORT_SECONDS
+        )
         self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
         self.failures = Counter(
             name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry
@@ -50,3 +59,11 @@ class RolloutMetrics:
         self.append_wait = Counter(
             name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
         )
+        self.recovery_seconds = Histogram(
+            name("recovery_duration_seconds"), "From serving no longer to serving again.", ["component"],
+            registry=registry, buckets=LONG_SECONDS,
+        )  # fmt: skip
+        self.paused.labels("weights")
+        self.recovery_seconds.labels("rollout")
+        for kind in REWARD_ERRORS:
+            self.reward_errors.labels(kind)

@@ -57,7 +57,7 @@ class ScoringRun:
     def num_errors(self) -> dict[str, int]:
         """Rewards that failed, by kind."""
         [metric] = self.metrics.reward_errors.collect()
-        return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total")}
+        return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total") and s.value}
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[pq.ParquetFile]:

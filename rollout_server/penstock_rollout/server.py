@@ -15,6 +15,7 @@ from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.heartbeats import Heartbeats
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.ports import is_loopback
@@ -50,6 +51,8 @@ class RolloutServer:
         self.state: ServerState = "JOINING"
         self.reported_at = 0.0
         self.refused_snapshot = ""
+        self.silent_since: float | None = None
+        """When it stopped serving, after it had served."""
         self.stopping = asyncio.Event()
         self.metrics = RolloutMetrics(REGISTRY)
         self.engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
@@ -66,6 +69,7 @@ class RolloutServer:
         agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
         client = connect(config.redis)
         self.fleet = Fleet(client, config.run)
+        self.heartbeats = Heartbeats(client, config.run)
         self.policies = PolicyRegistry(client, config.run)
         queue = RedisReplayQueue(client, config.run, config.replay)
         maker = GroupMaker(
@@ -109,6 +113,7 @@ class RolloutServer:
 
     async def _serve(self) -> None:
         await self.fleet.join(self._record())
+        await self.heartbeats.count_start(self.server_id)
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(loop, name=name)
@@ -132,11 +137,20 @@ class RolloutServer:
         """Tell the fleet this server lives, and follow what the registry says of it."""
         while True:
             try:
-                self.state = await self._next_state(await self.fleet.report(self._record()))
+                self._follow(await self._next_state(await self.fleet.report(self._record())))
                 self.reported_at = time.monotonic()
             except Unavailable as error:
                 logger.warning("cannot report to the fleet: %s", error)
             await asyncio.sleep(REPORT_S)
+
+    def _follow(self, state: ServerState) -> None:
+        """Take a state over, and observe how long it was until this server served again."""
+        if state in SERVING_STATES and self.silent_since is not None:
+            self.metrics.recovery_seconds.labels("rollout").observe(time.monotonic() - self.silent_since)
+            self.silent_since = None
+        elif state not in SERVING_STATES and self.state in SERVING_STATES:
+            self.silent_since = time.monotonic()
+        self.state = state
 
     async def _next_state(self, recorded: ServerState | None) -> ServerState:
         """The server's own moves: JOINING and EVICTED become STALE; STALE becomes READY at the current version."""

@@ -5,81 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240
-
-
-class DemoProcess:
-    """`penstock demo` in a process of its own; everything it started is ended with it, whatever happens."""
-
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.cli.main",
-            "demo",
-            "--run_dir",
-            str(folder),
-            "--run",
-            "t",
-            *overrides,
-        ]
-        self.folder = folder / "t"
-        self.output = folder / "output.txt"
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        self.seen: dict[int, psutil.Process] = {}
-
-    def descendants(self) -> list[psutil.Process]:
-        try:
-            found = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        self.seen |= {process.pid: process for process in found}
-        return found
-
-    def wait(self) -> int:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.text()
-            self.descendants()
-            time.sleep(0.2)
-        return self.process.returncode
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        metrics = self.folder / "metrics.jsonl"
-        while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= step):
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            self.descendants()
-            time.sleep(0.1)
-
-    def orphans(self) -> list[str]:
-        """What is still alive of all it ever started; a process that is just ending gets a moment."""
-        alive = [process for process in self.seen.values() if process.is_running()]
-        _, alive = psutil.wait_procs(alive, timeout=5)
-        return [" ".join(process.cmdline()[:4]) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def end(self) -> None:
-        for process in [*self.descendants(), *self.seen.values()]:
-            if process.is_running():
-                process.kill()
-        self.process.kill()
-        self.process.wait()
+from demo_process import DemoProcess
 
 
 @pytest.fixture
@@ -153,17 +85,6 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
         assert summary["policy_version"] > 8, "a version is never used twice, not even after a crash"
     finally:
         second.end()
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("demo", [("--rollout.engine.name", "torch", "--learner.num_steps", "100000")], indirect=True)
-def test_an_interrupted_demo_stops_everything(demo: DemoProcess) -> None:
-    demo.wait_for_step(1)
-    demo.process.send_signal(signal.SIGINT)
-    assert demo.wait() == 130
-    assert "Traceback" not in demo.text()
-    assert demo.orphans() == []
-    assert list((demo.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
 
 
 def metrics_lines(folder: Path) -> list[str]:

@@ -324,6 +324,35 @@ async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> No
     assert (stat.admitted, stat.in_flight) == (0, 0)
 
 
+async def test_the_newest_score_of_a_benchmark_is_kept(queue: ReplayQueue) -> None:
+    for evaluation_id, rewards in (("math-10", [1.0, 0.0]), ("math-20", [1.0, 1.0]), ("other", [0.0])):
+        await queue.create_evaluation(evaluation_id, [b"q"])
+        [lease] = await queue.lease("s", 5)
+        await queue.record_evaluation(evaluation_id, lease, rewards, 0, 0)
+    await queue.create_evaluation("math-30", [b"q1", b"q2"])
+    lease, _ = await queue.lease("s", 5)
+    await queue.record_evaluation("math-30", lease, [0.0], 0, 0)
+    assert await queue.evaluation_scores() == {"math": 1.0, "other": 0.0}, "one that is not finished has no score"
+
+
+async def test_ages_are_of_what_is_next_in_line(queue: ReplayQueue) -> None:
+    stat = await queue.stat()
+    assert (stat.pending_age_ms, stat.ready_age_ms) == (0, 0)
+    await submit(queue, 1)
+    await asyncio.sleep(0.1)
+    await submit(queue, 2)
+    assert (await queue.stat()).pending_age_ms >= 100
+    first, second = await queue.lease("s", 2)
+    assert (await queue.stat()).pending_age_ms < 100
+    await finish(queue, [first])
+    await asyncio.sleep(0.1)
+    await finish(queue, [second])
+    assert (await queue.stat()).ready_age_ms >= 100
+    await queue.take_term(0)
+    await queue.take(1, 1)
+    assert (await queue.stat()).ready_age_ms < 100
+
+
 async def test_a_discarded_prompt_is_finished_and_makes_room_for_another(queue: ReplayQueue) -> None:
     ids = await submit(queue, 5)
     leases = await queue.lease("s", 5)

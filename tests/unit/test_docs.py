@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock.replay.contract import QueueStat
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
+from penstock_services.gateway.metrics import GatewayMetrics, RunFacts, RunSnapshot
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
@@ -49,7 +49,7 @@ def _declared() -> set[tuple[str, str, str]]:
     registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
     LearnerMetrics(registries["learner"], placement="standalone")
     RolloutMetrics(registries["rollout"])
-    gateway = GatewayMetrics(registries["gateway"], capacity_bytes=1)
+    gateway = GatewayMetrics(registries["gateway"], RunFacts())
     gateway.render(RunSnapshot(QueueStat(**{field.name: 0 for field in fields(QueueStat)})))
     return {
         (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)

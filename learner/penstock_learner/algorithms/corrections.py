@@ -18,11 +18,13 @@ from penstock_learner.algorithms.registry import Registry
 from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_sum
 
 _MAX_LOG_RATIO = 20.0
+RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 10.0)
+"""Upper edges, inclusive, of the buckets in which ratios are counted."""
 
 
 @dataclass(frozen=True)
 class CorrectionStatistics:
-    """0-d sums over trained tokens. Parts of a batch are merged first; means and shares are taken at the end."""
+    """Sums over trained tokens. Parts of a batch are merged first; means and shares are taken at the end."""
 
     num_tokens: Tensor
     num_truncated: Tensor
@@ -34,6 +36,12 @@ class CorrectionStatistics:
     max_weight: Tensor
     max_ratio: Tensor
     """Largest token ratio before truncation and rejection."""
+    sum_ratio: Tensor
+    """Of token ratios before truncation and rejection."""
+    sum_kl: Tensor
+    """Of `ratio - 1 - lr`: the KL of the behaviour policy from the numerator's, estimated token by token."""
+    ratio_counts: Tensor
+    """[len(RATIO_EDGES) + 1] tokens by bucket of their ratio."""
 
     def merge(self, other: CorrectionStatistics) -> CorrectionStatistics:
         """The statistics of two parts that share no token."""
@@ -45,11 +53,18 @@ class CorrectionStatistics:
             self.sum_squared_weights + other.sum_squared_weights,
             torch.maximum(self.max_weight, other.max_weight),
             torch.maximum(self.max_ratio, other.max_ratio),
+            self.sum_ratio + other.sum_ratio,
+            self.sum_kl + other.sum_kl,
+            self.ratio_counts + other.ratio_counts,
         )
 
     @property
     def mean_weight(self) -> float:
         return float(self.sum_weights) / self._num_tokens
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.sum_kl) / self._num_tokens
 
     @property
     def truncated_share(self) -> float:
@@ -167,6 +182,7 @@ def correct(
     kept = mask.bool() & REJECTIONS.get(config.rejection)(log_ratio, sequence_ids, config)
     weights = apply_mask(weights, kept)
     zero = log_ratio.new_zeros(1)
+    ratio = apply_mask(_ratio(log_ratio), mask)
     statistics = CorrectionStatistics(
         num_tokens=mask.bool().sum(),
         num_truncated=(truncated & kept).sum(),
@@ -174,9 +190,18 @@ def correct(
         sum_weights=weights.sum(),
         sum_squared_weights=weights.square().sum(),
         max_weight=torch.cat((weights, zero)).max(),
-        max_ratio=torch.cat((apply_mask(_ratio(log_ratio), mask), zero)).max(),
+        max_ratio=torch.cat((ratio, zero)).max(),
+        sum_ratio=ratio.sum(),
+        sum_kl=apply_mask(ratio - 1 - log_ratio, mask).sum(),
+        ratio_counts=_count_ratios(ratio, mask),
     )
     return Correction(weights, kept, statistics)
+
+
+def _count_ratios(ratio: Tensor, mask: Tensor) -> Tensor:
+    edges = torch.tensor(RATIO_EDGES, dtype=ratio.dtype, device=ratio.device)
+    counts = torch.zeros(len(RATIO_EDGES) + 1, dtype=torch.float64, device=ratio.device)
+    return counts.index_add_(0, torch.bucketize(ratio, edges), mask.to(torch.float64))
 
 
 def interpolate_log_probs(behaviour_log_probs: Tensor, log_probs: Tensor, share: float | Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from penstock_learner.model import PackedCausalLM, full_weight, shard
 from penstock_learner.roles.rank import Rank
 from penstock_learner.scalar_model import PackedScalarModel
+from penstock_learner.utilisation import RankUse, rank_use
 
 
 class TrainerRank(Rank):
@@ -35,6 +36,10 @@ class TrainerRank(Rank):
             weight_decay=learner.weight_decay,
         )
         self.trained: torch.nn.Module = model
+
+    def use(self) -> RankUse:
+        """What this rank uses of its device."""
+        return rank_use(self.trained, self.device)
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""

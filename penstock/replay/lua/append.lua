@@ -25,10 +25,12 @@ end
 local function file_accepted()
   if #accepted == 0 then return end
   local numbers, filed, ready, fresh, sum = settle_admissions(), {}, {}, {}, 0
+  local now = now_ms()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()
     local bytes, min_version = ARGV[place + 2], ARGV[place + 3]
     filed[2 * i - 1], filed[2 * i] = id, ARGV[place + 1] .. ' ' .. bytes .. ' ' .. number .. ' ' .. min_version
+    filed[2 * i] = filed[2 * i] .. ' ' .. now
     ready[2 * i - 1], ready[2 * i] = number, id
     fresh[2 * i - 1], fresh[2 * i] = min_version, id
     sum = sum + bytes

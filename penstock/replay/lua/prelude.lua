@@ -9,6 +9,9 @@ local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivere
 local MANIFESTS, TRAINED, DEAD, BURIED = P .. 'manifests', P .. 'trained', P .. 'dead', P .. 'buried'
 -- Datasets that are fed: name to the position of the next prompt, and name:fingerprint to what they are.
 local FEEDS = P .. 'feeds'
+-- When prompts were submitted: the first id of each submission, and its time.
+local SUBMITTED = P .. 'submitted'
+local MAX_SUBMITTED = 4096
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
 
 local function now_ms()
@@ -89,6 +92,8 @@ local function add_prompts(start)
     if priority ~= '0' then redis.call('HSET', P .. 'priorities', id, priority) end
     make_pending(id)
   end
+  redis.call('ZADD', SUBMITTED, first, now_ms() .. ':' .. first)
+  if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
   return first, n
 end
 
@@ -97,7 +102,7 @@ local function drop_lease(id)
   return redis.call('ZREM', LEASES, id)
 end
 
--- META holds 'attempt bytes admission min_version' of each queued group. Returns nil where there is none.
+-- META holds 'attempt bytes admission min_version time' of each queued group. Returns nil where there is none.
 local function group_meta(id)
   local meta = redis.call('HGET', META, id)
   if not meta then return nil end
@@ -174,13 +179,26 @@ local function return_prompt(id, failure, max_attempts)
   redis.call('ZADD', PENDING, '-inf', id)
 end
 
+-- Counts a prompt of an evaluation as finished. The score of a whole evaluation is kept by its benchmark: its id without the
+-- number at the end. More benchmarks than MAX_BENCHMARKS are not kept: each is a label of a metric.
+local MAX_BENCHMARKS = 256
+local function finish_evaluation_prompt(evaluation_id)
+  local evaluation, scores = P .. 'evaluation:' .. evaluation_id, P .. 'scores'
+  local num_finished = redis.call('HINCRBY', evaluation, 'num_finished', 1)
+  local num_prompts, num_samples, sum = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_samples', 'reward_sum'))
+  if num_finished ~= tonumber(num_prompts) or num_samples == '0' then return end
+  local benchmark = string.match(evaluation_id, '^(.*)%-%d+$') or evaluation_id
+  if redis.call('HEXISTS', scores, benchmark) == 1 or redis.call('HLEN', scores) < MAX_BENCHMARKS then
+    redis.call('HSET', scores, benchmark, tostring(sum / num_samples))
+  end
+end
+
 -- The same for a held-out prompt. One that keeps failing counts as finished, without samples: an evaluation ends.
 local function return_evaluation(id, failure, max_attempts)
   redis.call('ZREM', EVAL_LEASES, id)
   redis.call('HDEL', OWNERS, id)
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
-    local evaluation = P .. 'evaluation:' .. redis.call('HGET', EVAL_OF, id)
-    redis.call('HINCRBY', evaluation, 'num_finished', 1)
+    finish_evaluation_prompt(redis.call('HGET', EVAL_OF, id))
     redis.call('HDEL', EVAL_OF, id)
     forget_prompts({id})
     return

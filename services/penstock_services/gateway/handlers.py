@@ -17,6 +17,7 @@ from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, Unavailable
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.heartbeats import Heartbeats
 from penstock.policies import PolicyRegistry
 from penstock.redis_client import RedisClient
 from penstock.replay.contract import Evaluation, QueueStat
@@ -60,16 +61,20 @@ def _bounded(method: Method[Request, Response]) -> Method[Request, Response]:
 class Handlers:
     """Every operation of the gateway, for one run."""
 
-    def __init__(self, config: RunConfig, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet) -> None:
+    def __init__(
+        self, config: RunConfig, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet, heartbeats: Heartbeats
+    ) -> None:
         self.config = config
         self.queue = queue
         self.policies = policies
         self.fleet = fleet
+        self.heartbeats = heartbeats
 
     @classmethod
     def over(cls, client: RedisClient, config: RunConfig) -> Handlers:
         queue = RedisReplayQueue(client, config.run, config.replay)
-        return cls(config, queue, PolicyRegistry(client, config.run), Fleet(client, config.run))
+        fleet, heartbeats = Fleet(client, config.run), Heartbeats(client, config.run)
+        return cls(config, queue, PolicyRegistry(client, config.run), fleet, heartbeats)
 
     # ── prompts and groups ──
 

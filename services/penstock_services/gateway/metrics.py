@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,12 +12,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock import __version__
+from penstock.config.run import RunConfig
 from penstock.fleet import Fleet
+from penstock.heartbeats import LEARNER, Heartbeats
+from penstock.metrics import SHORT_SECONDS
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import runs_pb2
 
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+RUN_STATES = ("waiting", "training", "stopped", "finished")
+_DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
+_EXPIRED_REASONS = ("stale", "no_spread")
+"""Reasons that are known beforehand: their series start at 0."""
 
 
 @dataclass
@@ -29,20 +36,41 @@ class Observation:
     code: str = "INTERNAL"
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What the config says of the run's series."""
+
+    capacity_bytes: int = 0
+    max_staleness: int = 0
+    placement: str = ""
+    num_steps: int = 0
+    silence_s: float = 30.0
+    """A part that has been silent for longer is not running."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunFacts:
+        replay, learner = config.replay, config.learner
+        return cls(
+            replay.capacity_bytes, replay.max_staleness, learner.placement, learner.num_steps, replay.lease_ttl_s
+        )
+
+
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, capacity_bytes: int, max_staleness: int = 0) -> None:
+    def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
         self.registry = registry
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered.", ["protocol", "route", "code"], registry=registry
         )
         self.duration = Histogram(
             "penstock_gateway_request_duration_seconds", "Time to answer.", ["protocol", "route"],
-            buckets=_BUCKETS, registry=registry,
+            buckets=SHORT_SECONDS, registry=registry,
         )  # fmt: skip
         self.inflight = Gauge(
             "penstock_gateway_inflight_requests", "Requests being served.", ["protocol"], registry=registry
         )
-        self.run = RunCollector(capacity_bytes, max_staleness)
+        info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
+        info.labels(facts.placement, __version__).set(1)
+        self.run = RunCollector(facts)
         registry.register(self.run)
 
     @contextmanager
@@ -69,20 +97,34 @@ class RunSnapshot:
     dead_letter_reasons: dict[str, int] = field(default_factory=dict)
     expired_reasons: dict[str, int] = field(default_factory=dict)
     servers_by_state: dict[str, int] = field(default_factory=dict)
+    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    async def take(cls, queue: RedisReplayQueue, fleet: Fleet) -> RunSnapshot:
+    async def take(cls, queue: RedisReplayQueue, fleet: Fleet, heartbeats: Heartbeats) -> RunSnapshot:
         stat = await queue.stat()
         dead, expired = await queue.dead_letter_reasons(), await queue.expired_reasons()
-        return cls(stat, dead, expired, dict(Tally(server.state for server in await fleet.servers())))
+        servers = await fleet.servers()
+        ages = await heartbeats.ages_s() | {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
+        states: dict[str, int] = Tally(server.state for server in servers)
+        restarts, scores = await heartbeats.restarts(), await queue.evaluation_scores()
+        return cls(stat, dead, expired, states, ages, restarts, scores)
+
+    def run_state(self, facts: RunFacts) -> str:
+        """`waiting` for a first learner, `training` while one lives, then `finished`, or `stopped` before its end."""
+        if self.heartbeat_ages_s.get(LEARNER, facts.silence_s) < facts.silence_s:
+            return "training"
+        if self.stat.term == 0:
+            return "waiting"
+        return "finished" if 0 < facts.num_steps <= self.stat.step else "stopped"
 
 
 class RunCollector(Collector):
     """Series of the run. `queue="prompts"` waits for rollout servers, `queue="groups"` for the learner."""
 
-    def __init__(self, capacity_bytes: int, max_staleness: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.max_staleness = max_staleness
+    def __init__(self, facts: RunFacts) -> None:
+        self.facts = facts
         self.snapshot: RunSnapshot | None = None
 
     def describe(self) -> Iterable[Metric]:
@@ -96,26 +138,40 @@ class RunCollector(Collector):
         yield _by_queue("depth", "Entries that wait.", prompts=stat.pending, groups=ready)
         yield _by_queue("pending", "Handed out, not yet settled.", prompts=stat.in_flight, groups=stat.delivered)
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
-        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.capacity_bytes)
+        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.facts.capacity_bytes)
+        ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
+        yield _by_queue("oldest_age_seconds", "How long the entry that is next in line has waited.", **ages)
         for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
             yield CounterMetricFamily(f"penstock_{name}", f"Groups {name}.", value=getattr(stat, name))
-        yield _by_reason("dead_lettered", "Groups put aside as unusable.", self.snapshot.dead_letter_reasons)
-        yield _by_reason("expired", "Groups dropped: too old, or not worth training.", self.snapshot.expired_reasons)
+        dead = dict.fromkeys(_DEAD_REASONS, 0) | self.snapshot.dead_letter_reasons
+        expired = dict.fromkeys(_EXPIRED_REASONS, 0) | self.snapshot.expired_reasons
+        yield _counters("dead_lettered", "Groups put aside as unusable.", "reason", dead)
+        yield _counters("expired", "Groups dropped: too old, or not worth training.", "reason", expired)
         yield from self._limiter(stat)
+        yield from self._parts(self.snapshot)
         yield GaugeMetricFamily(
             "penstock_conservation_error",
             "admitted - trained - expired - dead_lettered - queued - in_flight; anything but 0 is a lost group.",
             value=stat.conservation_error,
         )
-        servers = GaugeMetricFamily("penstock_rollout_servers", "Rollout servers by state.", labels=["state"])
-        for state in runs_pb2.Server.State.keys()[1:]:
-            servers.add_metric([state], self.snapshot.servers_by_state.get(state, 0))
-        yield servers
+
+    def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
+        """The run's state and that of its parts."""
+        current, by_state = snapshot.run_state(self.facts), snapshot.servers_by_state
+        states = {state: int(state == current) for state in RUN_STATES}
+        yield _gauges("run_state", "1 for the state that the run is in.", "state", states)
+        servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
+        yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
+        ages = snapshot.heartbeat_ages_s
+        yield _gauges("heartbeat_age_seconds", "Since the last sign of life.", "component", ages)
+        restarts = snapshot.restarts
+        yield _counters("component_restarts", "Starts after the first.", "component", restarts)
+        yield _gauges("eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores)
 
     def _limiter(self, stat: QueueStat) -> Iterator[Metric]:
         """Admission, as staleness and as samples per insert."""
         for name, documentation, value in (
-            ("staleness_limit_versions", "Bound of staleness that admission holds.", self.max_staleness),
+            ("staleness_limit_versions", "Bound of staleness that admission holds.", self.facts.max_staleness),
             ("queue_admission_limit", "What trained, queued and in flight may add up to.", stat.admission_limit),
             ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
             ("queue_samples_per_insert", "Groups trained for each group handed in.", stat.samples_per_insert),
@@ -123,15 +179,19 @@ class RunCollector(Collector):
             yield GaugeMetricFamily(f"penstock_{name}", documentation, value=value)
 
 
-def _by_reason(name: str, documentation: str, counts: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(f"penstock_{name}", documentation, labels=["reason"])
-    for reason, count in sorted(counts.items()):
-        family.add_metric([reason], count)
+def _counters(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"penstock_{name}", documentation, labels=[label])
+    for value_of_label, value in sorted(values.items()):
+        family.add_metric([value_of_label], value)
     return family
 
 
-def _by_queue(name: str, documentation: str, **values: int) -> Metric:
-    family = GaugeMetricFamily(f"penstock_queue_{name}", documentation, labels=["queue"])
-    for queue, value in values.items():
-        family.add_metric([queue], value)
+def _gauges(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"penstock_{name}", documentation, labels=[label])
+    for value_of_label, value in values.items():
+        family.add_metric([value_of_label], value)
     return family
+
+
+def _by_queue(name: str, documentation: str, **values: float) -> Metric:
+    return _gauges(f"queue_{name}", documentation, "queue", values)

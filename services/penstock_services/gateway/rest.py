@@ -128,7 +128,7 @@ class Routes:
         snapshot = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                snapshot = await RunSnapshot.take(self.handlers.queue, self.handlers.fleet)
+                snapshot = await RunSnapshot.take(self.handlers.queue, self.handlers.fleet, self.handlers.heartbeats)
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's series: %s", error)
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")

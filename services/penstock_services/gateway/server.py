@@ -27,7 +27,7 @@ from penstock.metrics import write_endpoint
 from penstock.redis_client import connect
 from penstock_services.gateway.access import load_api_key
 from penstock_services.gateway.handlers import Handlers
-from penstock_services.gateway.metrics import GatewayMetrics
+from penstock_services.gateway.metrics import GatewayMetrics, RunFacts
 from penstock_services.gateway.rest import create_app
 from penstock_services.gateway.rpc import create_rpc_server
 
@@ -52,7 +52,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
         handlers = Handlers.over(client, config)
-        metrics = GatewayMetrics(CollectorRegistry(), config.replay.capacity_bytes, config.replay.max_staleness)
+        metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))

@@ -1,0 +1,53 @@
+"""What the ranks use of their devices: memory, and the share of the FLOPs that they could do."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16, by a part of the device's name; the first that fits."""
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """One rank, when it was asked."""
+
+    memory_peak_bytes: int
+    """Most that the device's allocator has held; on a CPU, that the process has."""
+    device_name: str
+    num_parameters: int
+    """Of the whole model."""
+
+
+def rank_use(model: torch.nn.Module, device: torch.device) -> RankUse:
+    if device.type == "cuda":
+        peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
+    return RankUse(peak, name, sum(parameter.numel() for parameter in model.parameters()))
+
+
+def peak_flops(device_name: str, configured: float) -> float:
+    """Of one rank: as configured, else by the device's name; 0 where neither says."""
+    if configured:
+        return configured
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
+
+
+def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation: 6 FLOPs a parameter and token, forward and backward of the update only. 0 where `peak`,
+    the FLOPs that all ranks could do in a second, is not known."""
+    return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0

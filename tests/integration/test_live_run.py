@@ -1,0 +1,185 @@
+"""One run, started once: what it exposes is what the documentation lists, and a real Prometheus answers every panel.
+
+The last test ends the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from demo_process import ROOT, DemoProcess
+from penstock.metrics import serve_metrics
+from penstock.ports import free_port, wait_for_port
+
+METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
+PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
+WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
+"""Of labels that nothing has happened to in this run."""
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoProcess]:
+    """The cheapest real run: the torch engine, one policy rank, no reference. Two checkpoints in."""
+    overrides = {
+        "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
+        "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
+    }  # fmt: skip
+    words = [word for name, value in overrides.items() for word in (f"--{name}", value)]
+    started = DemoProcess(tmp_path_factory.mktemp("live"), *words)
+    try:
+        started.wait_for_step(5)
+        yield started
+    finally:
+        started.end()
+
+
+def endpoint(run: DemoProcess, process: str) -> str:
+    fields = json.loads((run.folder / f"{PROCESSES[process]}.json").read_text())
+    return f"{fields['host']}:{fields.get('metrics_port') or fields['rest_port']}"
+
+
+def scrape(run: DemoProcess, process: str) -> str:
+    with urllib.request.urlopen(f"http://{endpoint(run, process)}/metrics", timeout=20) as response:
+        return str(response.read().decode())
+
+
+def test_the_metrics_page_lists_exactly_what_the_run_exposes(live: DemoProcess) -> None:
+    documented = set(METRIC_ROW.findall((ROOT / "docs" / "metrics.md").read_text()))
+    exposed, without_series = set(), set()
+    for process in PROCESSES:
+        for family in text_string_to_metric_families(scrape(live, process)):
+            if family.name.startswith("penstock_") and not family.name.endswith("_created"):
+                name = f"{family.name}_total" if family.type == "counter" else family.name
+                exposed.add((name, family.type, process))
+                if not family.samples:
+                    without_series.add(name)
+                assert family.documentation, name
+    assert exposed == documented
+    assert without_series <= WITHOUT_SERIES
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool; install prometheus")
+@pytest.mark.parametrize("process", PROCESSES)
+def test_promtool_finds_no_fault_with_the_metrics(live: DemoProcess, process: str) -> None:
+    own = [line for line in scrape(live, process).splitlines() if re.match(r"(# \w+ )?penstock_", line)]
+    assert len(own) > 20
+    result = subprocess.run(
+        ["promtool", "check", "metrics"], input="\n".join(own) + "\n", capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+# ── Prometheus ──
+
+Ask = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def engine_metrics() -> int:
+    """A stand-in for vLLM's own metrics: one with a colon in its name."""
+    registry = CollectorRegistry()
+    Gauge("vllm:num_requests_running", "As vLLM has it.", registry=registry).set(3)
+    return serve_metrics(registry, "127.0.0.1", 0)
+
+
+@pytest.fixture(scope="module")
+def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """A real one, with the configuration that is shipped; only the targets and the interval are this run's."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("no prometheus; install Debian's package of that name")
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "alerts.yml")]
+    for job in config["scrape_configs"]:
+        process = job["job_name"].removeprefix("penstock-")
+        targets = [endpoint(live, process)] + ([f"127.0.0.1:{engine_metrics}"] if process == "rollout" else [])
+        for name in ("dns_sd_configs", "relabel_configs"):
+            job.pop(name, None)
+        job["static_configs"] = [{"targets": targets, "labels": {"run": "live"}}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    command = [
+        "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+    ]  # fmt: skip
+    with (folder / "log").open("w") as log:
+        process_handle = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        assert wait_for_port("127.0.0.1", port, timeout_s=30), (folder / "log").read_text()
+
+        def ask(expression: str) -> list[dict[str, Any]]:
+            query = urllib.parse.urlencode({"query": expression})
+            url = f"http://127.0.0.1:{port}/api/v1/query?{query}"
+            with urllib.request.urlopen(url, timeout=20) as response:
+                answer = json.load(response)
+            assert answer["status"] == "success", answer
+            result: list[dict[str, Any]] = answer["data"]["result"]
+            return result
+
+        yield ask
+    finally:
+        process_handle.kill()
+        process_handle.wait()
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(panel, expression) of every dashboard, with Grafana's variables filled in."""
+    found = []
+    for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                expression = target["expr"].replace("$__rate_interval", "20s").replace("$run", ".*")
+                found.append((f"{path.stem}: {panel['title']}", expression))
+    return found
+
+
+def test_no_panel_is_empty(prometheus: Ask) -> None:
+    """Rates need two scrapes, and one of the metrics some steps more; so those without an answer are asked again."""
+    asked = expressions()
+    assert len(asked) > 60
+    deadline = time.monotonic() + 60
+    empty = asked
+    while empty and time.monotonic() < deadline:
+        time.sleep(1)
+        empty = [(panel, expression) for panel, expression in empty if not prometheus(expression)]
+    assert empty == []
+
+
+def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_names(prometheus: Ask) -> None:
+    deadline = time.monotonic() + 30
+    while len(prometheus("up == 1")) < 4 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert {sample["metric"]["run"] for sample in prometheus("up == 1")} == {"live"}
+    assert [sample["value"][1] for sample in prometheus('{__name__="vllm:num_requests_running"}')] == ["3"]
+
+
+def test_a_healthy_run_fires_no_alert(prometheus: Ask) -> None:
+    assert prometheus('max(penstock_run_state{state="training"})')[0]["value"][1] == "1"
+    assert prometheus('ALERTS{alertstate="firing"}') == []
+
+
+# ── the end ──
+
+
+def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
+    live.descendants()
+    live.process.send_signal(signal.SIGINT)
+    assert live.wait() == 130
+    assert "Traceback" not in live.text()
+    assert live.orphans() == []
+    assert list((live.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"

@@ -281,6 +281,11 @@ LEARNER = Section(
             "Skipped in the last hour.",
             ("sum(increase(penstock_learner_nonfinite_steps_total[1h]))", ""),
         ),
+        lines(
+            "Role restarts",
+            "In the last hour, after a rank died or hung.",
+            ("sum by (role) (increase(penstock_learner_role_restarts_total[1h]))", "{{role}}"),
+        ),
         lines("Since the last step", "", ("time() - max(penstock_learner_last_step_timestamp_seconds)", ""), unit="s"),
     ),
 )
@@ -291,7 +296,19 @@ ALGORITHM = Section(
         lines("Loss", "By term.", ("max by (term) (penstock_algo_loss)", "{{term}}")),
         lines("KL", "Nats a token.", ("max by (against) (penstock_algo_kl_nats)", "{{against}}")),
         lines("Entropy", "Nats a token.", ("max(penstock_algo_entropy_nats)", "")),
-        lines("Gradient norm", "Before clipping.", ("max(penstock_algo_grad_norm)", "")),
+        lines(
+            "Gradient norm",
+            "Before clipping.",
+            ("max(penstock_algo_grad_norm)", "policy"),
+            ("max(penstock_algo_critic_grad_norm)", "critic"),
+        ),
+        lines(
+            "Values",
+            "The critic, where there is one: variance of the returns that it explains, tokens whose value was clipped.",
+            ("max(penstock_algo_value_explained_variance)", "explained"),
+            ("max(penstock_algo_critic_clip_ratio)", "clipped"),
+            unit="percentunit",
+        ),
         lines(
             "Clipped",
             "Share of trained tokens.",

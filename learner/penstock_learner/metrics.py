@@ -13,6 +13,7 @@ from penstock.metrics import LONG_SECONDS, PREFIX
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.publisher import PushReport
 
+ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")
 _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
@@ -102,6 +103,8 @@ class LearnerMetrics:
             self.phase_seconds.labels(phase)
         for kind in ("prompt", "response"):
             self.tokens.labels(kind)
+        for role in ROLES:
+            self.role_restarts.labels(role)
         self.recovery_seconds.labels("learner")
 
     def _declare_algorithm(self, registry: CollectorRegistry, prefix: str) -> None:

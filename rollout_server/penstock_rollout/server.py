@@ -13,11 +13,10 @@ from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, NotFound, Unavailable, WeightPushFailed
+from penstock.errors import NotFound, Unavailable, WeightPushFailed
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
-from penstock.ports import is_loopback
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2, weights_pb2_grpc
@@ -31,6 +30,7 @@ from penstock_rollout.producer import Producer
 from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.start_check import check_address
 from penstock_rollout.tokenization import Tokenization
 from penstock_rollout.weight_member import WeightMember
 
@@ -56,7 +56,7 @@ class RolloutServer:
     async def run(self) -> None:
         """Serve until `stopping`, then drain, leave the fleet and stop the engine."""
         config = self.config
-        _check_address(config)
+        check_address(config)
         scorer = Scorer(config.rollout.reward, self.metrics)
         tokenization = Tokenization(
             config.model.path,
@@ -203,10 +203,3 @@ async def serve(config: RunConfig, server_id: str) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, server.stopping.set)
     await server.run()
-
-
-def _check_address(config: RunConfig) -> None:
-    if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
-        raise ConfigError(
-            f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
-        )

@@ -37,6 +37,9 @@ from penstock_rollout.weight_member import WeightMember
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5
 HEALTH_S = 2.0
+POLL_S = 0.05
+LAST_PUSH_S = 20.0
+"""How long a server that leaves goes on receiving what it was announced."""
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 
@@ -86,8 +89,7 @@ class RolloutServer:
             ) from error
         finally:
             with contextlib.suppress(Exception):
-                await self.producer.drain()
-                await self.fleet.leave(self.server_id)
+                await self._leave()
             await listener.stop(grace=1.0)
             await self.engine.stop()
             await scorer.close()
@@ -123,6 +125,17 @@ class RolloutServer:
             ]
             await self.stopping.wait()
             await asyncio.gather(*(end_task(task) for task in loops))
+
+    async def _leave(self) -> None:
+        """Give back what is unfinished and leave the fleet, so that no further push counts on this server; then let one
+        that has begun end: the members of a transfer all start again when one is gone from it."""
+        await self.producer.drain()
+        await self.fleet.leave(self.server_id)
+        for _ in range(int(LAST_PUSH_S / POLL_S)):
+            if not (hasattr(self, "member") and self.member.is_receiving):
+                break
+            await asyncio.sleep(POLL_S)
+        logger.info("left the fleet")
 
     def _may_lease(self) -> bool:
         """Serving, by a registry that was asked recently: a server that slept must look again before it leases."""

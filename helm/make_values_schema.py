@@ -35,6 +35,7 @@ QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi
 FREE: Schema = {"type": "object"}
 """A Kubernetes object, which the API server checks."""
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
+TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
 
 
@@ -43,13 +44,66 @@ def section(**properties: Schema) -> Schema:
 
 
 def scheduling(**properties: Schema) -> Schema:
-    return section(nodeSelector=FREE, tolerations=LIST, **properties)
+    return section(nodeSelector=FREE, tolerations=LIST, affinity=FREE, priorityClassName=TEXT, **properties)
+
+
+def gateway() -> Schema:
+    return scheduling(
+        replicas=AT_LEAST_ONE,
+        resources=FREE,
+        service=section(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT),
+        autoscaling=section(
+            enabled=FLAG, minReplicas=AT_LEAST_ONE, maxReplicas=AT_LEAST_ONE, targetCpuPercent=AT_LEAST_ONE
+        ),
+        ingress=section(enabled=FLAG, className=TEXT, host=TEXT, tlsSecretName=TEXT, annotations=FREE),
+        httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS),
+        spreadOver=TEXTS,
+    )
+
+
+def rollout() -> Schema:
+    return scheduling(
+        replicas=COUNT,
+        gpus=COUNT,
+        resources=FREE,
+        shmSize=QUANTITY,
+        drainSeconds=AT_LEAST_ONE,
+        maxUnavailable={"anyOf": [AT_LEAST_ONE, {"type": "string", "pattern": "^[1-9][0-9]?%$"}]},
+        autoscaling=section(
+            enabled=FLAG,
+            minReplicas=COUNT,
+            maxReplicas=AT_LEAST_ONE,
+            prometheusUrl={"type": "string", "pattern": "^(https?://.*)?$"},
+            groupsPerServer={"anyOf": [AT_LEAST_ONE, {"type": "null"}]},
+            pollingSeconds=AT_LEAST_ONE,
+            cooldownSeconds=COUNT,
+        ),
+        env=LIST,
+        spreadOver=TEXTS,
+    )
+
+
+def learner() -> Schema:
+    worker_group = scheduling(ranksPerPod=AT_LEAST_ONE, memory=QUANTITY, shmSize=QUANTITY)
+    schedulers = ["", "volcano", "yunikorn", "scheduler-plugins", "kai-scheduler", "kueue"]
+    return section(
+        kuberay=section(enabled=FLAG),
+        gang=section(scheduler={"enum": schedulers}, queue=TEXT, priorityClassName=TEXT),
+        protectFromEviction=FLAG,
+        env=LIST,
+        driver=scheduling(
+            resources=FREE, stopSeconds=AT_LEAST_ONE, startSeconds=AT_LEAST_ONE, backoffLimit=COUNT, shmSize=QUANTITY
+        ),
+        head=scheduling(resources=FREE, shmSize=QUANTITY),
+        rayVersion=TEXT,
+        objectStoreBytes={"type": "string", "pattern": "^[0-9]+$"},
+        groups=section(policy=worker_group, reference=worker_group, critic=worker_group, reward_model=worker_group),
+    )
 
 
 def chart_values() -> Schema:
     image = section(repository=TEXT, tag=TEXT)
     claim = {"existingClaim": TEXT, "storageClass": TEXT, "size": QUANTITY}
-    worker_group = scheduling(ranksPerPod=AT_LEAST_ONE, memory=QUANTITY, shmSize=QUANTITY)
     return section(
         nameOverride=TEXT,
         fullnameOverride=TEXT,
@@ -59,34 +113,29 @@ def chart_values() -> Schema:
         ),
         secretName={"type": "string", "minLength": 1},
         securityContext=section(runAsUser=AT_LEAST_ONE, runAsGroup=AT_LEAST_ONE, fsGroup=AT_LEAST_ONE),
-        gateway=scheduling(
-            replicas=AT_LEAST_ONE,
-            resources=FREE,
-            service=section(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT),
-        ),
-        rollout=scheduling(replicas=COUNT, gpus=COUNT, resources=FREE, shmSize=QUANTITY, drainSeconds=AT_LEAST_ONE),
-        learner=section(
-            driver=scheduling(
-                resources=FREE,
-                stopSeconds=AT_LEAST_ONE,
-                startSeconds=AT_LEAST_ONE,
-                backoffLimit=COUNT,
-                shmSize=QUANTITY,
-            ),
-            head=scheduling(resources=FREE, shmSize=QUANTITY),
-            rayVersion=TEXT,
-            objectStoreBytes={"type": "string", "pattern": "^[0-9]+$"},
-            groups=section(policy=worker_group, reference=worker_group, critic=worker_group, reward_model=worker_group),
-        ),
+        gpuResource={"type": "string", "minLength": 1},
+        gateway=gateway(),
+        certManager=section(enabled=FLAG, issuerRef=FREE),
+        rollout=rollout(),
+        learner=learner(),
+        feed=scheduling(resources=FREE, backoffLimit=COUNT),
         redis=scheduling(
             enabled=FLAG, maxMemory=QUANTITY, resources=FREE, storage=section(storageClass=TEXT, size=QUANTITY)
         ),
         externalRedis=section(url={"type": "string", "pattern": "^(rediss?://.*)?$"}, existingSecret=TEXT, key=TEXT),
         storage=section(
             runs=section(**claim, accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]}),
-            models=section(existingClaim={"type": "string", "minLength": 1}, mountPath=TEXT),
+            models=section(existingClaim=TEXT, mountPath=TEXT),
+            data=section(existingClaim=TEXT, mountPath=TEXT),
         ),
         networkPolicy=section(enabled=FLAG, metricsFrom=LIST),
+        monitoring=section(
+            enabled=FLAG,
+            release=TEXT,
+            interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+            rules=FLAG,
+            dashboards=FLAG,
+        ),
     )
 
 

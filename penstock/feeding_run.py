@@ -14,13 +14,17 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.validating import Validator
 
 
+def check_fed(config: RunConfig) -> None:
+    if config.dataset.file is None and config.dataset.validation.file is None:
+        raise ConfigError("dataset.file is not set; give the data to feed")
+
+
 async def feed_run(config: RunConfig) -> None:
     """Submit all of `dataset.file`; with a `dataset.validation.file`, validate meanwhile, and after that until ended.
 
     Data that cannot be read is an error before anything is submitted."""
+    check_fed(config)
     dataset = config.dataset
-    if dataset.file is None and dataset.validation.file is None:
-        raise ConfigError("dataset.file is not set; give the data to feed")
     async with AsyncExitStack() as stack:
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)

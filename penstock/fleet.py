@@ -27,6 +27,9 @@ local current = redis.call('HGET', KEYS[2], 'term') or '0'
 if ARGV[3] ~= '' and tonumber(ARGV[3]) ~= tonumber(current) then
   return redis.error_reply('FENCED term ' .. ARGV[3] .. ' has passed; the current one is ' .. current)
 end
+if ARGV[3] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then
+  return 0
+end
 redis.call('HDEL', KEYS[1], '')
 return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 """
@@ -81,10 +84,11 @@ class Fleet:
         return cast("ServerState", state.decode()) if state else None
 
     async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
-        """Move a server. A publisher gives its term: raises Fenced, and changes nothing, once that has passed."""
+        """Move a server. A publisher gives its term: raises Fenced, and changes nothing, once that has passed; and it
+        moves no server that has left meanwhile."""
         before = await guarded(self.client.hget(self._states, server_id))
-        keys = (self._states, self._counters)
-        await guarded(self.client.eval(_SET_STATE, 2, *keys, server_id, state, "" if term is None else term))
+        keys = (self._states, self._counters, self._records)
+        await guarded(self.client.eval(_SET_STATE, 3, *keys, server_id, state, "" if term is None else term))
         was_serving = before is not None and before.decode() in SERVING_STATES
         if was_serving != (state in SERVING_STATES):
             await self._next_generation()

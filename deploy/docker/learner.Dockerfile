@@ -22,6 +22,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf 
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs \
   && ln -s /opt/penstock/bin/ray /opt/penstock/bin/penstock /usr/local/bin/
 COPY --from=build /opt/penstock /opt/penstock
+COPY examples/arithmetic /opt/examples/arithmetic
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001
 EXPOSE 9100

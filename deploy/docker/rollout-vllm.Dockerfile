@@ -24,6 +24,7 @@ FROM ${PYTHON} AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/* \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 COPY --from=cpu-build /opt/penstock /opt/penstock
+COPY examples/arithmetic /opt/examples/arithmetic
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001
 EXPOSE 7070 9100

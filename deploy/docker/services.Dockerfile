@@ -13,6 +13,7 @@ RUN /opt/penstock/bin/pip install --no-cache-dir ".[services]"
 FROM python:3.11.13-slim-bookworm
 RUN useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 COPY --from=build /opt/penstock /opt/penstock
+COPY examples/arithmetic /opt/examples/arithmetic
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001
 EXPOSE 8080 9090

@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, overrides)
         setup_logging("learner", config.run)
         if arguments.check:
+            from penstock_learner.start_check import check
+
+            print(f"{arguments.config}: ok (learner, {check(config)})")
             return 0
         asyncio.run(serve(config))
     except PenstockError as error:

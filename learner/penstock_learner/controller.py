@@ -186,6 +186,8 @@ class LearnerController:
                 offer.metrics.set_result(metrics)
                 if step % every == 0:
                     await self._checkpoint(step, version)
+            if self.stopping.is_set():
+                await self._checkpoint(step, version)  # whoever asked may not wait for a push as well
             await self.publication.settle()
             await self._checkpoint(step, version)
         finally:

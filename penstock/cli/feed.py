@@ -18,10 +18,12 @@ def main(argv: Sequence[str]) -> int:
         epilog="Any field of the config may follow as an override: --dataset.epochs 3",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     args, overrides = parser.parse_known_args(argv)
 
     import asyncio
 
+    from penstock.config.checks import check_datasets
     from penstock.config.loading import load_config
     from penstock.errors import ConfigError
     from penstock.logs import setup_logging
@@ -29,8 +31,14 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     if not config.redis.url:
         raise ConfigError("redis.url is not set; `penstock up` feeds the runs whose Redis it starts itself")
+    from penstock.feeding_run import check_fed, feed_run
+
+    if args.check:
+        check_fed(config)
+        check_datasets(config)
+        print(f"{args.config}: ok (feed)")
+        return 0
     setup_logging("feed", config.run)
-    from penstock.feeding_run import feed_run
 
     asyncio.run(feed_run(config))
     return 0

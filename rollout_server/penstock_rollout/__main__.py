@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, overrides)
         setup_logging(arguments.server_id, config.run)
         if arguments.check:
+            from penstock_rollout.start_check import check
+
+            engine = check(config)
+            print(f"{arguments.config}: ok (rollout server {arguments.server_id}, engine {engine})")
             return 0
         from penstock_rollout.server import serve
 

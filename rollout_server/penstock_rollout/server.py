@@ -13,12 +13,11 @@ from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, NotFound, Unavailable, WeightPushFailed
+from penstock.errors import NotFound, Unavailable, WeightPushFailed
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.heartbeats import Heartbeats
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
-from penstock.ports import is_loopback
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2, weights_pb2_grpc
@@ -33,12 +32,16 @@ from penstock_rollout.producer import Producer
 from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.start_check import check_address
 from penstock_rollout.tokenization import Tokenization
 from penstock_rollout.weight_member import WeightMember
 
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5
 HEALTH_S = 2.0
+POLL_S = 0.05
+LAST_PUSH_S = 20.0
+"""How long a server that leaves goes on receiving what it was announced."""
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 
@@ -60,7 +63,7 @@ class RolloutServer:
     async def run(self) -> None:
         """Serve until `stopping`, then drain, leave the fleet and stop the engine."""
         config = self.config
-        _check_address(config)
+        check_address(config)
         scorer = Scorer(config.rollout.reward, self.metrics)
         tokenization = Tokenization(
             config.model.path,
@@ -89,8 +92,7 @@ class RolloutServer:
             await self._serve()
         finally:
             with contextlib.suppress(Exception):
-                await self.producer.drain()
-                await self.fleet.leave(self.server_id)
+                await self._leave()
             await listener.stop(grace=1.0)
             await self.engine.stop()
             await scorer.close()
@@ -127,6 +129,17 @@ class RolloutServer:
             ]
             await self.stopping.wait()
             await asyncio.gather(*(end_task(task) for task in loops))
+
+    async def _leave(self) -> None:
+        """Give back what is unfinished and leave the fleet, so that no further push counts on this server; then let one
+        that has begun end: the members of a transfer all start again when one is gone from it."""
+        await self.producer.drain()
+        await self.fleet.leave(self.server_id)
+        for _ in range(int(LAST_PUSH_S / POLL_S)):
+            if not (hasattr(self, "member") and self.member.is_receiving):
+                break
+            await asyncio.sleep(POLL_S)
+        logger.info("left the fleet")
 
     def _may_lease(self) -> bool:
         """Serving, by a registry that was asked recently: a server that slept must look again before it leases."""
@@ -216,10 +229,3 @@ async def serve(config: RunConfig, server_id: str) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, server.stopping.set)
     await server.run()
-
-
-def _check_address(config: RunConfig) -> None:
-    if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
-        raise ConfigError(
-            f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
-        )

@@ -28,3 +28,14 @@ async def test_a_learner_whose_term_has_passed_moves_no_server(
     assert await fleet.report(ServerRecord("a", "127.0.0.1:1", "torch")) == "EVICTED"
     assert await fleet.generation() == before + 1
     assert await fleet.term() == new
+
+
+async def test_a_learner_does_not_bring_back_a_server_that_has_left(
+    redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    fleet, term = Fleet(redis_client, "test"), await queue.take_term(0)
+    await fleet.join(ServerRecord("a", "127.0.0.1:1", "torch"))
+    await fleet.leave("a")
+    await fleet.set_state("a", "READY", term)
+    assert await fleet.servers() == []
+    assert await redis_client.hgetall("penstock:{test}:server_states") == {}

@@ -6,7 +6,7 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
   "gateway" (dict "host" "0.0.0.0" "port" 8080 "grpc_port" 9090 "api_key_file" "/etc/penstock/keys/api-key")
   "rollout" (dict "port" 7070 "metrics_port" 9100)
   "weights" (dict "cluster_key_file" "/etc/penstock/keys/cluster-key")
-  "learner" (dict "ray_address" "auto" "metrics_host" "0.0.0.0" "metrics_port" 9100)
+  "learner" (dict "ray_address" (ternary "auto" "" .Values.learner.kuberay.enabled) "metrics_host" "0.0.0.0" "metrics_port" 9100)
 -}}
 {{- mustMergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
 {{- end -}}
@@ -57,7 +57,45 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- if and $values.redis.enabled $external -}}
 {{- fail "redis.enabled is true and externalRedis is set; choose one" -}}
 {{- end -}}
+{{- if and $values.rollout.autoscaling.enabled (not $values.rollout.autoscaling.prometheusUrl) -}}
+{{- fail "rollout.autoscaling.enabled is true; set rollout.autoscaling.prometheusUrl, from which the queue's depth is read" -}}
+{{- end -}}
+{{- if and $values.gateway.ingress.enabled (not $values.gateway.ingress.host) -}}
+{{- fail "gateway.ingress.enabled is true; set gateway.ingress.host" -}}
+{{- end -}}
+{{- if and $values.gateway.httpRoute.enabled (not $values.gateway.httpRoute.parentRefs) -}}
+{{- fail "gateway.httpRoute.enabled is true; set gateway.httpRoute.parentRefs to the Gateway that routes to it" -}}
+{{- end -}}
+{{- if and $values.certManager.enabled (not $values.certManager.issuerRef) -}}
+{{- fail "certManager.enabled is true; set certManager.issuerRef, such as {name: letsencrypt, kind: ClusterIssuer}" -}}
+{{- end -}}
+{{- if and $values.learner.gang.scheduler (not $values.learner.kuberay.enabled) -}}
+{{- fail "learner.gang.scheduler is set and learner.kuberay.enabled is false: one pod needs no gang" -}}
+{{- end -}}
+{{- if and (eq $values.learner.gang.scheduler "kueue") (not $values.learner.gang.queue) -}}
+{{- fail "learner.gang.scheduler is kueue; set learner.gang.queue to a LocalQueue" -}}
+{{- end -}}
 {{- if not (or $values.redis.enabled $external) -}}
 {{- fail "redis.enabled is false; set externalRedis.url or externalRedis.existingSecret" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What makes the RayCluster's pods start together or not at all. The first four by KubeRay's batchScheduler, which the operator
+must be installed with; Kueue watches the label itself. */}}
+{{- define "penstock.gangLabels" -}}
+{{- with .Values.learner.gang -}}
+{{- $queueLabels := dict
+  "volcano" "volcano.sh/queue-name"
+  "yunikorn" "yunikorn.apache.org/queue"
+  "kai-scheduler" "kai.scheduler/queue"
+  "kueue" "kueue.x-k8s.io/queue-name"
+-}}
+{{- $labels := dict -}}
+{{- if has .scheduler (list "yunikorn" "scheduler-plugins") -}}{{- $_ := set $labels "ray.io/gang-scheduling-enabled" "true" -}}{{- end -}}
+{{- if eq .scheduler "volcano" -}}{{- $_ := set $labels "ray.io/scheduler-name" "volcano" -}}{{- end -}}
+{{- if eq .scheduler "yunikorn" -}}{{- $_ := set $labels "yunikorn.apache.org/app-id" (include "penstock.fullname" $) -}}{{- end -}}
+{{- if and .scheduler .queue (hasKey $queueLabels .scheduler) -}}{{- $_ := set $labels (index $queueLabels .scheduler) .queue -}}{{- end -}}
+{{- if and .scheduler .priorityClassName -}}{{- $_ := set $labels "ray.io/priority-class-name" .priorityClassName -}}{{- end -}}
+{{- if $labels -}}{{- toYaml $labels -}}{{- end -}}
 {{- end -}}
 {{- end -}}

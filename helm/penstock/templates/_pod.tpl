@@ -29,6 +29,47 @@ nodeSelector: {{ toYaml . | nindent 2 }}
 {{- with .tolerations }}
 tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
+{{- with .affinity }}
+affinity: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* include "penstock.spread" (list . "gateway" .Values.gateway.spreadOver): the component's pods, evenly over each domain. */}}
+{{- define "penstock.spread" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- with index . 2 -}}
+topologySpreadConstraints:
+  {{- range . }}
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "penstock.selector" $root | nindent 8 }}
+        app.kubernetes.io/component: {{ $component }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* include "penstock.budget" (list . "gateway" "label: value" "maxUnavailable: 1"): how many of the pods with the label may be
+evicted at once. */}}
+{{- define "penstock.budget" -}}
+{{- $root := index . 0 -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "penstock.fullname" $root }}-{{ index . 1 }}
+  labels: {{- include "penstock.labels" $root | nindent 4 }}
+spec:
+  {{ index . 3 }}
+  # A pod that does not work protects nothing.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "penstock.selector" $root | nindent 6 }}
+      {{ index . 2 }}
 {{- end -}}
 
 {{- define "penstock.checksums" -}}
@@ -70,8 +111,25 @@ checksum/config: {{ include "penstock.config" . | sha256sum }}
 - {name: runs, mountPath: /runs}
 {{- end -}}
 
+{{/* The claims of `storage` that hold what a run reads: models and data. An image may hold them instead. */}}
+{{- define "penstock.inputMounts" -}}
+{{- range $name, $claim := pick .Values.storage "models" "data" }}
+{{- if $claim.existingClaim }}
+- {name: {{ $name }}, mountPath: {{ $claim.mountPath }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.inputVolumes" -}}
+{{- range $name, $claim := pick .Values.storage "models" "data" }}
+{{- if $claim.existingClaim }}
+- {name: {{ $name }}, persistentVolumeClaim: {claimName: {{ $claim.existingClaim }}, readOnly: true}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "penstock.modelMounts" -}}
-- {name: models, mountPath: {{ .Values.storage.models.mountPath }}, readOnly: true}
+{{- include "penstock.inputMounts" . }}
 - {name: shm, mountPath: /dev/shm}
 {{- end -}}
 
@@ -91,6 +149,6 @@ checksum/config: {{ include "penstock.config" . | sha256sum }}
 - {name: config, configMap: {name: {{ $name }}-config}}
 - {name: tmp, emptyDir: {}}
 - {name: runs, persistentVolumeClaim: {claimName: {{ $root.Values.storage.runs.existingClaim | default (printf "%s-runs" $name) }}}}
-- {name: models, persistentVolumeClaim: {claimName: {{ $root.Values.storage.models.existingClaim }}, readOnly: true}}
+{{- include "penstock.inputVolumes" $root }}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ last . }}}}
 {{- end -}}

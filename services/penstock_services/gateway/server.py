@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from penstock.config.checks import check_redis
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
@@ -77,12 +78,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 def check(config: RunConfig) -> None:
     """Raise ConfigError for everything that can be known to be wrong before a port is opened."""
     load_api_key(config.gateway)
-    if not config.redis.url:
-        raise ConfigError("redis.url is empty; set it to the run's Redis, or use `penstock up`, which starts one")
-    try:
-        connect(config.redis)
-    except ValueError as error:
-        raise ConfigError(f"redis.url: {error}") from error
+    check_redis(config.redis)
 
 
 class _RestServer(uvicorn.Server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import secrets
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from penstock.client import PenstockClient
+from penstock.config.checks import check_datasets, check_model, check_rewards
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
@@ -122,19 +122,9 @@ class LocalRun:
 
 def check_before_start(config: RunConfig) -> None:
     """Everything that can be known to be wrong before a process is started."""
-    model_file = config.model.path / "config.json"
-    if not model_file.is_file():
-        raise ConfigError(f"model.path {config.model.path} is not a model folder; give one with config.json in it")
-    try:
-        json.loads(model_file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{model_file} is not JSON: {error}") from error
-    reward_file = config.rollout.reward.function_file
-    if reward_file is not None and not reward_file.is_file():
-        raise ConfigError(f"rollout.reward.function_file {reward_file} does not exist")
-    for file in (config.dataset.file, config.dataset.validation.file):
-        if file is not None and not file.exists():
-            raise ConfigError(f"dataset {file} does not exist")
+    check_model(config)
+    check_rewards(config.rollout.reward)
+    check_datasets(config)
     for name in ("port", "grpc_port"):
         port = getattr(config.gateway, name)
         if port and not port_is_free(config.gateway.host, port):

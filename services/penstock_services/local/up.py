@@ -14,12 +14,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Any field of the config may follow as an override: --learner.num_steps 200",
     )
     parser.add_argument("config", type=Path, help="YAML file of the run")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
 
     import asyncio
 
     from penstock.config.loading import load_config
+    from penstock_services.local.local_run import check_before_start
     from penstock_services.local.watch import watch
 
-    asyncio.run(watch(load_config(arguments.config, overrides)))
+    config = load_config(arguments.config, overrides)
+    if arguments.check:
+        check_before_start(config)
+        print(f"{arguments.config}: ok")
+        return 0
+    asyncio.run(watch(config))
     return 0

@@ -1,0 +1,21 @@
+"""What the learner can know to be wrong before it starts Ray."""
+
+from __future__ import annotations
+
+from penstock.config.checks import check_model, check_redis, check_run_folder
+from penstock.config.run import RunConfig
+from penstock.weights.cluster_key import read_key
+from penstock_learner.checkpoint import CheckpointStore
+
+
+def check(config: RunConfig) -> str:
+    """Raise ConfigError for what is wrong; returns where the run would begin."""
+    check_redis(config.redis)
+    check_model(config)
+    read_key(config.weights)
+    check_run_folder(config)
+    checkpoint = config.learner.checkpoint
+    found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).newest()
+    if found is None or checkpoint.resume == "off":
+        return "from the model folder"
+    return f"from {found[0].name}"

@@ -1,0 +1,66 @@
+"""What a process can know to be wrong before it starts anything, as `--check` asks. Each raises ConfigError."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.config.rewards import FunctionReward, RewardConfig
+from penstock.config.run import RunConfig
+from penstock.config.service import RedisConfig
+from penstock.errors import ConfigError
+
+
+def check_redis(config: RedisConfig) -> None:
+    """An address is set, and its credentials and certificates can be read. Nobody is called."""
+    if not config.url:
+        raise ConfigError("redis.url is empty; set it to the run's Redis, or use `penstock up`, which starts one")
+    from penstock.redis_client import connect
+
+    try:
+        connect(config)
+    except ValueError as error:
+        raise ConfigError(f"redis.url: {error}") from error
+
+
+def check_model(config: RunConfig) -> None:
+    model_file = config.model.path / "config.json"
+    if not model_file.is_file():
+        raise ConfigError(f"model.path {config.model.path} is not a model folder; give one with config.json in it")
+    try:
+        json.loads(model_file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{model_file} is not JSON: {error}") from error
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """Files of custom functions exist."""
+    if config.function_file is not None:
+        _check_file("rollout.reward.function_file", config.function_file)
+    for source, reward in config.by_data_source.items():
+        if isinstance(reward, FunctionReward):
+            _check_file(f"rollout.reward.by_data_source.{source}.file", reward.file)
+
+
+def check_datasets(config: RunConfig) -> None:
+    files: Iterable[Path | None] = (config.dataset.file, config.dataset.validation.file)
+    for file in files:
+        if file is not None and not file.exists():
+            raise ConfigError(f"dataset {file} does not exist")
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """The run's folder can be made and written to."""
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+        probe = config.folder / ".check"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from error
+
+
+def _check_file(name: str, path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError(f"{name} {path} does not exist")

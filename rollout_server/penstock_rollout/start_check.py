@@ -1,0 +1,32 @@
+"""What a rollout server can know to be wrong before it loads anything."""
+
+from __future__ import annotations
+
+from penstock.config.checks import check_model, check_redis, check_rewards, check_run_folder
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.ports import is_loopback
+from penstock.weights.cluster_key import read_key
+from penstock_rollout.engines.choose import resolve_engine_name
+
+
+def check(config: RunConfig) -> str:
+    """Raise ConfigError for what is wrong; returns the engine's name. The engine is not imported."""
+    check_address(config)
+    read_key(config.weights)
+    check_redis(config.redis)
+    check_model(config)
+    check_rewards(config.rollout.reward)
+    agents = config.rollout.agents
+    for name, file in (("tools_file", agents.tools_file), ("interactions_file", agents.interactions_file)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"rollout.agents.{name} {file} does not exist")
+    check_run_folder(config)
+    return resolve_engine_name(config.rollout.engine)
+
+
+def check_address(config: RunConfig) -> None:
+    if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
+        raise ConfigError(
+            f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
+        )

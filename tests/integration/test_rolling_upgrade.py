@@ -1,0 +1,116 @@
+"""What a rolling upgrade does to processes: each is told to stop, ends by itself, and others go on where it stood."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import RedisProcess
+from fleet_runs import FleetRun, Part, fleet_config
+
+TORCH = "--rollout.engine.name=torch"
+GROUPS_PER_STEP = 8
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess) -> Iterator[FleetRun]:
+    """One run for all tests of this file, which hand it on. Leases outlive it: none comes back by running out."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = fleet_config(folder, redis_process.url, "rolling", transport="gloo")
+    replay = config.replay.model_copy(update={"lease_ttl_s": 300.0})
+    with FleetRun(config.model_copy(update={"replay": replay}), redis_process.url) as run:
+        yield run
+
+
+def stop_and_wait(run: FleetRun, part: Part) -> None:
+    part.may_end = True
+    part.process.terminate()
+    part.go_on()
+    run.until(lambda: part.process.poll() is not None, f"{part.name} to end")
+    assert part.process.returncode == 0, part.output()[-3000:]
+
+
+def freeze_at_work(run: FleetRun, part: Part) -> int:
+    """Stop the process at a moment at which it holds leases; returns how many."""
+
+    def leased() -> int:
+        part.stop()
+        num_leased = run.stat().in_flight
+        if not num_leased:
+            part.go_on()
+        return num_leased
+
+    return run.until(leased, f"{part.name} to hold a lease")
+
+
+def test_a_server_that_is_told_to_stop_hands_its_prompts_to_the_next(run: FleetRun) -> None:
+    # Without a learner no more than these are admitted; two at a time, so that it is caught at work.
+    num_admitted = (run.config.replay.max_staleness + 1) * GROUPS_PER_STEP
+    old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2")
+    run.until(lambda: run.stat().queued >= 2, "two groups")
+    num_leased = freeze_at_work(run, old)
+    assert 0 < num_leased <= 2
+    stop_and_wait(run, old)
+    assert "old" not in run.servers()
+
+    run.start_server("new", TORCH)
+    run.until(lambda: run.stat().queued == num_admitted, "the groups of both")
+    stat = run.stat()
+    assert (stat.reclaimed, stat.dead_lettered, stat.in_flight, stat.conservation_error) == (0, 0, 0, 0)
+    makers = {group.server_id for group in run.watch.groups.values()}
+    assert makers == {"old", "new"}
+    repeated = [group for group in run.watch.groups.values() if group.attempt > 1]
+    assert len(repeated) <= num_leased and {group.server_id for group in repeated} <= {"new"}
+
+
+@pytest.mark.long
+def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on(run: FleetRun) -> None:
+    every = "--learner.checkpoint.every_steps=100000"
+    first = run.start_learner(every)
+    run.until_serving("new", above=2)
+    stop_and_wait(run, first)
+    trained_step = steps(run)[-1]
+    assert newest_checkpoint(run.config.folder)["step"] == trained_step >= 2
+    stat = run.stat()
+    assert stat.trained == trained_step * GROUPS_PER_STEP, "all of it is acknowledged"
+    version = run.current
+
+    second = run.start_learner(every, name="second")
+    run.until_serving("new", above=version + 2)
+    stop_and_wait(run, second)
+    assert "resuming from" in second.output()
+    assert steps(run) == list(range(1, steps(run)[-1] + 1)), "no step twice, none left out"
+    assert run.stat().conservation_error == 0
+
+
+@pytest.mark.long
+def test_servers_are_replaced_one_by_one_while_the_learner_trains(run: FleetRun) -> None:
+    """No version is held up by a server that leaves, also not when it leaves in the middle of a push."""
+    run.start_learner(name="third")
+    run.start_server("second", TORCH)
+    run.until_serving("new", "second", above=run.current)
+    since_s = run.redis_time_s()
+    run.until(lambda: "LOADING" in run.watch.states("new", since_s), "a push to new")
+    stop_and_wait(run, run.parts["new"])
+    left_at = time.time()
+    run.start_server("newer", TORCH)
+    run.until_serving("second", "newer", above=run.current + 2)
+    assert "EVICTED" not in run.watch.states("second", since_s)
+    assert "new" not in run.servers()
+    assert run.watch.groups_of("second", left_at * 1000), "the other goes on meanwhile"
+    assert run.stat().reclaimed == 0 and run.stat().dead_lettered == 0
+
+
+def steps(run: FleetRun) -> list[int]:
+    lines = (run.config.folder / "metrics.jsonl").read_text().splitlines()
+    return [int(json.loads(line)["step"]) for line in lines]
+
+
+def newest_checkpoint(folder: Path) -> dict[str, int]:
+    newest = sorted((folder / "checkpoints").glob("term-*-step-????????"))[-1]
+    trainer: dict[str, int] = json.loads((newest / "trainer.json").read_text())
+    return trainer

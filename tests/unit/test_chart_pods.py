@@ -48,12 +48,7 @@ def test_groups_exist_only_for_roles_that_the_run_needs() -> None:
     no_reference = ("--set", "config.learner.algorithm.kl.placement=none")
     assert names(*no_reference, placement="standalone") == ["policy"]
     assert names(*no_reference, placement="split-collocate") == ["policy"]
-    # RunConfig has no critic and no reward model yet, so the schema would refuse them.
-    all_roles = (
-        "--skip-schema-validation",
-        "--set=config.learner.critic.num_ranks=1",
-        "--set=config.learner.reward_model.num_ranks=1",
-    )
+    all_roles = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
     assert names(*all_roles, placement="standalone") == ["policy", "reference", "critic", "reward-model"]
     assert names(*all_roles, placement="split-collocate") == ["policy-reference", "critic-reward-model"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from penstock_rollout.receivers.reception import Arrived, Reception
 
 CONNECT_RETRY_S = 0.05
 PUBLISHER_RANK = 0
+BROADCASTS_AT_ONCE = 2
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
@@ -33,10 +35,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
             reception.world_size,
             timedelta(seconds=patience.left_s),
         )
-        for num_bytes in wire_sizes(reception.manifest):
-            wire = reception.buffer(num_bytes, torch.device("cpu"))
-            _broadcast(group, wire, patience)
-            yield Arrived(wire)
+        yield from _broadcasts(group, reception)
     except RuntimeError as error:
         patience.check()
         first_line = str(error).partition("\n")[0]
@@ -86,24 +85,33 @@ def _listens(host: str, port: int, left_s: float) -> bool:
         return False
 
 
-def _broadcast(group: Any, tensor: torch.Tensor, patience: Patience) -> None:
-    work = group.broadcast([tensor], _from_publisher())
+def _broadcasts(group: Any, reception: Reception) -> Iterator[Arrived]:
+    """One bucket is on its way while the one before is taken."""
+    under_way: deque[tuple[Any, torch.Tensor]] = deque()
+    sizes = deque(wire_sizes(reception.manifest))
     try:
-        patience.until(work.is_completed)
-    except WeightPushFailed:
-        _break_connections(group, work)
-        raise
-    work.wait()
+        while sizes or under_way:
+            while sizes and len(under_way) < BROADCASTS_AT_ONCE:
+                wire = reception.buffer(sizes.popleft(), torch.device("cpu"))
+                under_way.append((group.broadcast([wire], _from_publisher()), wire))
+            work, wire = under_way[0]
+            reception.patience.until(work.is_completed)
+            work.wait()
+            under_way.popleft()
+            yield Arrived(wire)
+    finally:
+        if under_way:
+            _break_connections(group, [work for work, _ in under_way])
 
 
-def _break_connections(group: Any, work: Any) -> None:
-    """Fail a pending broadcast at once. Gloo has no abort, but an operation that times out closes every connection of
-    its group; without this the group's destructor waits for the stalled one."""
+def _break_connections(group: Any, works: list[Any]) -> None:
+    """Fail pending broadcasts at once. Gloo has no abort, but an operation that times out closes every connection of
+    its group; without this the group's destructor waits for the stalled ones."""
     options = _from_publisher()
     options.timeout = timedelta(milliseconds=1)
-    poison = group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)
+    works.append(group.broadcast([torch.zeros(1, dtype=torch.uint8)], options))
     deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline and not (work.is_completed() and poison.is_completed()):
+    while time.monotonic() < deadline and not all(work.is_completed() for work in works):
         time.sleep(POLL_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from penstock.errors import WeightPushFailed
 from penstock.weights.patience import Patience
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
+
+BROADCASTS_AT_ONCE = 2
 
 
 class GlooSender:
@@ -37,8 +40,13 @@ class GlooSender:
         try:
             store = PrefixStore(self._prefix, self._store)
             group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=patience.left_s))
+            under_way: deque[Any] = deque()
             for wire in shipment.wires(patience):
-                group.broadcast(wire.cpu(), 0).wait(timedelta(seconds=patience.left_s))
+                under_way.append(group.broadcast(wire.cpu(), 0))
+                if len(under_way) == BROADCASTS_AT_ONCE:
+                    under_way.popleft().wait(timedelta(seconds=patience.left_s))
+            for work in under_way:
+                work.wait(timedelta(seconds=patience.left_s))
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise WeightPushFailed(f"the broadcast broke: {first_line}") from error

@@ -72,9 +72,21 @@ async def fill_queue(
     config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_STEPS, make: Callable[[int], Group] = make_group
 ) -> None:
     """Submit prompts and hand in their groups, in order, as a rollout server would."""
+    await feed_prompts(config, num_groups)
+    await hand_in(config, num_groups, make)
+
+
+async def feed_prompts(config: RunConfig, num_prompts: int) -> None:
     client = connect(config.redis)
     queue = RedisReplayQueue(client, config.run, config.replay)
-    await queue.feed("train", "fingerprint", 0, [b""] * num_groups, [0] * num_groups)
+    await queue.feed("train", "fingerprint", 0, [b""] * num_prompts, [0] * num_prompts)
+    await client.aclose()
+
+
+async def hand_in(config: RunConfig, num_groups: int, make: Callable[[int], Group] = make_group) -> None:
+    """The groups of the next prompts."""
+    client = connect(config.redis)
+    queue = RedisReplayQueue(client, config.run, config.replay)
     for lease in await queue.lease("rollout-0", num_groups):
         await queue.append(lease, encode_group(make(lease.prompt_id)), 0)
     await client.aclose()
@@ -88,9 +100,12 @@ async def forget_run(config: RunConfig) -> None:
     await client.aclose()
 
 
-def run_learner(config: RunConfig, crash_at: str = "") -> tuple[int, str]:
+def run_learner(
+    config: RunConfig, crash_at: str = "", interfere: Callable[[list[psutil.Process]], bool] | None = None
+) -> tuple[int, str]:
     """Run a learner process to its end; returns exit code and output.
 
+    `interfere` is called with the learner's descendants again and again, until it says that it is done.
     Whatever Ray left behind a killed learner is ended too."""
     config.folder.mkdir(parents=True, exist_ok=True)
     path = config.folder / "config.yaml"
@@ -106,6 +121,8 @@ def run_learner(config: RunConfig, crash_at: str = "") -> tuple[int, str]:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess):
                 descendants |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+                if interfere is not None and interfere(list(descendants.values())):
+                    interfere = None
                 process.wait(0.2)
         return process.returncode, log.read_text()
     finally:
@@ -114,6 +131,16 @@ def run_learner(config: RunConfig, crash_at: str = "") -> tuple[int, str]:
         for leftover in descendants.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 leftover.kill()
+
+
+def ranks_of(worker: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of the processes that are a rank of the role, by the name of its class."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if f"ray::{worker}" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def outcome(config: RunConfig) -> Outcome:

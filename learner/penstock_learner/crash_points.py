@@ -1,4 +1,10 @@
-"""Named places at which fault tests kill the learner: PENSTOCK_CRASH_AT=name[:count]."""
+"""Named places at which fault tests kill the learner, or one of its ranks: PENSTOCK_CRASH_AT=name[:count],...
+
+| name | process |
+|---|---|
+| one of NAMES | the controller |
+| ROLE.RANK, for example critic.1 | a rank: in each update of a role that trains, in each forward of one that does not |
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from collections import Counter
 
 ENVIRONMENT = "PENSTOCK_CRASH_AT"
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
+"""Those of the controller."""
 _passed: Counter[str] = Counter()
 
 
@@ -16,7 +23,7 @@ def crash_point(name: str) -> None:
     wanted = os.environ.get(ENVIRONMENT)
     if not wanted:
         return
-    place, _, count = wanted.partition(":")
     _passed[name] += 1
-    if place == name and _passed[name] == int(count or 1):
-        os.kill(os.getpid(), signal.SIGKILL)
+    for place, _, count in (entry.partition(":") for entry in wanted.split(",")):
+        if place == name and _passed[name] == int(count or 1):
+            os.kill(os.getpid(), signal.SIGKILL)

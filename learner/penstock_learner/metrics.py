@@ -24,6 +24,7 @@ _ALGORITHM_GAUGES = {
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
     "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
     "value_explained_variance": ("algo_value_explained_variance", "1 - var(returns - values) / var(returns)."),
+    "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups of one sample, which have no baseline."),
     "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob where one version made all."),
 }
 

@@ -23,8 +23,8 @@ class PackedScalarModel(nn.Module):
 
     def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
         """[len(positions)] the head's number at these of the packed tokens."""
-        numbers: Tensor = self.lm.score(hidden_states(self.lm, inputs)[positions]).squeeze(1).float()
-        return numbers
+        numbers: Tensor = self.lm.score(hidden_states(self.lm, inputs)[positions])
+        return numbers.float().sum(dim=1)  # of one column; the root's output must not be a view
 
 
 def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> PackedScalarModel:

@@ -20,6 +20,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]
     staleness = policy_version - batch.token_versions
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
+    sizes = np.diff(np.append(starts, batch.num_sequences))
     spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
     return {
         "reward_mean": float(batch.without_baselines().rewards.mean()),
@@ -31,6 +32,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]
         "response_length_mean": float(batch.response_lengths.mean()),
         "mixed_version_ratio": _mixed_version_ratio(batch),
         "zero_advantage_group_ratio": float((spread == 0).mean()),
+        "singleton_group_ratio": float((sizes == 1).mean()),
     }
 
 

@@ -6,10 +6,23 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from conftest import RedisProcess
-from learner_runs import GROUPS_PER_STEP, NUM_STEPS, Outcome, fill_queue, make_config, outcome, run_learner
+from learner_runs import (
+    GROUPS_PER_STEP,
+    NUM_STEPS,
+    Outcome,
+    feed_prompts,
+    fill_queue,
+    hand_in,
+    make_config,
+    outcome,
+    ranks_of,
+    run_learner,
+)
+from penstock.config.run import RunConfig
 from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
 PLACEMENTS = ("standalone", "split-collocate")
@@ -26,6 +39,8 @@ def ppo(classifier: Path) -> dict[str, Any]:
         "algorithm": {"advantage": {"name": "gae", "lam": 0.95}, "kl": {"placement": "none"}},
         "critic": {"num_ranks": 2, "lr": 1e-3},
         "reward_model": {"path": str(classifier), "combine": "add", "coefficient": 0.1},
+        "policy": {"num_ranks": 2},
+        "critic_warmup_steps": 1,
     }
 
 
@@ -35,6 +50,14 @@ def trained(folder: Path, model: Path, redis: RedisProcess, run: str, **learner:
     code, output = run_learner(config)
     assert code == 0, output[-3000:]
     return outcome(config)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ppo(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, classifier: Path, redis_process: RedisProcess
+) -> Outcome:
+    """Stand-alone, two ranks of each role that trains; the policy is held for a step, while the critic learns."""
+    return trained(tmp_path_factory.mktemp("ppo"), model, redis_process, "ppo-undisturbed", **ppo(classifier))
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +85,93 @@ def test_both_placements_train_the_same_two_rank_policy(
     assert first.stat.conservation_error == 0
 
 
-def test_both_placements_train_the_same_ppo_with_critic_and_reward_model(
-    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess
+def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
+    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
 ) -> None:
-    """Two ranks of each role that trains; the policy is held for a step, while the critic learns."""
-    first, second = (
-        trained(
-            tmp_path, model, redis_process, f"ppo-{placement}", placement=placement, **ppo(classifier),
-            policy={"num_ranks": 2}, critic_warmup_steps=1,
-        )
-        for placement in PLACEMENTS
-    )  # fmt: skip
+    """A rank of the critic dies in step 3, and both roles that train go back to the checkpoint of step 2; then the
+    reward model's rank dies, and is replaced within the step."""
+    config = make_config(
+        tmp_path, model, redis_process.url, "ppo-deaths", placement="split-collocate", **ppo(classifier)
+    )
+    asyncio.run(fill_queue(config))
+    code, output = run_learner(config, "reward_model.0:4,critic.1:3")
+    assert code == 0, output[-3000:]
+    for role in ("reward_model", "critic"):
+        assert output.count(f"the {role} role is restarted") == 1, output[-3000:]
+    assert "the policy role is restarted" not in output
+    first, second = undisturbed_ppo, outcome(config)
     assert first.losses == second.losses
     assert first.critic_losses == second.critic_losses
     assert first.rewards == second.rewards
     assert first.digests[NUM_STEPS] == second.digests[NUM_STEPS]
     assert len(first.critic_losses) == len(set(first.critic_losses)) == NUM_STEPS
     assert all(reward != int(reward * 8) / 8 for reward in first.rewards), "rules alone give eighths"
+    assert second.stat.trained == GROUPS_PER_STEP * NUM_STEPS
+    assert (first.stat.term, second.stat.term) == (1, 2)
+
+
+@pytest.mark.long
+def test_a_dead_policy_and_a_dead_reference_are_replaced(
+    tmp_path: Path, model: Path, redis_process: RedisProcess
+) -> None:
+    """A rank of the policy dies while it waits for the second batch: there is no checkpoint yet, and it starts from the
+    model folder. The reference dies in a later step."""
+    settings: dict[str, Any] = {"policy": {"num_ranks": 2}, "algorithm": {"kl": {"placement": "loss"}}}
+    undisturbed = trained(tmp_path, model, redis_process, "lives", **settings)
+    config = make_config(tmp_path, model, redis_process.url, "dies", **settings, checkpoint={"every_steps": 100})
+    asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
+    asyncio.run(hand_in(config, GROUPS_PER_STEP))
+
+    def kill_a_rank(processes: list[psutil.Process]) -> bool:
+        steps = config.folder / "metrics.jsonl"
+        if not steps.is_file() or not steps.read_text():
+            return False
+        ranks_of("PolicyWorker", processes)[-1].kill()
+        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
+        return True
+
+    code, output = run_learner(config, "reference.0:4", kill_a_rank)
+    assert code == 0, output[-3000:]
+    for role in ("policy", "reference"):
+        assert output.count(f"the {role} role is restarted") == 1, output[-3000:]
+    recovered = outcome(config)
+    assert recovered.losses == undisturbed.losses
+    assert recovered.digests[NUM_STEPS] == undisturbed.digests[NUM_STEPS]
+    assert recovered.stat.trained == GROUPS_PER_STEP * NUM_STEPS
+    assert recovered.stat.conservation_error == 0
+
+
+@pytest.mark.long
+def test_a_role_that_keeps_dying_ends_the_learner_with_one_line(
+    tmp_path: Path, model: Path, redis_process: RedisProcess
+) -> None:
+    config = make_config(tmp_path, model, redis_process.url, "keeps-dying", max_role_restarts=2)
+    asyncio.run(fill_queue(config))
+    code, output = run_learner(config, "policy.0")
+    assert code == 1
+    (line,) = [line for line in output.splitlines() if "error:" in line]
+    assert "a rank of the policy role died in update; it was restarted 2 times in a row" in line
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_ranks_is_continued_by_one_and_by_four(
+    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
+) -> None:
+    settings = ppo(classifier)
+    run: RunConfig | None = None
+    for num_steps, num_ranks in ((2, 2), (3, 1), (NUM_STEPS, 4)):
+        ranks = {"policy": {"num_ranks": num_ranks}, "critic": settings["critic"] | {"num_ranks": num_ranks}}
+        config = make_config(tmp_path, model, redis_process.url, "elastic", **(settings | ranks), num_steps=num_steps)
+        if run is None:
+            asyncio.run(fill_queue(config))
+        run = config
+        code, output = run_learner(config)
+        assert code == 0, output[-3000:]
+    assert run is not None
+    continued = outcome(run)
+    assert continued.losses == pytest.approx(undisturbed_ppo.losses, abs=1e-5)
+    assert continued.critic_losses == pytest.approx(undisturbed_ppo.critic_losses, abs=1e-5)
+    assert continued.stat.trained == GROUPS_PER_STEP * NUM_STEPS
 
 
 @pytest.mark.long

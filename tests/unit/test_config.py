@@ -10,7 +10,9 @@ from penstock.config.loading import dump_config, load_config, parse_overrides
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("examples/**/demo.yaml"), ROOT / "deploy/compose/run.yaml"])
+SHIPPED = sorted(
+    [*ROOT.glob("examples/**/demo.yaml"), *ROOT.glob("examples/presets/*.yaml"), ROOT / "deploy/compose/run.yaml"]
+)
 
 
 @pytest.fixture

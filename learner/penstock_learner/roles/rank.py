@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
+from penstock_learner.crash_points import crash_point
 from penstock_learner.model import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ class Rank:
             world_size=self.world_size,
             timeout=timeout,
         )
+
+    def crash_point(self) -> None:
+        """Where fault tests kill this rank."""
+        crash_point(f"{self.role}.{self.rank}")
 
     def wait_idle(self) -> None:
         """Called in a lane: returns when what the lane was doing has ended."""

@@ -26,6 +26,7 @@ class ReferenceWorker(Rank):
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] of this rank's micro-batches, concatenated."""
+        self.crash_point()
         return forward_log_probs(self.model, part, self.device)
 
 

@@ -30,6 +30,7 @@ class RewardModelWorker(Rank):
 
     def scores(self, part: RankShard) -> NDArray[np.float32]:
         """One for each sequence of this rank's micro-batches, in order: the head's number at its last token."""
+        self.crash_point()
         results = []
         with torch.no_grad():
             for micro in part.micro_batches:

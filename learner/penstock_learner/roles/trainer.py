@@ -59,6 +59,7 @@ class TrainerRank(Rank):
         """Clip, warm up and step. Returns the norm before, and whether the weights stayed for want of a finite one.
 
         `hold` leaves the weights and the optimizer as they are. Collective."""
+        self.crash_point()
         learner = self.config.learner
         warmup = min(1.0, step / learner.warmup_steps) if learner.warmup_steps else 1.0
         for group in self.optimizer.param_groups:

@@ -16,31 +16,34 @@ from penstock_learner.roles.policy import UpdateReport
 
 
 def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]:
-    """What the data of a step looked like. Staleness is in versions, of tokens (mean) and the oldest token (max)."""
-    staleness = policy_version - batch.token_versions
+    """What the data of a step looked like. Staleness is in versions, of tokens (mean) and the oldest token (max).
+
+    Groups are compared with their baselines; all else is of the samples that train."""
+    trained = batch.without_baselines()
+    staleness = policy_version - trained.token_versions
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
     sizes = np.diff(np.append(starts, batch.num_sequences))
     spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
     return {
-        "reward_mean": float(batch.without_baselines().rewards.mean()),
+        "reward_mean": float(trained.rewards.mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
-        "num_sequences": float(batch.num_sequences),
-        "prompt_tokens": float(batch.prompt_lengths.sum()),
-        "response_tokens": float(len(batch.loss_mask)),
-        "response_length_mean": float(batch.response_lengths.mean()),
-        "mixed_version_ratio": _mixed_version_ratio(batch),
-        "zero_advantage_group_ratio": float((spread == 0).mean()),
+        "num_sequences": float(trained.num_sequences),
+        "prompt_tokens": float(trained.prompt_lengths.sum()),
+        "response_tokens": float(len(trained.loss_mask)),
+        "response_length_mean": float(trained.response_lengths.mean()),
+        "mixed_version_ratio": _mixed_version_ratio(trained),
+        "zero_advantage_group_ratio": float(((spread == 0) & (sizes > 1)).mean()),
         "singleton_group_ratio": float((sizes == 1).mean()),
     }
 
 
 def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward of a batch's samples by data source."""
+    """Mean of the servers' rewards of a batch's samples by data source."""
     rewards: dict[str, list[float]] = {}
     for group in groups:
-        rewards.setdefault(group.data_source, []).extend(trajectory.reward for trajectory in group.trajectories)
+        rewards.setdefault(group.data_source, []).extend(t.reward for t in group.trajectories if not t.is_baseline)
     return {data_source: sum(values) / len(values) for data_source, values in rewards.items()}
 
 

@@ -11,7 +11,9 @@ from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
-    [*ROOT.glob("examples/**/demo.yaml"), *ROOT.glob("examples/presets/*.yaml"), ROOT / "deploy/compose/run.yaml"]
+    path
+    for pattern in ("examples/**/demo.yaml", "examples/presets/*.yaml", "deploy/compose/run-*.yaml")
+    for path in ROOT.glob(pattern)
 )
 
 

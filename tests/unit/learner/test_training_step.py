@@ -1,0 +1,112 @@
+"""A step over real workers in this process: what runs at the same time, and which reward trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from groups import make_group
+from learner_ranks import make_rank, one_rank_world, with_model
+from penstock.config.loading import validate
+from penstock.trajectory import Group
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.placement import needed_roles
+from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.roles.workers import WORKERS
+from penstock_learner.training_step import TrainingStep
+from tiny_model import make_tiny_classifier, make_tiny_qwen2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with one_rank_world():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {"policy": make_tiny_qwen2(root / "policy", seed=5), "reward": make_tiny_classifier(root / "reward", seed=6)}
+
+
+class LocalRole:
+    """A role of one rank. Its calls meet those of the other roles at `gates[method]`, and are counted."""
+
+    num_ranks = 1
+
+    def __init__(self, name: str, rank: Any, gates: dict[str, asyncio.Barrier]) -> None:
+        self.name = name
+        self.rank = rank
+        self.gates = gates
+
+    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if gate := self.gates.get("update" if method == "update" else "forward"):
+            async with asyncio.timeout(10):
+                await gate.wait()
+        return [getattr(self.rank, method)(*arguments[0])]
+
+
+def make_step(
+    folders: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any
+) -> TrainingStep:
+    config = validate(with_model({"learner": learner}, folders["policy"]), "test")
+    roles: Any = {name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in needed_roles(config)}
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics)
+
+
+def groups_of(*data_sources: str) -> list[Group]:
+    return [replace(make_group(number), data_source=source) for number, source in enumerate(data_sources, start=1)]
+
+
+async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(folders: dict[str, Path]) -> None:
+    gates = {"forward": asyncio.Barrier(4), "update": asyncio.Barrier(2)}
+    step = make_step(
+        folders, gates,
+        algorithm={"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
+        critic={}, reward_model={"path": str(folders["reward"])},
+    )  # fmt: skip
+    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
+
+
+async def test_the_reward_model_adds_or_replaces_for_its_data_sources(folders: dict[str, Path]) -> None:
+    groups = groups_of("chat/a", "rules")
+    rules = [group.mean_reward for group in groups]
+
+    async def mean_reward(**settings: Any) -> float:
+        step = make_step(folders, reward_model={"path": str(folders["reward"]), **settings})
+        return (await step.run(groups, 1, 0, 0.0))["reward_mean"]
+
+    score_of_chat = 2 * await mean_reward(combine="replace", data_sources=["chat*"]) - rules[1]
+    assert abs(score_of_chat - rules[0]) > 1e-3
+    added = await mean_reward(coefficient=0.5, data_sources=["chat*"])
+    assert 2 * added == pytest.approx(rules[0] + 0.5 * score_of_chat + rules[1], abs=1e-5)
+    assert await mean_reward(data_sources=["none"]) == pytest.approx(sum(rules) / 2)
+    everything = await mean_reward(combine="replace")
+    score_of_rules = 2 * await mean_reward(combine="replace", data_sources=["rules"]) - rules[0]
+    assert 2 * everything == pytest.approx(score_of_chat + score_of_rules, abs=1e-5)
+
+
+async def test_the_greedy_sample_is_scored_and_not_trained(folders: dict[str, Path]) -> None:
+    group = make_group(1, num_samples=3)
+    greedy = replace(group.trajectories[0], is_baseline=True, reward=10.0)
+    marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
+    algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
+    metrics = await make_step(folders, algorithm=algorithm).run([marked], 1, 0, 0.0)
+    trained = group.trajectories[1:]
+    assert metrics["num_sequences"] == 2
+    assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
+    assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
+    # A baseline left over from another config does not touch an algorithm that compares without it.
+    plain, left_over = [
+        await make_step(folders, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
+        for one in (replace(group, trajectories=trained), marked)
+    ]
+    assert left_over["loss"] == plain["loss"]

@@ -61,7 +61,13 @@ admits, the learner takes, trains and publishes as the real one does, servers fa
 with 1.2 million groups take some ten seconds. It does not know that an engine decodes faster while it has fewer
 requests, nor limits of Redis, nor a network that many pushes share.
 `tests/integration/test_simulation_against_a_run.py` holds it against real runs on one machine: idle share within
-0.15, step time within 25 %, mean staleness within half a version.
+0.15, step time within 25 %, mean staleness within half a version. One such pair, on two CPU cores with the tiny
+model of the examples, each predicted / measured:
+
+| | learner idle | step | staleness |
+|---|---|---|---|
+| servers too slow (a reward that takes 0.2 s) | 0.816 / 0.814 | 1.70 s / 1.69 s | 0.26 / 0.30 |
+| learner too slow | 0.000 / 0.001 | 0.361 s / 0.363 s | 2.00 / 2.00 |
 """
 
 

@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--placement", choices=("standalone", "split-collocate"), help="only this one")
     for name, text in _WORKLOAD.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N", help=text)
+    parser.add_argument("--critic", action="store_true", help="with a critic of the policy's size")
+    parser.add_argument("--reward-model", action="store_true", help="with a reward model of the policy's size")
     parser.add_argument("--network-gbit", type=float, default=400.0, help="Gbit/s between nodes, for a GPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -41,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu} is none of {', '.join(GPUS)}")
     given = {name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None}
-    workload = Workload(**given, network_rate=args.network_gbit * 1e9 / 8)
+    workload = Workload(
+        **given, network_rate=args.network_gbit * 1e9 / 8,
+        has_critic=args.critic, has_reward_model=args.reward_model,
+    )  # fmt: skip
     model = find_shape(args.model)
     chosen = [name for name in PLACEMENTS if args.placement in (None, name)]
     plans = [make_plan(model, GPUS[args.gpu], placement, workload) for placement in chosen]
@@ -59,9 +64,7 @@ def as_text(plan: Plan) -> str:
         f"{plan.model.name} ({plan.model.num_parameters / 1e9:.2f}e9 parameters) on {plan.gpu.name}, {plan.placement}: "
         f"{plan.num_gpus} GPUs",
         "",
-        *_role_lines(plan.policy, plan),
-        *_role_lines(plan.reference, plan),
-        *_role_lines(plan.server, plan),
+        *(line for role in (*plan.learner_roles, plan.server) for line in _role_lines(role, plan)),
         "",
         f"rollout   {plan.num_servers} servers x {plan.server.num_gpus} GPU, {plan.concurrent_groups} groups at once, "
         f"{plan.group_s:.1f} s each: {plan.num_servers * plan.server_tokens_per_s:,.0f} tokens/s",
@@ -86,7 +89,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "num_bytes": role.num_bytes,
             "terms": [vars(term) for term in role.terms],
         }
-        for role in (plan.policy, plan.reference, plan.server)
+        for role in (*plan.learner_roles, plan.server)
     }
     forecast = {name: value for name, value in vars(plan.forecast).items() if name != "steps"}
     names = ("num_servers", "micro_batch_tokens", "concurrent_groups", "group_s", "server_tokens_per_s", "train_s",
@@ -98,7 +101,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
-    where = f"{role.num_gpus} GPU" if role.num_gpus else "on the policy's GPUs"
+    shared_with = "critic" if role.role == "reward_model" else "policy"
+    where = f"{role.num_gpus} GPU" if role.num_gpus else f"on the {shared_with}'s GPUs"
     lines = [f"{role.role:<9} {where}, {role.num_bytes / 1e9:.1f} of {plan.gpu.memory_bytes / 1e9:.0f} GB"]
     for term in role.terms:
         if term.num_bytes:
@@ -108,17 +112,27 @@ def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
 
 def _config(plan: Plan) -> dict[str, Any]:
     """What to write into the run's configuration."""
-    is_shared = plan.placement == "split-collocate"
-    ranks = {"num_ranks": plan.policy.num_gpus, "gpus_per_rank": 0.75 if is_shared else 1}
-    reference = {"num_ranks": plan.policy.num_gpus if is_shared else plan.reference.num_gpus,
-                 "gpus_per_rank": 0.25 if is_shared else 1}  # fmt: skip
+    roles: dict[str, Any] = {}
+    num_ranks = 1
+    for role in plan.learner_roles:
+        num_ranks = role.num_gpus or num_ranks
+        first = plan.others[0].role if plan.others else "policy"
+        is_shared = plan.placement == "split-collocate" and (
+            role.role in ("policy", "reference") or len(plan.others) > 1
+        )
+        share = (0.75 if role.role in ("policy", first) else 0.25) if is_shared else 1
+        path = {"path": "/models/reward-model"} if role.role == "reward_model" else {}
+        roles[role.role] = {**path, "num_ranks": num_ranks, "gpus_per_rank": share}
+    if "critic" in roles:
+        roles["algorithm"] = {"advantage": {"name": "gae"}}
     return {
-        "learner": {"placement": plan.placement, "policy": ranks, "reference": reference,
-                    "micro_batch_tokens": plan.micro_batch_tokens},
-        "rollout": {"max_concurrent_groups": plan.concurrent_groups,
-                    "engine": {"tensor_parallel_size": plan.server.num_gpus}},
+        "learner": {"placement": plan.placement, **roles, "micro_batch_tokens": plan.micro_batch_tokens},
+        "rollout": {
+            "max_concurrent_groups": plan.concurrent_groups,
+            "engine": {"tensor_parallel_size": plan.server.num_gpus},
+        },
         "weights": {"staging": plan.staging},
-    }  # fmt: skip
+    }
 
 
 def _positive(text: str) -> int:

@@ -34,8 +34,30 @@ def total(terms: list[Term]) -> float:
 
 def policy_terms(model: ModelShape, num_ranks: int, batch: Batch, *, stages_on_gpu: bool) -> list[Term]:
     """Rank 0, which has most: it also holds the versions that are being pushed."""
+    terms = [*_trained(model, num_ranks, batch), _logits(model, batch, LOGIT_COPIES)]
+    if stages_on_gpu:
+        count = _count(model.num_parameters)
+        terms.append(Term("two versions staged for the push", f"{count} x 2 B x 2", 4 * model.num_parameters))
+    return [*terms, Term("context", "", CONTEXT_BYTES)]
+
+
+def critic_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
+    """Trained as the policy is, with a head of one number: no logits, and nothing is pushed."""
+    return [*_trained(model, num_ranks, batch), Term("context", "", CONTEXT_BYTES)]
+
+
+def reference_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
+    """Weights in 16 bits, and the activations of a forward pass."""
+    return [*_frozen(model, num_ranks, batch), _logits(model, batch, 2), Term("context", "", CONTEXT_BYTES)]
+
+
+def reward_model_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
+    return [*_frozen(model, num_ranks, batch), Term("context", "", CONTEXT_BYTES)]
+
+
+def _trained(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
     size, count = model.num_parameters, _count(model.num_parameters)
-    terms = [
+    return [
         Term("weights", f"{count} x 4 B / {num_ranks}", 4 * size / num_ranks),
         Term("gradients", f"{count} x 4 B / {num_ranks}", 4 * size / num_ranks),
         Term("Adam", f"{count} x 8 B / {num_ranks}", 8 * size / num_ranks),
@@ -47,19 +69,14 @@ def policy_terms(model: ModelShape, num_ranks: int, batch: Batch, *, stages_on_g
         ),
         *_activations(model, batch, is_trained=True),
     ]
-    if stages_on_gpu:
-        terms.append(Term("two versions staged for the push", f"{count} x 2 B x 2", 4 * size))
-    return [*terms, Term("context", "", CONTEXT_BYTES)]
 
 
-def reference_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
-    """Weights in 16 bits, and the activations of a forward pass."""
+def _frozen(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
     size, count = model.num_parameters, _count(model.num_parameters)
     return [
         Term("weights", f"{count} x 2 B / {num_ranks}", 2 * size / num_ranks),
         *(_whole_layers(model, num_ranks) if num_ranks > 1 else []),
         *_activations(model, batch, is_trained=False),
-        Term("context", "", CONTEXT_BYTES),
     ]
 
 
@@ -87,7 +104,6 @@ def _whole_layers(model: ModelShape, num_ranks: int) -> list[Term]:
 def _activations(model: ModelShape, batch: Batch, *, is_trained: bool) -> list[Term]:
     """With every layer computed again in the backward pass: the input of each, and one layer's insides."""
     tokens, hidden, inner = batch.micro_batch_tokens, model.hidden_size, model.intermediate_size
-    chunk, vocabulary, copies = batch.logprob_chunk_tokens, model.vocabulary_size, LOGIT_COPIES if is_trained else 2
     inputs = Term(
         "inputs of the layers",
         f"{tokens} tokens x {hidden} x {model.num_layers} x 2 B",
@@ -98,12 +114,13 @@ def _activations(model: ModelShape, batch: Batch, *, is_trained: bool) -> list[T
         f"{tokens} tokens x (8 x {hidden} + 4 x {inner}) x 2 B",
         2.0 * tokens * (8 * hidden + 4 * inner),
     )
-    logits = Term(
-        "logits of a chunk",
-        f"{chunk} tokens x {vocabulary} x 4 B x {copies}",
-        4.0 * copies * chunk * vocabulary,
-    )
-    return [*([inputs] if is_trained else []), inside, logits]
+    return [*([inputs] if is_trained else []), inside]
+
+
+def _logits(model: ModelShape, batch: Batch, copies: int) -> Term:
+    chunk, vocabulary = batch.logprob_chunk_tokens, model.vocabulary_size
+    formula = f"{chunk} tokens x {vocabulary} x 4 B x {copies}"
+    return Term("logits of a chunk", formula, 4.0 * copies * chunk * vocabulary)
 
 
 def _count(num_parameters: int) -> str:

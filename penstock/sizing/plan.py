@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +11,16 @@ from penstock.errors import InvalidInput
 from penstock.sizing import hardware
 from penstock.sizing.fleet_model import FleetModel, Forecast
 from penstock.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
-from penstock.sizing.memory import Batch, Term, policy_terms, reference_terms, server_terms, total
+from penstock.sizing.memory import (
+    Batch,
+    Term,
+    critic_terms,
+    policy_terms,
+    reference_terms,
+    reward_model_terms,
+    server_terms,
+    total,
+)
 from penstock.sizing.models import ModelShape
 from penstock.sizing.simulation import simulate
 
@@ -38,6 +48,9 @@ class Workload:
     network_rate: float = 50e9
     """Bytes a second between nodes, for a GPU: 400 Gbit/s."""
     batch: Batch = Batch()
+    has_critic: bool = False
+    """Of the policy's size; so is the reward model."""
+    has_reward_model: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,6 +77,8 @@ class Plan:
     policy: RolePlan
     reference: RolePlan
     """In split-collocate on the policy's GPUs: its own number is 0."""
+    others: tuple[RolePlan, ...]
+    """Critic and reward model, where there are. In split-collocate the reward model is on the critic's GPUs."""
     server: RolePlan
     """One rollout server; its number of GPUs is its tensor parallelism."""
     num_servers: int
@@ -80,7 +95,11 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        return self.policy.num_gpus + self.reference.num_gpus + self.num_servers * self.server.num_gpus
+        return sum(role.num_gpus for role in self.learner_roles) + self.num_servers * self.server.num_gpus
+
+    @property
+    def learner_roles(self) -> tuple[RolePlan, ...]:
+        return (self.policy, self.reference, *self.others)
 
 
 def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workload) -> Plan:
@@ -88,10 +107,11 @@ def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workl
     num_ranks, batch, staging = _fit_policy(model, gpu, placement, workload.batch)
     policy = RolePlan("policy", num_ranks, policy_terms(model, num_ranks, batch, stages_on_gpu=staging == "device"))
     reference = _fit_reference(model, gpu, placement, batch, num_ranks)
+    others = _fit_others(model, gpu, placement, batch, workload)
     server = _fit_server(model, gpu, workload)
     concurrent_groups, step_s = _decoding(model, gpu, server, workload)
     group_s = _group_s(model, gpu, server.num_gpus, step_s, workload)
-    train_s = _train_s(model, gpu, placement, num_ranks, max(reference.num_gpus, 1), workload)
+    train_s = _train_s(model, gpu, (policy, reference, *others), workload)
     gather_s, push_s, pause_s = _push(model, gpu, num_ranks, server.num_gpus, staging, workload)
     fleet = FleetModel(
         num_servers=1, concurrent_groups=concurrent_groups, group_s=group_s, groups_per_step=workload.groups_per_step,
@@ -101,7 +121,7 @@ def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workl
     num_servers, forecast = _fit_fleet(fleet)
     rate = concurrent_groups * workload.num_samples * workload.response_tokens / group_s
     return Plan(
-        model, gpu, placement, policy, reference, server, num_servers, staging, batch.micro_batch_tokens,
+        model, gpu, placement, policy, reference, others, server, num_servers, staging, batch.micro_batch_tokens,
         concurrent_groups, group_s, rate, train_s, gather_s, push_s, pause_s, forecast,
     )  # fmt: skip
 
@@ -133,7 +153,27 @@ def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, batch: Bat
     if not fitting:
         raise InvalidInput("model", f"the reference of {model.name} does not fit on {RANKS[-1]} {gpu.name}")
     # A pass takes as long as its ranks are few: the number with which a step costs the fewest GPU-seconds.
-    return min(fitting, key=lambda plan: (policy_ranks + plan.num_gpus) * _step_work(policy_ranks, plan.num_gpus))
+    policy = RolePlan("policy", policy_ranks, [])
+    return min(fitting, key=lambda plan: (policy_ranks + plan.num_gpus) * _step_work((policy, plan)))
+
+
+def _fit_others(
+    model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, workload: Workload
+) -> tuple[RolePlan, ...]:
+    """Fewest ranks; in split-collocate those of the critic hold the reward model as well."""
+    wanted = {"critic": critic_terms} if workload.has_critic else {}
+    wanted |= {"reward_model": reward_model_terms} if workload.has_reward_model else {}
+    groups = [list(wanted)] if placement == "split-collocate" else [[name] for name in wanted]
+    plans: list[RolePlan] = []
+    for names in (group for group in groups if group):
+        for num_ranks in RANKS:
+            terms = {name: wanted[name](model, num_ranks, batch) for name in names}
+            if sum(map(total, terms.values())) <= gpu.memory_bytes * USABLE_MEMORY:
+                plans += [RolePlan(name, 0 if index else num_ranks, terms[name]) for index, name in enumerate(names)]
+                break
+        else:
+            raise InvalidInput("model", f"{' and '.join(names)} do not fit on {RANKS[-1]} {gpu.name}")
+    return tuple(plans)
 
 
 def _fit_server(model: ModelShape, gpu: Gpu, workload: Workload) -> RolePlan:
@@ -172,20 +212,27 @@ def _group_s(model: ModelShape, gpu: Gpu, num_gpus: int, step_s: float, workload
     return prefill + workload.response_tokens * workload.longest_sample * step_s
 
 
-def _train_s(
-    model: ModelShape, gpu: Gpu, placement: Placement, policy_ranks: int, reference_ranks: int, workload: Workload
-) -> float:
-    """Update 6 operations a parameter and token, 2 more for what is computed again; a forward pass 2. The proximal
-    policy's forward pass runs beside the reference's in stand-alone, and after it where they share GPUs."""
+def _train_s(model: ModelShape, gpu: Gpu, roles: Sequence[RolePlan], workload: Workload) -> float:
     work = model.num_parameters * workload.tokens_per_step / (gpu.flops * hardware.TRAIN_EFFICIENCY)
-    if placement == "split-collocate":
-        return work * 12 / policy_ranks
-    return work * _step_work(policy_ranks, reference_ranks)
+    return work * _step_work(roles)
 
 
-def _step_work(policy_ranks: int, reference_ranks: int) -> float:
-    """Operations a parameter and token on the longest way through a stand-alone step."""
-    return max(2 / policy_ranks, 2 / reference_ranks) + 8 / policy_ranks
+def _step_work(roles: Sequence[RolePlan]) -> float:
+    """Operations a parameter and token on the longest way through a step: all forward passes at the same time, then
+    both updates. A forward pass is 2, an update 6 and 2 more for what is computed again. Roles that share GPUs take
+    turns: a role without GPUs of its own is on those of the one before it."""
+    forward: list[float] = []
+    update: list[float] = []
+    num_gpus = 1
+    for role in roles:
+        num_gpus = role.num_gpus or num_gpus
+        passes = 2 / num_gpus
+        if role.num_gpus:
+            forward.append(passes)
+        else:
+            forward[-1] += passes
+        update.append(8 / num_gpus if role.role in ("policy", "critic") else 0.0)
+    return max(forward) + max(update)
 
 
 def _push(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main as cli
+from penstock.cli.plan import as_json
 from penstock.config.loading import validate
 from penstock.errors import InvalidInput
 from penstock.sizing.fleet_model import FleetModel
@@ -49,8 +50,6 @@ def test_a_folder_s_shape_has_the_parameters_of_its_file() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_model_has_a_plan_whose_roles_fit_and_whose_config_loads(name: str) -> None:
-    from penstock.cli.plan import as_json
-
     gpu = GPUS["h100"]
     for placement in PLACEMENTS:
         plan = make_plan(KNOWN[name], gpu, placement, Workload())
@@ -58,11 +57,27 @@ def test_every_model_has_a_plan_whose_roles_fit_and_whose_config_loads(name: str
         fullest = sum(together) if placement == "split-collocate" else max(together)
         assert fullest <= gpu.memory_bytes * USABLE_MEMORY
         assert plan.server.num_bytes <= gpu.memory_bytes
-        assert plan.num_gpus == plan.policy.num_gpus + plan.reference.num_gpus + plan.num_servers * plan.server.num_gpus
         assert (plan.reference.num_gpus == 0) == (placement == "split-collocate")
         assert 0 < plan.forecast.staleness_mean <= Workload().max_staleness
         config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
         assert config.learner.policy.num_ranks == plan.policy.num_gpus
+
+
+def test_critic_and_reward_model_share_a_group_of_their_own() -> None:
+    gpu, workload = GPUS["h100"], Workload(has_critic=True, has_reward_model=True)
+    without = {placement: make_plan(KNOWN["7b"], gpu, placement, Workload()) for placement in PLACEMENTS}
+    alone, shared = (make_plan(KNOWN["7b"], gpu, placement, workload) for placement in PLACEMENTS)
+    for plan in (alone, shared):
+        before = without[plan.placement]
+        assert (plan.policy, plan.reference) == (before.policy, before.reference)
+        critic, reward_model = plan.others
+        assert (critic.role, reward_model.role) == ("critic", "reward_model")
+        assert plan.train_s >= before.train_s
+        config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
+        assert config.learner.critic is not None and config.learner.reward_model is not None
+    assert all(role.num_gpus for role in alone.others)
+    assert [bool(role.num_gpus) for role in shared.others] == [True, False]
+    assert sum(role.num_bytes for role in shared.others) <= gpu.memory_bytes * USABLE_MEMORY
 
 
 def test_fewer_ranks_than_planned_would_not_fit() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.config.checks import check_model, check_redis, check_run_folder
+from penstock.config.checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.config.run import RunConfig
 from penstock.weights.cluster_key import read_key
 from penstock_learner.checkpoint import CheckpointStore
@@ -12,6 +12,7 @@ def check(config: RunConfig) -> str:
     """Raise ConfigError for what is wrong; returns where the run would begin."""
     check_redis(config.redis)
     check_model(config)
+    check_roles(config.learner)
     read_key(config.weights)
     check_run_folder(config)
     checkpoint = config.learner.checkpoint

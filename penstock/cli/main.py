@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
     "policies": ("penstock.cli.policies", "list the newest policy versions of a run"),
     "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),
+    "plan": ("penstock.cli.plan", "estimate the GPUs, memory, rates and staleness of a run"),
+    "simulate": ("penstock.cli.simulate", "predict a fleet's idle time and staleness"),
     "evaluate": ("penstock_rollout.evaluate", "score a Parquet file of responses by data source"),
     "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.config.learner import LearnerConfig
 from penstock.config.rewards import FunctionReward, RewardConfig
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
@@ -25,9 +26,21 @@ def check_redis(config: RedisConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    model_file = config.model.path / "config.json"
+    _check_model_folder("model.path", config.model.path)
+
+
+def check_roles(config: LearnerConfig) -> None:
+    """Models of further roles are where they should be."""
+    if config.critic is not None and config.critic.path is not None:
+        _check_model_folder("learner.critic.path", config.critic.path)
+    if config.reward_model is not None:
+        _check_model_folder("learner.reward_model.path", config.reward_model.path)
+
+
+def _check_model_folder(name: str, path: Path) -> None:
+    model_file = path / "config.json"
     if not model_file.is_file():
-        raise ConfigError(f"model.path {config.model.path} is not a model folder; give one with config.json in it")
+        raise ConfigError(f"{name} {path} is not a model folder; give one with config.json in it")
     try:
         json.loads(model_file.read_text())
     except ValueError as error:

@@ -98,7 +98,7 @@ def test_servers_are_scaled_by_what_may_be_admitted() -> None:
 
 
 def test_every_metrics_port_is_scraped() -> None:
-    manifests = render(*OPTIONS, "--set=monitoring.release=prom")
+    manifests = render(*OPTIONS, "--set=monitoring.release=prom,config.run=run1")
     pods = [template for _, template in pod_templates(manifests)]
     services = of_kind(manifests, "Service")
     monitors = [*of_kind(manifests, "ServiceMonitor"), *of_kind(manifests, "PodMonitor")]
@@ -115,6 +115,7 @@ def test_every_metrics_port_is_scraped() -> None:
             ]
             [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] in {port["name"] for port in found}
+        assert endpoint["relabelings"] == [{"targetLabel": "run", "replacement": "run1"}]
 
 
 def test_alerts_and_dashboards_are_those_of_deploy() -> None:

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailabl
 from penstock.trajectory import Prompt, Sampling
 
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
-LIGHT_COMMANDS = ("submit", "feed", "status", "policies", "generate", "evaluate", "gateway")
+LIGHT_COMMANDS = ("submit", "feed", "status", "policies", "plan", "simulate", "generate", "evaluate", "gateway")
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- $_ := set $needed "reference" (dig "reference" (dict) $learner) -}}
 {{- end -}}
 {{- range list "critic" "reward_model" -}}
-{{- if hasKey $learner . -}}{{- $_ := set $needed . (index $learner .) -}}{{- end -}}
+{{- $role := index $learner . -}}
+{{- if not (kindIs "invalid" $role) -}}{{- $_ := set $needed . $role -}}{{- end -}}
 {{- end -}}
 {{- $groups := list -}}
 {{- range $layout := index $layouts ($learner.placement | default "standalone") -}}

@@ -1,0 +1,263 @@
+"""GPUs, rates and push times for a model, a placement and a workload. Estimates: measure before you buy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from penstock.errors import InvalidInput
+from penstock.sizing import hardware
+from penstock.sizing.fleet_model import FleetModel, Forecast
+from penstock.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
+from penstock.sizing.memory import (
+    Batch,
+    Term,
+    critic_terms,
+    policy_terms,
+    reference_terms,
+    reward_model_terms,
+    server_terms,
+    total,
+)
+from penstock.sizing.models import ModelShape
+from penstock.sizing.simulation import simulate
+
+Placement = Literal["standalone", "split-collocate"]
+PLACEMENTS: tuple[Placement, ...] = ("standalone", "split-collocate")
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+MICRO_BATCH_DIVISORS = (1, 2, 4)
+MAX_SERVERS = 4096
+FEWEST_SEQUENCES = 32
+"""An engine with room for fewer at once is not worth its weights' memory."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    groups_per_step: int = 64
+    num_samples: int = 8
+    prompt_tokens: int = 512
+    response_tokens: int = 1024
+    """On average."""
+    longest_sample: float = 1.8
+    """The longest response of a group over the average one: a group is ready with its last sample."""
+    max_staleness: int = 2
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.9
+    network_rate: float = 50e9
+    """Bytes a second between nodes, for a GPU: 400 Gbit/s."""
+    batch: Batch = Batch()
+    has_critic: bool = False
+    """Of the policy's size; so is the reward model."""
+    has_reward_model: bool = False
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.groups_per_step * self.num_samples * (self.prompt_tokens + self.response_tokens)
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    role: str
+    num_gpus: int
+    terms: list[Term]
+    """Of its fullest GPU."""
+
+    @property
+    def num_bytes(self) -> float:
+        return total(self.terms)
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: ModelShape
+    gpu: Gpu
+    placement: Placement
+    policy: RolePlan
+    reference: RolePlan
+    """In split-collocate on the policy's GPUs: its own number is 0."""
+    others: tuple[RolePlan, ...]
+    """Critic and reward model, where there are. In split-collocate the reward model is on the critic's GPUs."""
+    server: RolePlan
+    """One rollout server; its number of GPUs is its tensor parallelism."""
+    num_servers: int
+    staging: Literal["device", "host"]
+    micro_batch_tokens: int
+    concurrent_groups: int
+    group_s: float
+    server_tokens_per_s: float
+    train_s: float
+    gather_s: float
+    push_s: float
+    pause_s: float
+    forecast: Forecast
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(role.num_gpus for role in self.learner_roles) + self.num_servers * self.server.num_gpus
+
+    @property
+    def learner_roles(self) -> tuple[RolePlan, ...]:
+        return (self.policy, self.reference, *self.others)
+
+
+def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workload) -> Plan:
+    """The fewest GPUs on which every role fits, and as many servers as keep the learner busy."""
+    num_ranks, batch, staging = _fit_policy(model, gpu, placement, workload.batch)
+    policy = RolePlan("policy", num_ranks, policy_terms(model, num_ranks, batch, stages_on_gpu=staging == "device"))
+    reference = _fit_reference(model, gpu, placement, batch, num_ranks)
+    others = _fit_others(model, gpu, placement, batch, workload)
+    server = _fit_server(model, gpu, workload)
+    concurrent_groups, step_s = _decoding(model, gpu, server, workload)
+    group_s = _group_s(model, gpu, server.num_gpus, step_s, workload)
+    train_s = _train_s(model, gpu, (policy, reference, *others), workload)
+    gather_s, push_s, pause_s = _push(model, gpu, num_ranks, server.num_gpus, staging, workload)
+    fleet = FleetModel(
+        num_servers=1, concurrent_groups=concurrent_groups, group_s=group_s, groups_per_step=workload.groups_per_step,
+        max_staleness=workload.max_staleness, train_s=train_s, push_s=push_s, gather_s=gather_s, pause_s=pause_s,
+        group_variation=0.3, longest_group=3.0, num_steps=40,
+    )  # fmt: skip
+    num_servers, forecast = _fit_fleet(fleet)
+    rate = concurrent_groups * workload.num_samples * workload.response_tokens / group_s
+    return Plan(
+        model, gpu, placement, policy, reference, others, server, num_servers, staging, batch.micro_batch_tokens,
+        concurrent_groups, group_s, rate, train_s, gather_s, push_s, pause_s, forecast,
+    )  # fmt: skip
+
+
+def _fit_policy(
+    model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch
+) -> tuple[int, Batch, Literal["device", "host"]]:
+    """Fewest ranks; on these the largest micro-batch; and a version is staged on the GPU where there is room."""
+    choices: tuple[Literal["device", "host"], ...] = ("device", "host")
+    for num_ranks in RANKS:
+        for divisor in MICRO_BATCH_DIVISORS:
+            smaller = replace(batch, micro_batch_tokens=batch.micro_batch_tokens // divisor)
+            beside = total(reference_terms(model, num_ranks, smaller)) if placement == "split-collocate" else 0.0
+            for staging in choices:
+                needed = total(policy_terms(model, num_ranks, smaller, stages_on_gpu=staging == "device"))
+                if needed + beside <= gpu.memory_bytes * USABLE_MEMORY:
+                    return num_ranks, smaller, staging
+    raise InvalidInput("model", f"{model.name} does not fit on {RANKS[-1]} {gpu.name}; take larger GPUs")
+
+
+def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, policy_ranks: int) -> RolePlan:
+    if placement == "split-collocate":
+        return RolePlan("reference", 0, reference_terms(model, policy_ranks, batch))
+    fitting = [
+        RolePlan("reference", num_ranks, terms)
+        for num_ranks in RANKS
+        if total(terms := reference_terms(model, num_ranks, batch)) <= gpu.memory_bytes * USABLE_MEMORY
+    ]
+    if not fitting:
+        raise InvalidInput("model", f"the reference of {model.name} does not fit on {RANKS[-1]} {gpu.name}")
+    # A pass takes as long as its ranks are few: the number with which a step costs the fewest GPU-seconds.
+    policy = RolePlan("policy", policy_ranks, [])
+    return min(fitting, key=lambda plan: (policy_ranks + plan.num_gpus) * _step_work((policy, plan)))
+
+
+def _fit_others(
+    model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, workload: Workload
+) -> tuple[RolePlan, ...]:
+    """Fewest ranks; in split-collocate those of the critic hold the reward model as well."""
+    wanted = {"critic": critic_terms} if workload.has_critic else {}
+    wanted |= {"reward_model": reward_model_terms} if workload.has_reward_model else {}
+    groups = [list(wanted)] if placement == "split-collocate" else [[name] for name in wanted]
+    plans: list[RolePlan] = []
+    for names in (group for group in groups if group):
+        for num_ranks in RANKS:
+            terms = {name: wanted[name](model, num_ranks, batch) for name in names}
+            if sum(map(total, terms.values())) <= gpu.memory_bytes * USABLE_MEMORY:
+                plans += [RolePlan(name, 0 if index else num_ranks, terms[name]) for index, name in enumerate(names)]
+                break
+        else:
+            raise InvalidInput("model", f"{' and '.join(names)} do not fit on {RANKS[-1]} {gpu.name}")
+    return tuple(plans)
+
+
+def _fit_server(model: ModelShape, gpu: Gpu, workload: Workload) -> RolePlan:
+    """The least tensor parallelism that leaves room for enough sequences."""
+    wanted = min(workload.max_num_seqs, max(FEWEST_SEQUENCES, workload.num_samples))
+    for num_gpus in RANKS[:4]:
+        terms = server_terms(model, num_gpus, gpu, workload.gpu_memory_utilization)
+        if _sequences(model, num_gpus, terms, workload) >= wanted:
+            return RolePlan("rollout", num_gpus, terms)
+    raise InvalidInput("model", f"{model.name} leaves no room for {wanted} sequences on {RANKS[3]} {gpu.name}")
+
+
+def _sequences(model: ModelShape, num_gpus: int, terms: list[Term], workload: Workload) -> int:
+    length = workload.prompt_tokens + workload.response_tokens
+    return int(min(workload.max_num_seqs, terms[-1].num_bytes * num_gpus / (model.kv_bytes_per_token * length)))
+
+
+def _decoding(model: ModelShape, gpu: Gpu, server: RolePlan, workload: Workload) -> tuple[int, float]:
+    """Groups at once, and seconds of a decoding step with as many of their samples as are not done yet."""
+    groups = max(1, _sequences(model, server.num_gpus, server.terms, workload) // workload.num_samples)
+    running = groups * workload.num_samples / workload.longest_sample
+    context_tokens = workload.prompt_tokens + workload.response_tokens / 2
+    return groups, decode_step_s(model, gpu, server.num_gpus, running, context_tokens)
+
+
+def decode_step_s(model: ModelShape, gpu: Gpu, num_gpus: int, num_running: float, context_tokens: float) -> float:
+    """Seconds in which every running sequence gets its next token: the weights and all KV are read once."""
+    read = 2 * model.num_parameters + num_running * model.kv_bytes_per_token * context_tokens
+    memory_s = read / num_gpus / (gpu.memory_rate * hardware.DECODE_EFFICIENCY)
+    compute_s = 2 * model.num_parameters * num_running / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
+    return hardware.DECODE_FLOOR_S + max(memory_s, compute_s)
+
+
+def _group_s(model: ModelShape, gpu: Gpu, num_gpus: int, step_s: float, workload: Workload) -> float:
+    prefill = 2 * model.num_parameters * workload.prompt_tokens / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
+    return prefill + workload.response_tokens * workload.longest_sample * step_s
+
+
+def _train_s(model: ModelShape, gpu: Gpu, roles: Sequence[RolePlan], workload: Workload) -> float:
+    work = model.num_parameters * workload.tokens_per_step / (gpu.flops * hardware.TRAIN_EFFICIENCY)
+    return work * _step_work(roles)
+
+
+def _step_work(roles: Sequence[RolePlan]) -> float:
+    """Operations a parameter and token on the longest way through a step: all forward passes at the same time, then
+    both updates. A forward pass is 2, an update 6 and 2 more for what is computed again. Roles that share GPUs take
+    turns: a role without GPUs of its own is on those of the one before it."""
+    forward: list[float] = []
+    update: list[float] = []
+    num_gpus = 1
+    for role in roles:
+        num_gpus = role.num_gpus or num_gpus
+        passes = 2 / num_gpus
+        if role.num_gpus:
+            forward.append(passes)
+        else:
+            forward[-1] += passes
+        update.append(8 / num_gpus if role.role in ("policy", "critic") else 0.0)
+    return max(forward) + max(update)
+
+
+def _push(
+    model: ModelShape, gpu: Gpu, policy_ranks: int, server_gpus: int, staging: str, workload: Workload
+) -> tuple[float, float, float]:
+    """Seconds of gathering to rank 0, of the whole push, and of the pause."""
+    size = model.num_parameters
+    network = workload.network_rate * hardware.LINK_EFFICIENCY
+    gathering = gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
+    gather_s = (4 * size / gathering if policy_ranks > 1 else 0.0) + 2 * size / hardware.STAGING_RATE
+    pause_s = 2 * size / server_gpus / hardware.LOAD_RATE
+    # From host memory the transfer is gloo's, through one TCP stream.
+    rate = network if staging == "device" else min(network, hardware.HOST_TRANSFER_RATE)
+    return gather_s, hardware.PUSH_FLOOR_S + max(gather_s, 2 * size / rate) + pause_s, pause_s
+
+
+def _fit_fleet(fleet: FleetModel) -> tuple[int, Forecast]:
+    """Enough servers for the learner's pace and a tenth more, so that it seldom waits for the last group of a step.
+    Where the wait for single groups sets a slower pace, more servers would only idle: then enough for that."""
+    one = fleet.concurrent_groups / fleet.group_s
+
+    def of(groups_per_s: float) -> tuple[int, Forecast]:
+        num_servers = min(MAX_SERVERS, max(1, math.ceil(1.1 * groups_per_s / one)))
+        return num_servers, simulate(replace(fleet, num_servers=num_servers))
+
+    enough = of(fleet.groups_per_step / (fleet.train_s + fleet.gather_s))
+    fewer = of(enough[1].groups_per_s)
+    return fewer if fewer[1].step_s <= 1.05 * enough[1].step_s else enough

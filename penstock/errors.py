@@ -12,6 +12,7 @@ PenstockError                INTERNAL             500
 ├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a bounded wait ran out
 ├── Unavailable              UNAVAILABLE          503   something needed is not reachable
 ├── WeightPushFailed         ABORTED              409   a member refused or failed a push
+├── TrainingDiverged         ABORTED              500   loss or gradient were not finite too often
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
     └── RoleDied             ABORTED              500   a rank of a learner's role died or hangs; the role can restart
 
@@ -103,6 +104,12 @@ class WeightPushFailed(PenstockError):
     reason = "WEIGHT_PUSH_FAILED"
     grpc_code = "ABORTED"
     http_status = 409
+
+
+class TrainingDiverged(PenstockError):
+    reason = "TRAINING_DIVERGED"
+    grpc_code = "ABORTED"
+    http_status = 500
 
 
 class ProcessDied(PenstockError):

@@ -35,6 +35,7 @@ from penstock_learner.placement import LANES
 from penstock_learner.policy_publication import PolicyPublication
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import MetricsFile, mean_rewards
 from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.utilisation import RankUse, mfu, peak_flops
@@ -61,7 +62,8 @@ class LearnerController:
         self.policy = roles["policy"]
         self.metrics = metrics
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
-        self.training = TrainingStep(config.learner, roles, self.recovery, metrics)
+        skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
+        self.training = TrainingStep(config.learner, roles, self.recovery, metrics, skipped)
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
         self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s

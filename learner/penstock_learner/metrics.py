@@ -83,7 +83,7 @@ class LearnerMetrics:
         )  # fmt: skip
         self.reward = Gauge(name("reward_mean"), "Mean reward in the last batch.", ["env"], registry=registry)
         self.skipped = Counter(
-            name("learner_nonfinite_steps"), "Steps skipped for a non-finite gradient.", registry=registry
+            name("learner_nonfinite_steps"), "Steps skipped for a non-finite loss or gradient.", registry=registry
         )
         self.role_restarts = Counter(
             name("learner_role_restarts"), "Restarts of a role after a rank died or hung.", ["role"], registry=registry

@@ -1,26 +1,30 @@
 """A Hugging Face causal model as the learner sees it: packed tokens in, log-probs and entropies of the response out.
 
-The [tokens, vocabulary] logits are never whole in memory: they are made, used and dropped chunk by chunk, forward and
-backward.
+`prepare` makes it trainable: activations computed again, compiled layers, FSDP2 with its precision and offload. The
+[tokens, vocabulary] logits are never whole in memory (`log_prob_head.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.config.learner import LoraConfig
+from penstock.config.learner import LearnerConfig, LoraConfig
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_learner import attention
 from penstock_learner.attention import Packing
+from penstock_learner.log_prob_head import log_probs_and_entropy
 from penstock_learner.packing import SequenceBatch
+from penstock_learner.sequence_parallel import SequenceParallel
 
 if TYPE_CHECKING:
     from penstock_learner.scalar_model import PackedScalarModel
@@ -46,13 +50,12 @@ class ModelInputs:
     """[T]"""
 
     @classmethod
-    def of(cls, batch: SequenceBatch, device: torch.device) -> ModelInputs:
+    def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
         token_ids = torch.as_tensor(batch.token_ids, device=device)
         index = torch.as_tensor(batch.response_index, device=device)
-        temperatures = torch.as_tensor(batch.temperatures, device=device)
-        sequence_ids = torch.as_tensor(batch.sequence_ids, device=device)
-        packing = Packing.of(torch.as_tensor(batch.lengths, device=device))
-        return cls(token_ids, packing, index - 1, token_ids[index], temperatures[sequence_ids])
+        temperatures = torch.as_tensor(batch.temperatures[batch.sequence_ids], device=device)
+        packing = Packing.of(batch.lengths, device, parallel)
+        return cls(token_ids, packing, index - 1, token_ids[index], temperatures)
 
 
 class PackedCausalLM(nn.Module):
@@ -63,36 +66,45 @@ class PackedCausalLM(nn.Module):
         self.lm: Any = lm
         self.chunk_tokens = chunk_tokens
         self.has_adapter = False
+        self.is_compiled = False
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T], without, of every response token."""
-        hidden = hidden_states(self.lm, inputs)[inputs.predicting]
-        chunks = [
-            checkpoint(self._chunk, h, t, temperature, use_reentrant=False)
-            for h, t, temperature in zip(
-                hidden.split(self.chunk_tokens),
-                inputs.targets.split(self.chunk_tokens),
-                inputs.temperatures.split(self.chunk_tokens),
-                strict=True,
-            )
-        ]
-        return torch.cat([log_probs for log_probs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+        parallel, num_tokens = inputs.packing.parallel, len(inputs.token_ids)
+        if parallel is None:
+            hidden = hidden_states(self.lm, inputs)
+            return self._head(hidden[inputs.predicting], inputs.targets, inputs.temperatures)
+        own = parallel.own(num_tokens)
+        mine = ((inputs.predicting >= own.start) & (inputs.predicting < own.stop)).nonzero().squeeze(1)
+        tokens, positions = (
+            parallel.pad(values[own], num_tokens) for values in (inputs.token_ids, inputs.packing.columns)
+        )
+        hidden = _backbone(self.lm, tokens, positions, inputs.packing)
+        results = self._head(
+            hidden[inputs.predicting[mine] - own.start], inputs.targets[mine], inputs.temperatures[mine]
+        )
+        log_probs, entropy = (parallel.whole(result, mine, len(inputs.targets)) for result in results)
+        return log_probs, entropy
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.lm.lm_head(hidden).float() / temperatures.unsqueeze(1)
-        log_probs = logits.log_softmax(dim=-1)
-        with torch.no_grad():
-            entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
-        return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+    def _head(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        return log_probs_and_entropy(
+            hidden,
+            self.lm.lm_head.weight,
+            targets,
+            temperatures,
+            chunk_tokens=self.chunk_tokens,
+            compiled=self.is_compiled,
+        )
 
 
 def hidden_states(lm: Any, inputs: ModelInputs) -> Tensor:
     """[N, hidden] of the packed tokens, after the last layer; `lm` is a Hugging Face model with a backbone `model`."""
+    return _backbone(lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
+
+
+def _backbone(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     states: Tensor = lm.model(
-        input_ids=inputs.token_ids.unsqueeze(0),
-        position_ids=inputs.packing.columns.unsqueeze(0),
-        packing=inputs.packing,
-        use_cache=False,
+        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), packing=packing, use_cache=False
     ).last_hidden_state[0]
     return states
 
@@ -107,14 +119,50 @@ def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int) -> PackedCausa
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
+    if getattr(lm.lm_head, "bias", None) is not None:
+        raise ConfigError(f"model.path {path} has a bias in its head, which the learner cannot train; use another")
     return PackedCausalLM(lm, chunk_tokens)
 
 
-def shard(model: PackedCausalLM | PackedScalarModel, *, reshard_after_forward: bool = True) -> None:
+def prepare(
+    model: PackedCausalLM | PackedScalarModel, learner: LearnerConfig, compute_dtype: torch.dtype, *, is_cuda: bool
+) -> None:
+    """Make a loaded model ready to train: what is computed again, what is compiled, and how it is sharded.
+
+    Gradients are reduced in float32 whatever the compute type is."""
+    layers = list(model.lm.model.layers)
+    # The first layers' activations live longest, and gradients take the place of what the last ones free.
+    num_again = round(len(layers) * learner.activation_checkpointing)
+    for index, layer in enumerate(layers):
+        forward = torch.compile(layer.forward) if learner.compile else layer.forward
+        layer.forward = partial(checkpoint, forward, use_reentrant=False) if index < num_again else forward
+    if isinstance(model, PackedCausalLM):
+        model.is_compiled = learner.compile
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if learner.cpu_offload else OffloadPolicy()
+    # On a CPU the memory that resharding saves is not worth gathering twice.
+    shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload)
+
+
+def compute_dtype_of(config: RunConfig) -> torch.dtype:
+    """Of the passes of the roles that train."""
+    wanted = config.learner.compute_dtype
+    if wanted == "auto":
+        return torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    return DTYPES[wanted]
+
+
+def shard(
+    model: PackedCausalLM | PackedScalarModel,
+    *,
+    reshard_after_forward: bool = True,
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+) -> None:
     """FSDP2 over the default process group: each decoder layer on its own, then the root with what is left."""
     for layer in model.lm.model.layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
 
 
 def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:

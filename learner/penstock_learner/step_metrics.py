@@ -11,8 +11,8 @@ import numpy as np
 from penstock.trajectory import Group
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.packing import SequenceBatch
+from penstock_learner.policy_update import UpdateReport
 from penstock_learner.roles.critic import CriticReport
-from penstock_learner.roles.policy import UpdateReport
 
 
 def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]:
@@ -50,6 +50,8 @@ def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
 def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) -> dict[str, float]:
     """What the update did, over all ranks."""
     num_tokens = max(denominators.num_tokens, 1)
+    taken = reports[0].step
+    assert taken is not None
     statistics, correction, mismatch = reports[0].statistics, reports[0].correction, reports[0].mismatch
     for report in reports[1:]:
         statistics += report.statistics
@@ -59,8 +61,9 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
         "loss": sum(report.loss for report in reports),
         "kl_reference": sum(report.kl for report in reports) / num_tokens,
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "grad_norm": reports[0].grad_norm,
-        "skipped": float(reports[0].skipped),
+        "grad_norm": taken.grad_norm,
+        "lr": taken.lr,
+        "skipped": float(taken.skipped),
         "clip_ratio_low": statistics.clip_fraction_low,
         "clip_ratio_high": statistics.clip_fraction_high,
         "importance_weight_mean": correction.mean_weight,
@@ -84,8 +87,8 @@ def critic_metrics(
     variance = float(returns.var()) if len(returns) else 0.0
     return {
         "critic_loss": sum(report.loss for report in reports),
-        "critic_grad_norm": reports[0].grad_norm,
-        "critic_skipped": float(reports[0].skipped),
+        "critic_grad_norm": reports[0].step.grad_norm,
+        "critic_skipped": float(reports[0].step.skipped),
         "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(denominators.num_tokens, 1),
         "value_mean": float(values.mean()) if len(values) else 0.0,
         "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,

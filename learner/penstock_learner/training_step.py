@@ -28,6 +28,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 
 TRAINED_ROLES = ("policy", "critic")
@@ -37,12 +38,14 @@ class TrainingStep:
     """Trains the roles on one batch after another. Knows nothing of queues, checkpoints or publication."""
 
     def __init__(
-        self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery, metrics: LearnerMetrics
-    ) -> None:
+        self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery, metrics: LearnerMetrics,
+        skipped: SkippedSteps,
+    ) -> None:  # fmt: skip
         self.config = config
         self.roles = roles
         self.recovery = recovery
         self.metrics = metrics
+        self.skipped = skipped
 
     async def run(self, groups: Sequence[Group], step: int, version: int, kl_coefficient: float) -> dict[str, float]:
         """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers."""
@@ -98,10 +101,11 @@ class TrainingStep:
     ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
         """What each rank of the role computed of its shard."""
         group = self.roles[role]
-        shards = partition(batch, group.num_ranks, self.config.micro_batch_tokens)
+        shards, share = self._partition(role, batch)
         while True:
             try:
-                return await group.call_each(method, [(shard,) for shard in shards]), shards
+                parts = await group.call_each(method, [(shard,) for shard in shards for _ in range(share)])
+                return parts[::share], shards
             except RoleDied as error:
                 if role in TRAINED_ROLES:
                     raise
@@ -116,12 +120,19 @@ class TrainingStep:
         if "critic" in self.roles:
             updates.append(self._call_update("critic", batch, of_values, step))
         policy, *critic = await all_ended(*updates)
+        self.skipped.check(step, batch, self._partition("policy", batch)[0], policy)
         self.metrics.importance_ratio.add(*ratio_counts(policy))
         metrics = update_metrics(policy, denominators)
         metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0
         return metrics | (critic_metrics(critic[0], batch, of_values) if critic else {})
 
     async def _call_update(self, role: str, batch: SequenceBatch, *arguments: Any) -> list[Any]:
-        group = self.roles[role]
-        shards = partition(batch, group.num_ranks, self.config.micro_batch_tokens)
-        return await group.call_each("update", [(shard, *arguments) for shard in shards])
+        shards, share = self._partition(role, batch)
+        calls = [(shard, *arguments) for shard in shards for _ in range(share)]
+        return (await self.roles[role].call_each("update", calls))[::share]
+
+    def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
+        """A shard for each group of ranks that share sequences, and how many ranks such a group has."""
+        share = self.config.sequence_parallel if role == "policy" else 1
+        num_shards = self.roles[role].num_ranks // share
+        return partition(batch, num_shards, self.config.micro_batch_tokens * share), share

@@ -83,7 +83,13 @@ class LearnerConfig(Config):
     """The learning rate grows linearly over these steps."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """The policy keeps its weights for the first steps, while the critic learns."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: `linear` and `cosine` fall to `min_lr_share` of `lr` at step `num_steps`."""
+    min_lr_share: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """A step whose loss or gradient is not finite leaves the weights as they are. After so many in a row the learner
+    stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""
@@ -91,6 +97,22 @@ class LearnerConfig(Config):
     """Token budget of one forward and backward pass."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
     """Tokens whose logits exist at one time."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward and backward passes of the roles that train; gradients are reduced in float32 in any case. `auto`:
+    float32 where `model.dtype` is, else bfloat16."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and Adam's state of the roles that train. bfloat16 halves their memory, and loses updates that are
+    small beside their weight."""
+    activation_checkpointing: float = Field(default=1.0, ge=0, le=1)
+    """Share of the layers whose activations are computed again in the backward pass instead of kept: 1 needs the least
+    memory, 0 is up to a third faster."""
+    compile: bool = False
+    """Fuse each layer, and the log-probs, with `torch.compile`: faster on a GPU, after a slow first step."""
+    cpu_offload: bool = False
+    """Keep weights and Adam's state in host memory, and step there; layers visit the GPU one by one."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks of the policy that share each sequence's tokens (Ulysses), for contexts that one GPU cannot hold; a divisor
+    of `policy.num_ranks` and of the attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
     """Mean difference of the engines' and the learner's log-probs on the same weights above which the learner refuses
     to train, by the first step that can be compared. 0 never refuses. Typical: 1e-5 in float32, 0.01 in bfloat16."""
@@ -113,4 +135,22 @@ class LearnerConfig(Config):
             raise ValueError(f"advantage {name} uses no critic: leave learner.critic out, or choose advantage gae")
         if self.critic_warmup_steps and self.critic is None:
             raise ValueError("critic_warmup_steps holds the policy for a critic, and there is none: add learner.critic")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> Self:
+        if self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps:
+            raise ValueError(f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps to know its end")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_form_whole_groups(self) -> Self:
+        if self.policy.num_ranks % self.sequence_parallel:
+            raise ValueError("policy.num_ranks must be a multiple of sequence_parallel")
+        return self
+
+    @model_validator(mode="after")
+    def _head_is_not_adapted(self) -> Self:
+        if self.lora is not None and "lm_head" in self.lora.target_modules:
+            raise ValueError("lora.target_modules cannot have lm_head; engines and learner adapt the layers only")
         return self

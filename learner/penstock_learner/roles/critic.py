@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.value_loss import value_loss
-from penstock_learner.model import ModelInputs
+from penstock_learner.model import DTYPES, ModelInputs
+from penstock_learner.optimizer import OptimizerStep, apply_gradients
 from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.scalar_model import check_tokenizer, load_scalar_model
@@ -26,10 +28,8 @@ class CriticReport:
     """This rank's share of the value loss."""
     num_clipped: int
     """Trained tokens at which the clipped value gave the larger error."""
-    grad_norm: float
+    step: OptimizerStep
     """Of the whole model: the same on every rank."""
-    skipped: bool
-    """True when the gradient was not finite and the step left the weights as they were."""
 
 
 class CriticWorker(TrainerRank):
@@ -43,7 +43,9 @@ class CriticWorker(TrainerRank):
         assert config is not None
         path = config.path or self.config.model.path
         check_tokenizer(path, self.config.model.path, KEY)
-        self.model = load_scalar_model(path, torch.float32, key=KEY, make_head=True).to(self.device)
+        dtype = DTYPES[self.config.learner.master_dtype]
+        self.model = load_scalar_model(path, dtype, key=KEY, make_head=True)
+        self.lr = config.lr
         self.prepare(self.model, config.lr)
 
     def values(self, part: RankShard) -> NDArray[np.float32]:
@@ -55,10 +57,13 @@ class CriticWorker(TrainerRank):
 
     def update(self, part: RankShard, denominators: Denominators, step: int) -> CriticReport:
         """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         losses = [self._accumulate(micro, denominators) for micro in part.micro_batches]
-        grad_norm, skipped = self.apply_gradients(step)
-        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), grad_norm, skipped)
+        is_finite = all(math.isfinite(loss) for loss, _ in losses)
+        learner = self.config.learner
+        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, is_finite=is_finite)
+        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), taken)
 
     def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> tuple[float, int]:
         """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""

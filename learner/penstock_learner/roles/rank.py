@@ -37,7 +37,7 @@ class Rank:
         return f"{self.node_address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:
-        """Join the role's process group: NCCL with a GPU, gloo without."""
+        """Join the role's process group: NCCL for what is on a GPU, gloo for what is not."""
         setup_logging(f"{self.role}[{self.rank}]", self.config.run)
         learner = self.config.learner
         torch.set_num_threads(learner.threads_per_rank)
@@ -49,7 +49,7 @@ class Rank:
             host, _, port = rendezvous.rpartition(":")
             self.store = TCPStore(host, int(port), self.world_size, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "nccl" if use_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
             store=self.store,
             rank=self.rank,
             world_size=self.world_size,

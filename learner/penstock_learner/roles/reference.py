@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from penstock_learner.model import ModelInputs, PackedCausalLM, load_model, shard
+from penstock_learner.model import load_model, shard
 from penstock_learner.packing import RankShard
+from penstock_learner.policy_update import forward_log_probs
 from penstock_learner.roles.rank import Rank
 
 
@@ -28,11 +28,3 @@ class ReferenceWorker(Rank):
         """[T] of this rank's micro-batches, concatenated."""
         self.crash_point()
         return forward_log_probs(self.model, part, self.device)
-
-
-def forward_log_probs(model: PackedCausalLM, part: RankShard, device: torch.device) -> NDArray[np.float32]:
-    """A forward pass without gradient over every micro-batch."""
-    with torch.no_grad():
-        results = [model(ModelInputs.of(micro, device))[0].float().cpu().numpy() for micro in part.micro_batches]
-    joined: NDArray[np.float32] = np.concatenate(results)
-    return joined

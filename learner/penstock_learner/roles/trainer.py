@@ -1,8 +1,7 @@
-"""What the roles that train share: FSDP2, AdamW, a clipped step, and their part of the checkpoint."""
+"""What the roles that train share: FSDP2, AdamW, and their part of the checkpoint."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.nn.utils import clip_grad_norm_
 
-from penstock_learner.model import PackedCausalLM, full_weight, shard
+from penstock_learner.model import PackedCausalLM, compute_dtype_of, prepare
+from penstock_learner.optimizer import make_optimizer
 from penstock_learner.roles.rank import Rank
 from penstock_learner.scalar_model import PackedScalarModel
 from penstock_learner.utilisation import RankUse, rank_use
@@ -26,15 +25,10 @@ class TrainerRank(Rank):
     def prepare(self, model: PackedCausalLM | PackedScalarModel, lr: float) -> None:
         """Shard the model over the role's ranks and give it an optimizer of its own."""
         learner = self.config.learner
-        shard(model, reshard_after_forward=self.device.type == "cuda")
-        self.lr = lr
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=lr,
-            betas=learner.betas,
-            eps=learner.adam_eps,
-            weight_decay=learner.weight_decay,
-        )
+        if not learner.cpu_offload:
+            model.to(self.device)
+        prepare(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
+        self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
 
     def use(self) -> RankUse:
@@ -54,23 +48,6 @@ class TrainerRank(Rank):
         set_state_dict(
             self.trained, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-
-    def apply_gradients(self, step: int, *, hold: bool = False) -> tuple[float, bool]:
-        """Clip, warm up and step. Returns the norm before, and whether the weights stayed for want of a finite one.
-
-        `hold` leaves the weights and the optimizer as they are. Collective."""
-        self.crash_point()
-        learner = self.config.learner
-        warmup = min(1.0, step / learner.warmup_steps) if learner.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * warmup
-        norm = clip_grad_norm_(self.trained.parameters(), learner.max_grad_norm)
-        grad_norm = float(full_weight(norm))
-        if not math.isfinite(grad_norm):
-            return grad_norm, True
-        if not hold:
-            self.optimizer.step()
-        return grad_norm, False
 
     def tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
         assert array is not None, "the controller filled in what the algorithm needs"

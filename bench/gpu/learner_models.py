@@ -1,0 +1,74 @@
+"""Shapes of the models that the learner's benchmark trains, with random weights, and what a token of theirs costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2.5 by its sizes, and the batches it is measured on."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    tied: bool
+    rows: int
+    """Sequences of a padded batch of the baseline."""
+    length: int = 4096
+    shortest: int = 256
+    settings: tuple[tuple[float, int], ...] = ((0.0, 16384),)
+    """Ways to run ours: share of layers recomputed, and tokens of a micro-batch."""
+    mfu_goal: float = 0.0
+
+    @property
+    def matmul_weights(self) -> int:
+        """Weights that every token is multiplied with: the embedding's lookup is not."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.key_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocabulary * self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def flops_per_token(self, length: float) -> float:
+        """Forward and backward of a token in a sequence of `length`; causal attention is half the square."""
+        return 6 * self.matmul_weights + 6 * self.layers * self.heads * self.head_dim * length
+
+    def config(self) -> Any:
+        from transformers import Qwen2Config
+
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            max_position_embeddings=32768,
+            tie_word_embeddings=self.tied,
+            rope_theta=1_000_000.0,
+        )
+
+    def uniform(self) -> list[int]:
+        return [self.length] * self.rows
+
+    def mixed(self) -> list[int]:
+        """Four padded batches' worth of sequences."""
+        random = np.random.default_rng(7)
+        return [int(n) for n in random.integers(self.shortest, self.length + 1, 4 * self.rows)]
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 2, 1, 512, True, 2, 64, 8, ((0.0, 128), (0.5, 64)), 0.0),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True, 8, settings=((0.0, 16384), (0.0, 8192)), mfu_goal=0.45),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True, 4, settings=((0.0, 4096), (0.25, 8192)), mfu_goal=0.55),
+    "7b": Shape(3584, 18944, 28, 28, 4, 152064, False, 2, settings=((0.6, 8192), (0.0, 4096)), mfu_goal=0.60),
+}

@@ -1,0 +1,105 @@
+"""Ulysses sequence parallelism: the ranks of a group hold slices of the same packed tokens.
+
+Everything but attention works on one token at a time, so each rank does its slice. Around attention two all-to-alls
+trade slices of tokens (all heads) for slices of heads (all tokens) and back:
+
+    [N/P tokens, H heads] ─► [N tokens, H/P heads] ─► attention ─► [N tokens, H/P heads] ─► [N/P tokens, H heads]
+
+Where there are fewer key heads than ranks, each key head is repeated so that every rank gets the one its queries use.
+Every rank sees the results of all tokens (`whole`), and so computes the same loss; backward, each follows its own slice
+only, so that the ranks' gradients add up to those of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """One rank's place in its group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def own(self, num_tokens: int) -> slice:
+        """This rank's tokens. The last ranks' slices may be shorter; `pad` makes all equally long."""
+        share = -(-num_tokens // self.size)
+        return slice(min(self.rank * share, num_tokens), min((self.rank + 1) * share, num_tokens))
+
+    def pad(self, tokens: Tensor, num_tokens: int) -> Tensor:
+        """A slice of 1-d `tokens`, filled up with zeros to the length that all ranks have."""
+        share = -(-num_tokens // self.size)
+        return torch.nn.functional.pad(tokens, (0, share - len(tokens)))
+
+    def scatter_heads(self, q: Tensor, k: Tensor, v: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[N / P, heads, dim] to [N, heads / P, dim] each."""
+        if q.shape[1] % self.size:
+            raise ConfigError(
+                f"{q.shape[1]} attention heads cannot be split over {self.size} ranks; "
+                "set learner.sequence_parallel to a divisor of the heads"
+            )
+        k, v = (self._spread(states, q.shape[1]) for states in (k, v))
+        q, k, v = (self._to_heads(states)[:num_tokens] for states in (q, k, v))
+        return q, k, v
+
+    def gather_heads(self, output: Tensor) -> Tensor:
+        """[N, heads / P, dim] to [N / P, heads, dim]."""
+        num_tokens, heads, dim = output.shape
+        share = -(-num_tokens // self.size)
+        padded = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, share * self.size - num_tokens))
+        traded = all_to_all_single_autograd(padded.contiguous(), None, None, self.group)
+        return traded.view(self.size, share, heads, dim).transpose(0, 1).reshape(share, self.size * heads, dim)
+
+    def whole(self, own: Tensor, index: Tensor, num_entries: int) -> Tensor:
+        """Every rank's `own` entries at their `index` in one tensor; the gradient goes to `own` alone."""
+        result: Tensor = _Whole.apply(own, index, num_entries, self.group)  # type: ignore[no-untyped-call]
+        return result
+
+    def _spread(self, states: Tensor, num_heads: int) -> Tensor:
+        """Key heads, repeated as often as a slice for every rank needs."""
+        heads = states.shape[1]
+        if heads % self.size == 0:
+            return states
+        repeats = self.size // heads if self.size % heads == 0 else num_heads // heads
+        return states.repeat_interleave(repeats, dim=1)
+
+    def _to_heads(self, states: Tensor) -> Tensor:
+        share, heads, dim = states.shape
+        slices = states.view(share, self.size, heads // self.size, dim).transpose(0, 1).contiguous()
+        traded = all_to_all_single_autograd(slices.flatten(0, 1), None, None, self.group)
+        return traded.view(self.size * share, heads // self.size, dim)
+
+
+def make_sequence_parallel(size: int) -> SequenceParallel | None:
+    """Groups of `size` neighbouring ranks of the default process group. Collective. None for groups of one."""
+    if size == 1:
+        return None
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    group = groups[rank // size]
+    assert isinstance(group, dist.ProcessGroup)
+    return SequenceParallel(group, rank % size, size)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, index: Tensor, num_entries: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(index)
+        whole = own.new_zeros(num_entries).index_copy(0, index, own)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return gradient[index], None, None, None

@@ -1,0 +1,102 @@
+"""One rank of a small training job, without Ray: `python training_rank.py RANK RANKS FOLDER` takes one step a case.
+
+Reads `cases.json` (name to settings of the learner) and `model/` of the folder; rank 0 writes, for each case, the
+gradient as safetensors and the loss, gradient norm and log-probs as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from groups import make_group
+from penstock.config.loading import validate
+from penstock_learner.advantage_step import denominators_of, with_advantages
+from penstock_learner.model import DTYPES, compute_dtype_of, full_weight, load_model, prepare
+from penstock_learner.optimizer import make_optimizer
+from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.policy_update import PolicyUpdate
+from penstock_learner.sequence_parallel import make_sequence_parallel
+
+CPU = torch.device("cpu")
+POISONED = 5
+"""The sequence whose advantage is infinite in a case called `poisoned`."""
+
+
+def training_batch() -> SequenceBatch:
+    """Twelve sequences of three prompts, at two temperatures."""
+    batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
+    return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
+
+
+def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict[str, Any]) -> None:
+    learner: dict[str, Any] = {
+        "policy": {"num_ranks": num_ranks},
+        "micro_batch_tokens": 60,
+        "logprob_chunk_tokens": 16,
+        "max_grad_norm": 1e9,  # the gradient is compared as it is
+        "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
+        **settings,
+    }
+    config = validate({"model": {"path": str(folder / "model")}, "learner": learner}, "test")
+    model = load_model(config.model.path, DTYPES[config.learner.master_dtype], config.learner.logprob_chunk_tokens)
+    prepare(model, config.learner, compute_dtype_of(config), is_cuda=False)
+    share = config.learner.sequence_parallel
+    parallel = make_sequence_parallel(share)
+    update = PolicyUpdate(
+        model, make_optimizer(model, config.learner, config.learner.lr), config.learner, CPU, parallel
+    )
+    batch = with_advantages(training_batch(), config.learner.algorithm, 0.0)
+    if name.startswith("poisoned"):
+        advantages = np.array(batch.advantages)
+        advantages[batch.sequence_ids == POISONED] = np.inf
+        batch = replace(batch, advantages=advantages)
+    before = {n: full_weight(p).detach().clone() for n, p in model.lm.named_parameters()}
+    shards = partition(batch, num_ranks // share, config.learner.micro_batch_tokens * share)
+    own = shards[rank // share]
+    log_probs: list[Any] = [None] * num_ranks
+    dist.all_gather_object(log_probs, update.log_probs(own))
+    report = update.run(own, denominators_of(batch, config.learner.algorithm), 1, 0, 0.0)
+    reports: list[Any] = [None] * num_ranks
+    dist.all_gather_object(reports, report)
+    losses = [each.loss for each in reports]
+    guilty = [index for each, shard in zip(reports[::share], shards, strict=True)
+              for micro in each.nonfinite for index in shard.sequences[micro]]  # fmt: skip
+    changed = [not torch.equal(full_weight(p), before[n]) for n, p in model.lm.named_parameters()]
+    gradient = {n: full_weight(p.grad) for n, p in model.lm.named_parameters() if p.grad is not None}
+    if rank == 0:
+        assert report.step is not None
+        save_file({n: g.float().contiguous() for n, g in gradient.items()}, folder / f"{name}.safetensors")
+        said = {
+            "loss": sum(losses[::share]),
+            "grad_norm": report.step.grad_norm,
+            "skipped": report.step.skipped,
+            "guilty": guilty,
+            "changed": any(changed),
+            "log_probs": unpermute(log_probs[::share], shards, batch).tolist(),
+        }
+        (folder / f"{name}.json").write_text(json.dumps(said))
+
+
+def main() -> None:
+    rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
+    for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():
+        if ranks == num_ranks:
+            take_step(rank, num_ranks, folder, name, settings)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,13 +17,15 @@ from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
 
+MAX_PROMPT_ID = 2**32 - 1
+"""The queue remembers trained prompts in a Redis bitmap, which ends here."""
 MAX_NUM_SAMPLES = 1024
 MAX_PRIORITY = 1000
 """The queue orders by priority · 1e12 + id in a double, which is exact up to about 9000."""
 MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
-_EVALUATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_prompts(
@@ -53,34 +55,42 @@ def check_idempotency_key(key: str) -> None:
         raise InvalidInput("idempotency_key", f"{len(key)} characters are more than {MAX_KEY_LENGTH}")
 
 
-def check_evaluation_id(evaluation_id: str) -> None:
-    if not _EVALUATION_ID.fullmatch(evaluation_id):
-        raise InvalidInput(
-            "evaluation_id", "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit"
-        )
-
-
 def checked_page_size(page_size: int) -> int:
     if page_size < 0:
         raise InvalidInput("page_size", "must not be negative; 0 takes the default")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def encode_page_token(before: int) -> str:
-    return base64.urlsafe_b64encode(b"before:%d" % before).decode().rstrip("=")
+def encode_page_token(kind: str, position: int | str) -> str:
+    return base64.urlsafe_b64encode(f"{kind}:{position}".encode()).decode().rstrip("=")
 
 
-def decode_page_token(token: str) -> int | None:
-    """The version that the next page starts below; None for the first page."""
+def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -> str | None:
+    """Where the next page of such a list starts; None for the first page."""
     if not token:
         return None
     try:
-        kind, _, version = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).partition(b":")
-        if kind == b"before":
-            return int(version)
+        text = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
-        pass
-    raise InvalidInput("page_token", "was not issued by this service; start again without one")
+        text = ""
+    found_kind, _, found = text.partition(":")
+    if found_kind == kind and re.fullmatch(position, found):
+        return found
+    raise InvalidInput("page_token", "was not issued by this service for this list; start again without one")
+
+
+def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
+    if len(prompt_ids) > max_ids:
+        raise InvalidInput(field, f"{len(prompt_ids)} are more than the {max_ids} of one request; split it")
+    for index, prompt_id in enumerate(prompt_ids):
+        if not 1 <= prompt_id <= MAX_PROMPT_ID:
+            raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
+    return list(prompt_ids)
+
+
+def check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
 
 
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
@@ -109,13 +119,13 @@ def _check_prompt(prompt: prompts_pb2.Prompt, path: str) -> None:
         raise InvalidInput(f"{path}.num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if abs(prompt.priority) > MAX_PRIORITY:
         raise InvalidInput(f"{path}.priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    _check_sampling(prompt.sampling, f"{path}.sampling")
+    check_sampling(prompt.sampling, f"{path}.sampling")
     _check_json(prompt.ground_truth_json, f"{path}.ground_truth_json")
     if not isinstance(_check_json(prompt.extra_info_json, f"{path}.extra_info_json"), dict):
         raise InvalidInput(f"{path}.extra_info_json", "must be a JSON object")
 
 
-def _check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
+def check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise InvalidInput(f"{path}.temperature", "must be a finite number, 0 or more")
     if not 0 < sampling.top_p <= 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
 class PenstockClient:
     """Asynchronous client. Use as `async with`, or call `aclose`.
 
-    `deadline_s` bounds one call with all its repetitions, `timeout_s` one attempt."""
+    `deadline_s` bounds one call with all its repetitions, `timeout_s` one attempt. `tls` says whom to trust, and which
+    certificate to show; without it the system's authorities are trusted."""
 
     def __init__(
         self,
@@ -52,12 +54,15 @@ class PenstockClient:
         api_key: str = "",
         timeout_s: float = 30.0,
         deadline_s: float = 60.0,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.address = GatewayAddress(url, run, api_key)
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self._http = httpx.AsyncClient(base_url=url, headers=self.address.headers, transport=transport, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
+        )
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> PenstockClient:
@@ -231,12 +236,15 @@ class SyncPenstockClient:
         api_key: str = "",
         timeout_s: float = 30.0,
         deadline_s: float = 60.0,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.address = GatewayAddress(url, run, api_key)
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self._http = httpx.Client(base_url=url, headers=self.address.headers, transport=transport, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
+        )
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> SyncPenstockClient:

@@ -81,24 +81,33 @@ local function check_term(term)
 end
 
 -- Priority first, then age: a prompt that expired stands where it stood.
-local function make_pending(id)
-  local priority = tonumber(redis.call('HGET', P .. 'priorities', id) or '0')
-  redis.call('ZADD', PENDING, -priority * 1e12 + id, id)
+local function pending_score(priority, id)
+  return -tonumber(priority) * 1e12 + id
 end
 
--- ARGV from `start` on: payload and priority of each prompt. Returns the first id, and how many there are.
-local function add_prompts(start)
-  local n = (#ARGV - start + 1) / 2
+local function make_pending(id)
+  redis.call('ZADD', PENDING, pending_score(redis.call('HGET', P .. 'priorities', id) or '0', id), id)
+end
+
+-- ARGV from `start` on: payload and priority of each of `n` prompts. Returns the first id.
+local function add_prompts(start, n)
   local first = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', n) - n + 1
+  local prompts, priorities, pending = {}, {}, {}
   for i = 0, n - 1 do
     local id, priority = first + i, ARGV[start + 1 + 2 * i]
-    redis.call('HSET', PROMPTS, id, ARGV[start + 2 * i])
-    if priority ~= '0' then redis.call('HSET', P .. 'priorities', id, priority) end
-    make_pending(id)
+    prompts[2 * i + 1], prompts[2 * i + 2] = id, ARGV[start + 2 * i]
+    pending[2 * i + 1], pending[2 * i + 2] = pending_score(priority, id), id
+    if priority ~= '0' then
+      priorities[#priorities + 1] = id
+      priorities[#priorities + 1] = priority
+    end
   end
+  call_many('HSET', PROMPTS, prompts)
+  call_many('HSET', P .. 'priorities', priorities)
+  call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, first, now_ms() .. ':' .. first)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
-  return first, n
+  return first
 end
 
 local function drop_lease(id)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.errors import InvalidInput
 
 Json = dict[str, Any]
+_ENCODER = json.JSONEncoder(allow_nan=False)
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -41,7 +42,9 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def to_json_text(value: Any, path: str) -> str:
+    if not value and isinstance(value, dict):
+        return "{}"
     try:
-        return json.dumps(value, allow_nan=False)
+        return _ENCODER.encode(value)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
 
 from penstock.codec import group_from_proto, prompt_from_proto
 from penstock.errors import InvalidInput
@@ -21,6 +23,8 @@ from penstock_services.gateway.bodies import (
     shortest,
     to_json_text,
 )
+
+DEFAULT_AGENT = Prompt().agent_name
 
 
 class MessageBody(Body):
@@ -41,23 +45,23 @@ class SamplingBody(Body):
 
 
 class PromptBody(Body):
-    messages: list[MessageBody] = []
-    token_ids: list[TokenId] = []
+    messages: list[MessageBody] = Field(default_factory=list)
+    token_ids: list[TokenId] = Field(default_factory=list)
     sampling: SamplingBody = SamplingBody()
     num_samples: Int32 = 1
     agent_name: str = ""
     data_source: str = ""
     ground_truth: Any = None
-    extra_info: dict[str, Any] = {}
+    extra_info: dict[str, Any] = Field(default_factory=dict)
     priority: Int32 = 0
 
     def to_proto(self, path: str) -> prompts_pb2.Prompt:
         return prompts_pb2.Prompt(
             messages=[prompts_pb2.Message(role=m.role, content=m.content) for m in self.messages],
-            token_ids=np.asarray(self.token_ids, dtype="<i4").tobytes(),
+            token_ids=np.asarray(self.token_ids, dtype="<i4").tobytes() if self.token_ids else b"",
             sampling=self.sampling.to_proto(),
             num_samples=self.num_samples,
-            agent_name=self.agent_name,
+            agent_name=self.agent_name or DEFAULT_AGENT,
             data_source=self.data_source,
             ground_truth_json=to_json_text(self.ground_truth, f"{path}.ground_truth"),
             extra_info_json=to_json_text(self.extra_info, f"{path}.extra_info"),
@@ -68,6 +72,15 @@ class PromptBody(Body):
 class SubmitPromptsBody(Body):
     prompts: list[PromptBody]
     idempotency_key: str = ""
+
+    @classmethod
+    def parse(cls, data: bytes) -> SubmitPromptsBody:
+        """Straight from the bytes: a tenth of the cost of a dictionary first."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            details = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors(include_url=False)]
+            raise RequestValidationError(details) from error
 
     def to_proto(self, run: str, header_key: str) -> prompts_pb2.SubmitPromptsRequest:
         """The key may stand in the body or in the header; when both do they must agree."""

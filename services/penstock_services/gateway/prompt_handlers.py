@@ -10,6 +10,7 @@ from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.contract import Delivery, PromptState, PromptStatus
+from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult
 from penstock.trajectory import Group
@@ -45,12 +46,13 @@ class PromptHandlers:
         self.texts = texts
         self.stopping = stopping
         self.book = PromptBook(queue)
+        self.submissions = JoinedSubmissions(queue)
 
     @operation("submit")
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
         validation.check_idempotency_key(request.idempotency_key)
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        submission = await self.queue.submit(
+        submission = await self.submissions.submit(
             [prompt.SerializeToString() for prompt in prompts],
             [prompt.priority for prompt in prompts],
             request.idempotency_key,

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway import prompt_bodies as bodies
 from penstock_services.gateway.prompt_handlers import PromptHandlers
-from penstock_services.gateway.routing import PageSize, add_routes, event_stream, run_name
+from penstock_services.gateway.routing import PROBLEM, PageSize, add_routes, event_stream, run_name
 
 PromptId = Annotated[int, Path(ge=1, lt=2**63)]
+SUBMIT_PATH = "/v1/runs/{run}/prompts"
+_SUBMISSION: dict[str, Any] = {
+    "parameters": [
+        {"name": "run", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "default": ""}},
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["prompts"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "prompts": {"type": "array", "items": {"$ref": "#/components/schemas/PromptBody"}},
+                        "idempotency_key": {"type": "string", "default": ""},
+                    },
+                }
+            }
+        },
+    },
+}
 _STATES = prompts_pb2.PromptRecord.State
 
 
@@ -23,9 +48,8 @@ class PromptRoutes:
 
     def router(self) -> APIRouter:
         run = "/v1/runs/{run}"
-        return add_routes(
+        router = add_routes(
             "prompts",
-            ("POST", f"{run}/prompts", self.submit_prompts),
             ("GET", f"{run}/prompts", self.list_prompts),
             ("POST", f"{run}/prompts:cancel", self.cancel_prompts),
             ("GET", f"{run}/prompts/{{prompt_id}}:wait", self.wait_prompt),
@@ -34,13 +58,21 @@ class PromptRoutes:
             ("GET", f"{run}/groups", self.list_groups),
             ("GET", f"{run}/groups/{{prompt_id}}", self.get_group),
         )
+        router.add_api_route(
+            SUBMIT_PATH, self.submit_prompts, methods=["POST"], response_model=None, openapi_extra=_SUBMISSION,
+            responses={"default": PROBLEM},
+        )  # fmt: skip
+        return router
 
-    async def submit_prompts(
-        self, run: str, body: bodies.SubmitPromptsBody, idempotency_key: Annotated[str, Header()] = ""
-    ) -> Response:
+    def direct_route(self) -> Route:
+        """Submission past FastAPI's reading of arguments, which would cost as much as all the rest of it."""
+        return Route(SUBMIT_PATH, self.submit_prompts, methods=["POST"])
+
+    async def submit_prompts(self, request: Request) -> Response:
         """Submit prompts: all are accepted, or none."""
-        request = body.to_proto(run_name(run), idempotency_key)
-        return JSONResponse(bodies.submission_to_json(await self.handlers.submit_prompts(request)))
+        body = bodies.SubmitPromptsBody.parse(await request.body())
+        wanted = body.to_proto(run_name(request.path_params["run"]), request.headers.get("idempotency-key", ""))
+        return JSONResponse(bodies.submission_to_json(await self.handlers.submit_prompts(wanted)))
 
     async def get_prompt(self, run: str, prompt_id: PromptId) -> Response:
         request = prompts_pb2.GetPromptRequest(run=run_name(run), prompt_id=prompt_id)

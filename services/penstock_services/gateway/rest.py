@@ -34,8 +34,10 @@ def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetric
         title="Penstock", version=__version__, docs_url=None, redoc_url=None, openapi_url="/v1/openapi.json",
         redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
+    prompts = PromptRoutes(handlers.prompts)
+    app.router.routes.append(prompts.direct_route())
     for routes in (
-        PromptRoutes(handlers.prompts),
+        prompts,
         PolicyRoutes(handlers.policies),
         RunRoutes(handlers.runs),
         OpenAIRoutes(handlers.generation, handlers.texts),

@@ -22,7 +22,7 @@ PageSize = Annotated[int, Query(lt=2**31)]
 Endpoint = Callable[..., Awaitable[Response]]
 T = TypeVar("T")
 
-_PROBLEM = {
+PROBLEM = {
     "description": "What went wrong, as RFC 9457 has it.",
     "content": {
         "application/problem+json": {
@@ -47,7 +47,7 @@ def add_routes(tag: str, *routes: tuple[str, str, Endpoint]) -> APIRouter:
     """Earlier routes win: those with a `:verb` come before the one whose last part would take it in."""
     router = APIRouter(default_response_class=JSONResponse, tags=[tag])
     for method, path, endpoint in routes:
-        router.add_api_route(path, endpoint, methods=[method], response_model=None, responses={"default": _PROBLEM})
+        router.add_api_route(path, endpoint, methods=[method], response_model=None, responses={"default": PROBLEM})
     return router
 
 

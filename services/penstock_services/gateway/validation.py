@@ -25,13 +25,14 @@ MAX_PRIORITY = 1000
 MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
+_DEFAULT = prompt_to_proto(Prompt())
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_prompts(
     prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
 ) -> list[prompts_pb2.Prompt]:
-    """Copies of the prompts with absent fields filled in, or InvalidInput for the first that is wrong.
+    """The prompts, copied where absent fields were filled in, or InvalidInput for the first that is wrong.
 
     A prompt that names an evaluation other than `evaluation_id` is refused: held-out prompts never enter training."""
     if not prompts:
@@ -41,11 +42,14 @@ def checked_prompts(
     checked = []
     for index, prompt in enumerate(prompts):
         path = f"prompts[{index}]"
-        complete = _with_defaults(prompt)
+        complete = prompt if _is_complete(prompt) else _with_defaults(prompt)
         _check_prompt(complete, path)
         if complete.evaluation_id not in ("", evaluation_id):
             raise InvalidInput(f"{path}.evaluation_id", "leave it empty; create an evaluation for held-out prompts")
-        complete.evaluation_id = evaluation_id
+        if complete.evaluation_id != evaluation_id:
+            if complete is prompt:
+                complete = _with_defaults(prompt)
+            complete.evaluation_id = evaluation_id
         checked.append(complete)
     return checked
 
@@ -93,10 +97,16 @@ def check_name(field: str, name: str) -> None:
         raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
 
 
+def _is_complete(prompt: prompts_pb2.Prompt) -> bool:
+    return bool(
+        prompt.HasField("sampling") and prompt.agent_name and prompt.ground_truth_json and prompt.extra_info_json
+    )
+
+
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     complete = prompts_pb2.Prompt()
     complete.CopyFrom(prompt)
-    default = prompt_to_proto(Prompt())
+    default = _DEFAULT
     if not complete.HasField("sampling"):
         complete.sampling.CopyFrom(default.sampling)
     complete.agent_name = complete.agent_name or default.agent_name
@@ -113,7 +123,7 @@ def _check_prompt(prompt: prompts_pb2.Prompt, path: str) -> None:
             raise InvalidInput(f"{path}.messages[{index}].role", "must not be empty")
     if len(prompt.token_ids) % 4:
         raise InvalidInput(f"{path}.token_ids", "must be little-endian int32, 4 bytes a token")
-    if (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
+    if prompt.token_ids and (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
         raise InvalidInput(f"{path}.token_ids", "must not be negative")
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
         raise InvalidInput(f"{path}.num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
@@ -135,11 +145,16 @@ def check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
 
 
 def _check_json(text: str, path: str) -> Any:
+    if text == "{}":
+        return {}
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -25,6 +25,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import RoleDied
 from penstock.fleet import Fleet
 from penstock.replay.contract import GroupConsumer
+from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.run_control import RunControl
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
@@ -227,6 +228,8 @@ class LearnerController:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
         self.log_probs.check(metrics, batch.groups)
+        if self.training.recomputed is not None:
+            await RecomputedLogProbs(self.fleet.client, self.config.run).keep(batch.groups, self.training.recomputed)
         self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids

@@ -83,7 +83,7 @@ class Group(_message.Message):
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens")
+    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[Trajectory.FinishReason]
@@ -111,6 +111,7 @@ class Trajectory(_message.Message):
     IS_BASELINE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     log_probs: bytes
@@ -121,7 +122,8 @@ class Trajectory(_message.Message):
     is_baseline: bool
     text: str
     tokens: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+    learner_log_probs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ...) -> None: ...
 
 class VersionSegment(_message.Message):
     __slots__ = ("start", "end", "policy_version")

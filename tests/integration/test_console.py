@@ -14,9 +14,10 @@ import redis.asyncio as redis
 
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.api_keys import make_key
-from penstock.codec import encode_group
+from penstock.codec import decode_group, encode_group
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
+from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2
 from scripted_engine import make_tokenizer_folder, spelled
@@ -154,7 +155,7 @@ async def test_a_version_is_promoted_and_servers_rolled_back(
     assert await registry.kept_versions() == {40}
 
 
-async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Gateway) -> None:
+async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
     await page.get_by_role("link", name="Trajectories").focus()
     await page.keyboard.press("Enter")
     await page.get_by_role("button", name="Prompt 1").focus()
@@ -174,6 +175,21 @@ async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Ga
         for token in await page.locator(".tokens").first.locator("span").all()
     }
     assert len(backgrounds) > 5
+
+    await page.get_by_label("Colour by").select_option("mismatch")
+    await page.get_by_text("has not computed this group's log-probs").wait_for()
+    group = decode_group(await queue.get_group(1))
+    differing = np.concatenate([t.log_probs for t in group.trajectories])
+    differing[4] -= 0.5
+    await RecomputedLogProbs(queue.client, "test").keep([group], differing)
+    await page.get_by_label("Colour by").select_option("version")
+    await page.get_by_label("Colour by").select_option("mismatch")
+    await page.get_by_text("differs from the engine's").wait_for()
+    colours = [
+        await token.evaluate("e => getComputedStyle(e).backgroundColor")
+        for token in await page.locator(".tokens").first.locator("span").all()
+    ]
+    assert [place for place, colour in enumerate(colours) if colour != colours[0]] == [4]
 
 
 async def test_a_dead_letter_is_requeued(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -101,6 +101,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
             "is_baseline": False,
             "text": "",
             "tokens": [],
+            "learner_log_probs": [],
         }
     ]
     answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))

@@ -121,7 +121,12 @@ def group_to_json(message: groups_pb2.Group) -> Json:
         "sampling": _sampling_to_json(group.sampling),
         "prompt_token_ids": group.prompt_token_ids.tolist(),
         "trajectories": [
-            _trajectory_to_json(trajectory) | {"text": sent.text, "tokens": list(sent.tokens)}
+            _trajectory_to_json(trajectory)
+            | {
+                "text": sent.text,
+                "tokens": list(sent.tokens),
+                "learner_log_probs": np.frombuffer(sent.learner_log_probs, dtype="<f4").tolist(),
+            }
             for trajectory, sent in zip(group.trajectories, message.trajectories, strict=True)
         ],
         "finished_at_ms": group.finished_at_ms,

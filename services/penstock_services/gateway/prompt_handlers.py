@@ -11,6 +11,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.contract import Delivery, PromptState, PromptStatus
 from penstock.replay.joined_submissions import JoinedSubmissions
+from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult
 from penstock.trajectory import Group
@@ -47,6 +48,7 @@ class PromptHandlers:
         self.stopping = stopping
         self.book = PromptBook(queue)
         self.submissions = JoinedSubmissions(queue)
+        self.recomputed = RecomputedLogProbs(queue.client, config.run)
 
     @operation("submit")
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
@@ -139,13 +141,14 @@ class PromptHandlers:
     async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
         deliveries = await self.queue.fetch([result.prompt_id for result in results if result.state == "queued"])
         groups = [await asyncio.to_thread(_decoded, delivery) for delivery in deliveries]
-        return {group.prompt_id: self._readable(group).SerializeToString() for group in groups if group is not None}
+        found = [group for group in groups if group is not None]
+        return {group.prompt_id: (await self._readable(group)).SerializeToString() for group in found}
 
     @operation("read")
     async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
         _check_prompt_id(request.prompt_id)
         payload = await self.queue.get_group(request.prompt_id)
-        return self._readable(await asyncio.to_thread(decode_group, payload))
+        return await self._readable(await asyncio.to_thread(decode_group, payload))
 
     @operation("read")
     async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
@@ -159,8 +162,11 @@ class PromptHandlers:
             groups=[_summary(group) for group in groups if group is not None], next_page_token=token
         )
 
-    def _readable(self, group: Group) -> groups_pb2.Group:
+    async def _readable(self, group: Group) -> groups_pb2.Group:
+        """With text and the learner's log-probs, where there are any."""
         message = group_to_proto(group)
+        for sent, log_probs in zip(message.trajectories, await self.recomputed.get(group), strict=False):
+            sent.learner_log_probs = log_probs.astype("<f4").tobytes()
         self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
         return message
 

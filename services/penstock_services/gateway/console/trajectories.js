@@ -1,19 +1,23 @@
-// Groups that wait for the learner, and every token of one: by policy version, or by log-prob.
+// Groups that wait for the learner or are being trained, and every token of one: by policy version, by log-prob, or by how
+// much the learner's log-prob differs.
 import { get } from "/console/api.js";
 import { card, empty, h, number, say, table } from "/console/elements.js";
 
-const NUM_COLOURS = 6, DOUBTFUL_NATS = 6;
+const NUM_COLOURS = 6, DOUBTFUL_NATS = 6, DIFFERENT_NATS = 0.5;
 const chosen = { promptId: null, colouring: "version" };
+
+const mismatch = (trajectory, index) => (trajectory.learner_log_probs[index] ?? trajectory.log_probs[index]) - trajectory.log_probs[index];
 
 function tokenSpan(trajectory, index, versions) {
   const text = trajectory.tokens[index] ?? `⟨${trajectory.token_ids[index]}⟩`;
   const version = trajectory.policy_versions[index], logProb = trajectory.log_probs[index];
   const isMasked = trajectory.loss_mask[index] === 0;
-  const said = `token ${index}: version ${version}, log-prob ${number(logProb)}${isMasked ? ", not trained" : ""}`;
+  const said = `token ${index}: version ${version}, log-prob ${number(logProb)}${trajectory.learner_log_probs.length ? `, learner's ${number(trajectory.learner_log_probs[index])}` : ""}${isMasked ? ", not trained" : ""}`;
   const span = h("span", { title: said, tabindex: index ? "-1" : "0", class: isMasked ? "masked" : "", "aria-label": `${text} ${said}` }, text);
   if (chosen.colouring === "version") span.classList.add(`v${versions.indexOf(version) % NUM_COLOURS}`);
   else {
-    const doubt = Math.min(1, Math.max(0, -logProb / DOUBTFUL_NATS));
+    const nats = chosen.colouring === "mismatch" ? Math.abs(mismatch(trajectory, index)) / DIFFERENT_NATS : -logProb / DOUBTFUL_NATS;
+    const doubt = Math.min(1, Math.max(0, nats));
     span.style.setProperty("background", `color-mix(in srgb, var(--low) ${Math.round(doubt * 100)}%, var(--high))`);
   }
   return span;
@@ -39,7 +43,11 @@ function sample(trajectory, index, versions) {
     h("div", { class: "tokens", role: "group", "aria-label": "tokens; left and right arrows move", onkeydown: walk }, tokens));
 }
 
-function legend(versions) {
+function legend(versions, isCompared) {
+  if (chosen.colouring === "mismatch")
+    return h("p", { class: "legend" }, isCompared
+      ? `The stronger the colour, the more the learner's log-prob differs from the engine's (full at ${DIFFERENT_NATS} nats).`
+      : "The learner has not computed this group's log-probs, or they are no longer kept.");
   if (chosen.colouring === "version")
     return h("p", { class: "legend" }, versions.map((v, i) => h("span", {}, h("i", { class: `v${i % NUM_COLOURS}` }), `version ${v}`)), h("span", {}, "underlined: not trained"));
   return h("p", { class: "legend" }, `The stronger the colour, the less likely the token was when it was sampled (full at ${-DOUBTFUL_NATS} nats).`);
@@ -50,11 +58,12 @@ async function inspector(refresh) {
   const versions = [...new Set(group.trajectories.flatMap((t) => t.policy_versions))].sort((a, b) => a - b);
   const choice = h("select", { id: "colouring", onchange: (event) => { chosen.colouring = event.target.value; refresh(); } },
     h("option", { value: "version", selected: chosen.colouring === "version" }, "policy version"),
-    h("option", { value: "log-prob", selected: chosen.colouring === "log-prob" }, "log-prob"));
+    h("option", { value: "log-prob", selected: chosen.colouring === "log-prob" }, "log-prob"),
+    h("option", { value: "mismatch", selected: chosen.colouring === "mismatch" }, "log-prob mismatch with the learner"));
   return card(`Group of prompt ${group.prompt_id}`,
     h("div", { class: "buttons" }, h("label", { for: "colouring" }, "Colour by"), choice,
       h("span", { class: "tag" }, `${group.server_id}, attempt ${group.attempt}`)),
-    legend(versions), group.trajectories.map((t, i) => sample(t, i, versions)));
+    legend(versions, group.trajectories.some((t) => t.learner_log_probs.length)), group.trajectories.map((t, i) => sample(t, i, versions)));
 }
 
 export async function trajectories(refresh) {

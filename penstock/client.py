@@ -7,8 +7,10 @@ every call is safe to repeat, because submissions carry an idempotency key and e
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,12 +34,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 POLL_S = 0.5
+WAIT_S = 30.0
+STREAM_SILENCE_S = 30.0
+"""The gateway says something more often than this, even when nothing happens."""
+FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
 
 
 class PenstockClient:
     """Asynchronous client. Use as `async with`, or call `aclose`.
 
-    `deadline_s` bounds one call with all its repetitions, `timeout_s` one attempt."""
+    `deadline_s` bounds one call with all its repetitions, `timeout_s` one attempt. `tls` says whom to trust, and which
+    certificate to show; without it the system's authorities are trusted."""
 
     def __init__(
         self,
@@ -47,12 +54,15 @@ class PenstockClient:
         api_key: str = "",
         timeout_s: float = 30.0,
         deadline_s: float = 60.0,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.address = GatewayAddress(url, run, api_key)
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self._http = httpx.AsyncClient(base_url=url, headers=self.address.headers, transport=transport, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
+        )
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> PenstockClient:
@@ -98,6 +108,98 @@ class PenstockClient:
     async def get_evaluation(self, evaluation_id: str) -> Evaluation:
         return await self._send(self.address.get_evaluation(evaluation_id))
 
+    async def prompts(self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = "") -> Json:
+        """One page by id, oldest first: `prompts` and `next_page_token`."""
+        return await self._send(self.address.prompts(state, data_source, page_size, page_token))
+
+    async def cancel(self, prompt_ids: Sequence[int]) -> list[Json]:
+        """Take back prompts that are not yet being trained; answers what each is now."""
+        return await self._send(self.address.cancel(prompt_ids))
+
+    async def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> Json:
+        """Return once the prompt is finished; DeadlineExceeded says where it is."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            record = await self._send(self.address.wait_prompt(prompt_id, min(left_s, WAIT_S, self.timeout_s / 2)))
+            if record["state"] in FINISHED_STATES:
+                return record
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"prompt {prompt_id} is {record['state']} after {timeout_s:g} s")
+
+    async def groups(self, page_size: int = 50, page_token: str = "") -> Json:
+        return await self._send(self.address.groups(page_size, page_token))
+
+    async def compare_policies(self, version: int, other: int) -> Json:
+        return await self._send(self.address.compare_policies(version, other))
+
+    async def promote_policy(self, version: int | None = None) -> Json:
+        return await self._send(self.address.change_policy(version, "promote"))
+
+    async def roll_back_policy(self, version: int) -> Json:
+        """Hold every rollout server at a version, from its snapshot, until `release_policy`."""
+        return await self._send(self.address.change_policy(version, "rollback"))
+
+    async def retire_policy(self, version: int) -> Json:
+        return await self._send(self.address.change_policy(version, "retire"))
+
+    async def release_policy(self) -> Json:
+        return await self._send(self.address.release_policy())
+
+    async def pin_policy(self, pin: str, version: int) -> Json:
+        return await self._send(self.address.pin_policy(pin, version))
+
+    async def unpin_policy(self, pin: str) -> bool:
+        return await self._send(self.address.unpin_policy(pin))
+
+    async def pause_run(self) -> Json:
+        return await self._send(self.address.change_run("pause"))
+
+    async def resume_run(self) -> Json:
+        return await self._send(self.address.change_run("resume"))
+
+    async def stop_run(self) -> Json:
+        return await self._send(self.address.change_run("stop"))
+
+    async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[Json]:
+        """Of the steps that made the newest versions, oldest first."""
+        return await self._send(self.address.metrics(page_size, names))
+
+    async def drain_server(self, server_id: str) -> Json:
+        return await self._send(self.address.change_server(server_id, "drain"))
+
+    async def undrain_server(self, server_id: str) -> Json:
+        return await self._send(self.address.change_server(server_id, "undrain"))
+
+    async def results(
+        self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False
+    ) -> AsyncIterator[Json]:
+        """Every prompt that finishes, from `cursor` on (empty: from now; "0": from the oldest that is kept), for ever.
+
+        A connection that breaks is made again from the last result: none is missed, none comes twice."""
+        attempts = Attempts(self.timeout_s, self.deadline_s)
+        while True:
+            path, query = self.address.results(cursor, prompt_ids, with_groups)
+            timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+            try:
+                async with self._http.stream("GET", path, params=query, timeout=timeout) as response:
+                    if response.is_success:
+                        async for line in response.aiter_lines():
+                            if line.startswith("data: "):
+                                result = json.loads(line.removeprefix("data: "))
+                                if "cursor" not in result:
+                                    break  # a problem, which ends the stream
+                                cursor = result["cursor"]
+                                attempts = Attempts(self.timeout_s, self.deadline_s)
+                                yield result
+                        failure = unreachable(self.address.url, httpx.ReadError("the stream ended"))
+                    else:
+                        await response.aread()
+                        failure = failure_of(response)
+            except httpx.TransportError as error:
+                failure = unreachable(self.address.url, error)
+            await asyncio.sleep(attempts.pause_after(failure))
+
     async def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> Evaluation:
         """Return once every prompt is scored; DeadlineExceeded says how far it came."""
         deadline = time.monotonic() + timeout_s
@@ -134,12 +236,15 @@ class SyncPenstockClient:
         api_key: str = "",
         timeout_s: float = 30.0,
         deadline_s: float = 60.0,
+        tls: ssl.SSLContext | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.address = GatewayAddress(url, run, api_key)
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self._http = httpx.Client(base_url=url, headers=self.address.headers, transport=transport, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
+        )
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> SyncPenstockClient:
@@ -181,6 +286,96 @@ class SyncPenstockClient:
 
     def get_evaluation(self, evaluation_id: str) -> Evaluation:
         return self._send(self.address.get_evaluation(evaluation_id))
+
+    def prompts(self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = "") -> Json:
+        """One page by id, oldest first: `prompts` and `next_page_token`."""
+        return self._send(self.address.prompts(state, data_source, page_size, page_token))
+
+    def cancel(self, prompt_ids: Sequence[int]) -> list[Json]:
+        """Take back prompts that are not yet being trained; answers what each is now."""
+        return self._send(self.address.cancel(prompt_ids))
+
+    def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> Json:
+        """Return once the prompt is finished; DeadlineExceeded says where it is."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            record = self._send(self.address.wait_prompt(prompt_id, min(left_s, WAIT_S, self.timeout_s / 2)))
+            if record["state"] in FINISHED_STATES:
+                return record
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"prompt {prompt_id} is {record['state']} after {timeout_s:g} s")
+
+    def groups(self, page_size: int = 50, page_token: str = "") -> Json:
+        return self._send(self.address.groups(page_size, page_token))
+
+    def compare_policies(self, version: int, other: int) -> Json:
+        return self._send(self.address.compare_policies(version, other))
+
+    def promote_policy(self, version: int | None = None) -> Json:
+        return self._send(self.address.change_policy(version, "promote"))
+
+    def roll_back_policy(self, version: int) -> Json:
+        """Hold every rollout server at a version, from its snapshot, until `release_policy`."""
+        return self._send(self.address.change_policy(version, "rollback"))
+
+    def retire_policy(self, version: int) -> Json:
+        return self._send(self.address.change_policy(version, "retire"))
+
+    def release_policy(self) -> Json:
+        return self._send(self.address.release_policy())
+
+    def pin_policy(self, pin: str, version: int) -> Json:
+        return self._send(self.address.pin_policy(pin, version))
+
+    def unpin_policy(self, pin: str) -> bool:
+        return self._send(self.address.unpin_policy(pin))
+
+    def pause_run(self) -> Json:
+        return self._send(self.address.change_run("pause"))
+
+    def resume_run(self) -> Json:
+        return self._send(self.address.change_run("resume"))
+
+    def stop_run(self) -> Json:
+        return self._send(self.address.change_run("stop"))
+
+    def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[Json]:
+        """Of the steps that made the newest versions, oldest first."""
+        return self._send(self.address.metrics(page_size, names))
+
+    def drain_server(self, server_id: str) -> Json:
+        return self._send(self.address.change_server(server_id, "drain"))
+
+    def undrain_server(self, server_id: str) -> Json:
+        return self._send(self.address.change_server(server_id, "undrain"))
+
+    def results(self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False) -> Iterator[Json]:
+        """Every prompt that finishes, from `cursor` on (empty: from now; "0": from the oldest that is kept), for ever.
+
+        A connection that breaks is made again from the last result: none is missed, none comes twice."""
+        attempts = Attempts(self.timeout_s, self.deadline_s)
+        while True:
+            path, query = self.address.results(cursor, prompt_ids, with_groups)
+            timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+            try:
+                with self._http.stream("GET", path, params=query, timeout=timeout) as response:
+                    if response.is_success:
+                        for line in response.iter_lines():
+                            if line.startswith("data: "):
+                                result = json.loads(line.removeprefix("data: "))
+                                if "cursor" not in result:
+                                    break  # a problem, which ends the stream
+                                cursor = result["cursor"]
+                                attempts = Attempts(self.timeout_s, self.deadline_s)
+                                yield result
+                        failure = unreachable(self.address.url, httpx.ReadError("the stream ended"))
+                    else:
+                        response.read()
+                        failure = failure_of(response)
+            except httpx.TransportError as error:
+                failure = unreachable(self.address.url, error)
+            time.sleep(attempts.pause_after(failure))
 
     def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> Evaluation:
         deadline = time.monotonic() + timeout_s

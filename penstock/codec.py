@@ -24,12 +24,12 @@ SCHEMA_VERSION = 1
 _HEADER = struct.Struct("<3sH")
 _MAX_GROUP_BYTES = 1 << 30
 
-_FINISH_TO_PROTO = {
+FINISH_TO_PROTO = {
     "stop": groups_pb2.Trajectory.STOP,
     "length": groups_pb2.Trajectory.LENGTH,
     "aborted": groups_pb2.Trajectory.ABORTED,
 }
-_FINISH_FROM_PROTO: dict[int, FinishReason] = {
+FINISH_FROM_PROTO: dict[int, FinishReason] = {
     groups_pb2.Trajectory.STOP: "stop",
     groups_pb2.Trajectory.LENGTH: "length",
     groups_pb2.Trajectory.ABORTED: "aborted",
@@ -56,7 +56,7 @@ def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
     return Prompt(
         messages=tuple((m.role, m.content) for m in message.messages),
         token_ids=tuple(np.frombuffer(message.token_ids, dtype="<i4").tolist()),
-        sampling=_sampling_from_proto(message.sampling),
+        sampling=sampling_from_proto(message.sampling),
         num_samples=message.num_samples,
         agent_name=message.agent_name or "single_turn_agent",
         data_source=message.data_source,
@@ -152,7 +152,7 @@ def group_from_proto(message: groups_pb2.Group) -> Group:
         server_id=message.server_id,
         data_source=message.data_source,
         agent_name=message.agent_name,
-        sampling=_sampling_from_proto(message.sampling),
+        sampling=sampling_from_proto(message.sampling),
         prompt_token_ids=_int32(message.prompt_token_ids),
         trajectories=tuple(_trajectory_from_proto(t) for t in message.trajectories),
         finished_at_ms=message.finished_at_ms,
@@ -170,7 +170,7 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         ],
         reward=trajectory.reward,
         reward_parts=trajectory.reward_parts,
-        finish_reason=_FINISH_TO_PROTO[trajectory.finish_reason],
+        finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],
         is_baseline=trajectory.is_baseline,
     )
 
@@ -183,7 +183,7 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         segments=tuple(VersionSegment(s.start, s.end, s.policy_version) for s in message.segments),
         reward=message.reward,
         reward_parts=dict(message.reward_parts),
-        finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
+        finish_reason=FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
         is_baseline=message.is_baseline,
     )
 
@@ -194,7 +194,7 @@ def _sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
     )
 
 
-def _sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
+def sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
     return Sampling(
         temperature=message.temperature,
         top_p=message.top_p,

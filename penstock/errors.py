@@ -6,6 +6,9 @@ PenstockError                INTERNAL             500
 │   └── PromptTooLong        INVALID_ARGUMENT     400   it has more tokens than the servers take
 ├── NotFound                 NOT_FOUND            404
 ├── Unauthenticated          UNAUTHENTICATED      401
+├── PermissionDenied         PERMISSION_DENIED    403   the key's role does not allow the call
+├── RateLimited              RESOURCE_EXHAUSTED   429   the key calls more often than it may
+├── Conflict                 FAILED_PRECONDITION  409   what is asked does not fit the state that things are in
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
 ├── QueueFull                RESOURCE_EXHAUSTED   429   the replay queue is at its byte limit
 ├── PoisonGroup              DATA_LOSS            422   an entry cannot be decoded or fails its checks
@@ -62,6 +65,30 @@ class Unauthenticated(PenstockError):
     reason = "UNAUTHENTICATED"
     grpc_code = "UNAUTHENTICATED"
     http_status = 401
+
+
+class PermissionDenied(PenstockError):
+    reason = "PERMISSION_DENIED"
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+
+
+class RateLimited(PenstockError):
+    """`retry_after_s` is when a call would be let through."""
+
+    reason = "RATE_LIMITED"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Conflict(PenstockError):
+    reason = "CONFLICT"
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
 
 
 class Fenced(PenstockError):
@@ -131,8 +158,8 @@ class RoleDied(ProcessDied):
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
-        ConfigError, NotFound, Unauthenticated, Fenced, QueueFull, DeadlineExceeded, Unavailable,
-        WeightPushFailed, ProcessDied,
+        ConfigError, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict, Fenced, QueueFull,
+        DeadlineExceeded, Unavailable, WeightPushFailed, ProcessDied,
     )
 }  # fmt: skip
 """What a client turns a problem+json `reason` back into. InvalidInput is rebuilt with its field."""

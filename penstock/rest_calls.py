@@ -64,13 +64,13 @@ class GatewayAddress:
         path = Path(folder) / "gateway.json"
         try:
             fields = json.loads(path.read_text())
-            host, port = fields["host"], fields["rest_port"]
+            host, port, scheme = fields["host"], fields["rest_port"], fields.get("scheme", "http")
         except FileNotFoundError as error:
             raise ConfigError(f"{path} does not exist; is the run up? Otherwise give --run-dir or --url") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (a name for it, no listener)
-        return cls(f"http://{f'[{host}]' if ':' in host else host}:{port}", path.resolve().parent.name, api_key)
+        return cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", path.resolve().parent.name, api_key)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -82,6 +82,26 @@ class GatewayAddress:
 
     def get_prompt(self, prompt_id: int) -> Call[Json]:
         return Call("GET", self._path("prompts", prompt_id), dict)
+
+    def prompts(self, state: str, data_source: str, page_size: int, page_token: str) -> Call[Json]:
+        query = {"state": state, "data_source": data_source, "page_size": str(page_size), "page_token": page_token}
+        return Call("GET", self._path("prompts"), dict, query=query)
+
+    def cancel(self, prompt_ids: Sequence[int]) -> Call[list[Json]]:
+        body = {"prompt_ids": list(prompt_ids)}
+        return Call("POST", self._path("prompts") + ":cancel", lambda answer: list(answer["prompts"]), body)
+
+    def wait_prompt(self, prompt_id: int, timeout_s: float) -> Call[Json]:
+        query = {"timeout_s": str(timeout_s)}
+        return Call("GET", self._path("prompts", prompt_id) + ":wait", dict, query=query)
+
+    def results(self, cursor: str, prompt_ids: Sequence[int], with_groups: bool) -> tuple[str, dict[str, Any]]:
+        """Path and query of the stream of results."""
+        return self._path("results"), {"cursor": cursor, "with_groups": with_groups, "prompt_id": list(prompt_ids)}
+
+    def groups(self, page_size: int, page_token: str) -> Call[Json]:
+        query = {"page_size": str(page_size), "page_token": page_token}
+        return Call("GET", self._path("groups"), dict, query=query)
 
     def get_group(self, prompt_id: int) -> Call[Json]:
         return Call("GET", self._path("groups", prompt_id), dict)
@@ -95,6 +115,35 @@ class GatewayAddress:
 
     def policy(self, version: int | None) -> Call[Json]:
         return Call("GET", self._path("policies", "latest" if version is None else version), dict)
+
+    def compare_policies(self, version: int, other: int) -> Call[Json]:
+        query = {"policy_version": str(version), "other_version": str(other)}
+        return Call("GET", self._path("policies") + ":compare", dict, query=query)
+
+    def change_policy(self, version: int | None, verb: str) -> Call[Json]:
+        """`verb` is promote, rollback or retire."""
+        return Call("POST", self._path("policies", "latest" if version is None else version) + f":{verb}", dict)
+
+    def release_policy(self) -> Call[Json]:
+        return Call("POST", self._path("policies") + ":release", dict)
+
+    def pin_policy(self, pin: str, version: int) -> Call[Json]:
+        return Call("PUT", self._path("pins", pin), dict, {"policy_version": version})
+
+    def unpin_policy(self, pin: str) -> Call[bool]:
+        return Call("DELETE", self._path("pins", pin), lambda answer: bool(answer["was_pinned"]))
+
+    def change_run(self, verb: str) -> Call[Json]:
+        """`verb` is pause, resume or stop."""
+        return Call("POST", f"{self._path()}:{verb}", dict)
+
+    def metrics(self, page_size: int, names: Sequence[str]) -> Call[list[Json]]:
+        query: Any = {"page_size": str(page_size), "name": list(names)}
+        return Call("GET", self._path("metrics"), lambda answer: list(answer["steps"]), query=query)
+
+    def change_server(self, server_id: str, verb: str) -> Call[Json]:
+        """`verb` is drain or undrain."""
+        return Call("POST", self._path("servers", server_id) + f":{verb}", dict)
 
     def servers(self) -> Call[list[Json]]:
         return Call("GET", self._path("servers"), lambda answer: list(answer["servers"]))

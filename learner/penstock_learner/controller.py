@@ -25,6 +25,8 @@ from penstock.config.run import RunConfig
 from penstock.errors import RoleDied
 from penstock.fleet import Fleet
 from penstock.replay.contract import GroupConsumer
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.run_control import RunControl
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
@@ -41,6 +43,7 @@ from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.utilisation import RankUse, mfu, peak_flops
 
 logger = logging.getLogger(__name__)
+ORDERS_S = 0.5
 STARVED_SHARE = 0.25
 """Of a batch's deadline: after so long without one, groups are acknowledged early."""
 USE_EVERY_S = 5.0
@@ -110,6 +113,7 @@ class LearnerController:
         publishing = [
             asyncio.create_task(self.publication.publish_loop()),
             asyncio.create_task(self.publication.catch_up_loop()),
+            asyncio.create_task(self._follow_orders()),
         ]
         training = asyncio.create_task(self._train(reader, state))
         try:
@@ -120,6 +124,15 @@ class LearnerController:
             for task in (training, *publishing):
                 await end_task(task)
             self.file.close()
+
+    async def _follow_orders(self) -> None:
+        """For ever: an operator may stop this learner, and those before it."""
+        control = RunControl(self.fleet.client, self.config.run)
+        while True:
+            await asyncio.sleep(ORDERS_S)
+            if not self.stopping.is_set() and (await control.orders()).stop_term >= self.term:
+                logger.info("told to stop: ending after this step, with a checkpoint")
+                self.stopping.set()
 
     def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
         return self.checkpoints.newest() if self.may_resume else None
@@ -217,6 +230,8 @@ class LearnerController:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
         self.log_probs.check(metrics, batch.groups)
+        if self.training.recomputed is not None:
+            await RecomputedLogProbs(self.fleet.client, self.config.run).keep(batch.groups, self.training.recomputed)
         self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids

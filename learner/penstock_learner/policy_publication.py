@@ -22,7 +22,9 @@ from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.policies import PolicyRegistry
 from penstock.replay.contract import GroupConsumer
+from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.role_group import RoleGroup
@@ -62,6 +64,8 @@ class PolicyPublication:
         self.policy = policy
         self.term = term
         self.metrics = metrics
+        self.control = RunControl(fleet.client, config.run)
+        self.policies = PolicyRegistry(fleet.client, config.run)
         self.current: int | None = None
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
@@ -118,6 +122,8 @@ class PolicyPublication:
                 continue  # the push that runs takes STALE servers along
             if by_snapshot and self._kept_version == self.current:
                 continue  # servers load it on their own
+            if await self._is_held():
+                continue
             version = self.current
             behind = [server for server in await self._reachable(("STALE",)) if server.policy_version != version]
             if behind and self._pushing is None:
@@ -130,11 +136,9 @@ class PolicyPublication:
 
     async def _publish(self, offer: Offer) -> None:
         version, step = offer.policy_version, offer.step
-        servers = [
-            server
-            for server in await self._reachable(("READY", "LOADING", "STALE"))
-            if server.server_id not in self._catching_up
-        ]
+        reachable = await self._reachable(("READY", "LOADING", "STALE"))
+        is_held = await self._is_held()
+        servers = [s for s in reachable if s.server_id not in self._catching_up and not is_held]
         report = await self._push(version, servers, base_version=self._common_base(servers))
         snapshot = await self._snapshot(version, step)
         record = policies_pb2.Policy(
@@ -188,6 +192,10 @@ class PolicyPublication:
         self.metrics.record_push(report)
         return report
 
+    async def _is_held(self) -> bool:
+        """An operator rolled the servers back: versions are recorded, and pushed to nobody."""
+        return (await self.control.orders()).held_version is not None
+
     @property
     def _newest(self) -> int | None:
         """What a serving member has: the version being pushed, else the current one."""
@@ -225,6 +233,8 @@ class PolicyPublication:
         timeout_s = self.config.learner.rank_timeout_s
         await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
         self._snapshot_step, self._kept_version = step, policy_version
+        kept = {f"version-{version:08d}" for version in await self.policies.kept_versions()}
         for old in sorted(folder.glob("version-*"))[: -self.config.weights.keep_snapshots]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
         return target

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    import ssl
+
     from penstock.client import SyncPenstockClient
 
 DEFAULT_RUN_DIR = Path("runs/demo")
@@ -22,15 +24,31 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument("--url", help="address of a gateway, such as http://gateway:8080")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the gateway's key")
+    parser.add_argument("--tls-ca-file", type=Path, metavar="FILE", help="trust these authorities, not the system's")
+    parser.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate to show, with its key")
 
 
 def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClient:
     from penstock.client import SyncPenstockClient
 
-    api_key = _read_key(args.api_key_file)
+    api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
     if args.url:
-        return SyncPenstockClient(args.url, api_key=api_key, deadline_s=deadline_s)
-    return SyncPenstockClient.from_run_dir(args.run_dir, api_key, deadline_s=deadline_s)
+        return SyncPenstockClient(args.url, api_key=api_key, deadline_s=deadline_s, tls=tls)
+    return SyncPenstockClient.from_run_dir(args.run_dir, api_key, deadline_s=deadline_s, tls=tls)
+
+
+def _read_tls(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | None:
+    if ca_file is None and cert_file is None:
+        return None
+    import ssl
+
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+        if cert_file is not None:
+            context.load_cert_chain(cert_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-ca-file or --tls-cert-file cannot be used: {error}") from error
+    return context
 
 
 def _read_key(path: Path | None) -> str:

@@ -1,22 +1,41 @@
-"""`penstock policies`: the newest policy versions of a run and who serves them."""
+"""`penstock policies`: the versions of a run, who serves them, and what to do about them.
+
+penstock policies                     the newest versions
+penstock policies diff 3 7            what changed between two
+penstock policies promote 7           mark the version that is meant for use
+penstock policies rollback 3          hold every rollout server at a version, from its snapshot
+penstock policies release             end that
+penstock policies retire 2            never use a version again
+penstock policies pin 3 NAME          answer the key or session NAME by this version only
+penstock policies unpin NAME
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from penstock.client import SyncPenstockClient
+
 DEADLINE_S = 5.0
 MAX_LIMIT = 1000
 _DIGEST_LENGTH = 12
+_ACTIONS = {
+    "list": 0, "diff": 2, "promote": 1, "rollback": 1, "release": 0, "retire": 1, "pin": 2, "unpin": 1,
+}  # fmt: skip
+"""And how many words each takes."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock policies", description="List the newest policy versions of a run.")
+    parser = argparse.ArgumentParser(prog="penstock policies", description="List and change the versions of a run.")
+    parser.add_argument("action", nargs="?", default="list", choices=_ACTIONS, help="(default: %(default)s)")
+    parser.add_argument("words", nargs="*", metavar="VERSION | NAME", help="what the action is about")
     add_gateway_arguments(parser)
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -24,12 +43,57 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.limit <= MAX_LIMIT:
         raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
     with open_client(args, DEADLINE_S) as client:
-        policies = client.policies(page_size=args.limit)["policies"]
+        answer = _act(client, args)
     if args.json:
-        print(json.dumps(policies, indent=2))
+        print(json.dumps(answer, indent=2))
+    elif args.action == "diff":
+        _print_comparison(answer)
+    elif args.action == "unpin":
+        print("unpinned" if answer["was_pinned"] else "was not pinned")
     else:
-        _print(policies)
+        _print(answer if isinstance(answer, list) else [answer])
     return 0
+
+
+def _act(client: SyncPenstockClient, args: argparse.Namespace) -> Any:
+    words, num_words = args.words, _ACTIONS[args.action]
+    if len(words) != num_words:
+        raise InvalidInput(args.action, f"takes {num_words} of VERSION and NAME, not {len(words)}")
+    if args.action == "list":
+        return client.policies(page_size=args.limit)["policies"]
+    if args.action == "diff":
+        return client.compare_policies(_version(words[0]), _version(words[1]))
+    if args.action == "promote":
+        return client.promote_policy(_version(words[0]))
+    if args.action == "rollback":
+        return client.roll_back_policy(_version(words[0]))
+    if args.action == "retire":
+        return client.retire_policy(_version(words[0]))
+    if args.action == "pin":
+        return client.pin_policy(words[1], _version(words[0]))
+    return {"was_pinned": client.unpin_policy(words[0])} if args.action == "unpin" else client.release_policy()
+
+
+def _version(word: str) -> int:
+    if not word.isdecimal():
+        raise InvalidInput(repr(word), "is not the number of a version")
+    return int(word)
+
+
+def _print_comparison(comparison: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    before, after = comparison["policy"], comparison["other"]
+    table = Table(title=f"{comparison['steps_between']} steps, same weights: {comparison['same_weights']}")
+    table.add_column("metric")
+    for policy in (before, after):
+        table.add_column(f"version {policy['policy_version']}", justify="right")
+    table.add_column("change", justify="right")
+    for name, change in sorted(comparison["metric_changes"].items()):
+        values = (before["metrics"][name], after["metrics"][name], change)
+        table.add_row(name, *("-" if value is None else f"{value:.4g}" for value in values))
+    Console().print(table)
 
 
 def _print(policies: list[dict[str, Any]]) -> None:
@@ -42,15 +106,20 @@ def _print(policies: list[dict[str, Any]]) -> None:
     table = Table()
     for name in ("version", "step", "reward"):
         table.add_column(name, justify="right")
-    for name in ("digest", "published (UTC)", "served by"):
+    for name in ("state", "digest", "published (UTC)", "served by"):
         table.add_column(name)
     for policy in policies:
         table.add_row(
             str(policy["policy_version"]), str(policy["step"]), _reward(policy["metrics"]),
-            policy["weights_digest"][:_DIGEST_LENGTH], _time(policy["published_at_ms"]),
+            _state(policy), policy["weights_digest"][:_DIGEST_LENGTH], _time(policy["published_at_ms"]),
             ", ".join(policy["server_ids"]),
         )  # fmt: skip
     Console().print(table)
+
+
+def _state(policy: dict[str, Any]) -> str:
+    marks = [f"pinned: {', '.join(policy['pins'])}"] if policy["pins"] else []
+    return ", ".join([policy["state"].lower(), *(["held"] if policy["is_held"] else []), *marks])
 
 
 def _reward(metrics: dict[str, float | None]) -> str:

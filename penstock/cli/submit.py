@@ -17,6 +17,8 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from penstock.client import SyncPenstockClient
     from penstock.trajectory import Prompt
 
@@ -35,26 +37,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="stay until every prompt is finished")
     parser.add_argument("--epoch", type=int, default=0, help="another number submits the same prompts once more")
     args = parser.parse_args(argv)
 
     prompts = _read(args)
     with open_client(args, DEADLINE_S) as client:
         num_replayed, first, last = submit_all(client, prompts, args.epoch)
-    print(f"submitted {len(prompts)} prompts, ids {first} to {last}; {num_replayed} of them had been submitted before")
+        print(f"submitted {len(prompts)} prompts, ids {first} to {last}; {num_replayed} had been submitted before")
+        if args.wait is not None:
+            wait_all(client, range(first, last + 1), args.wait)
     return 0
+
+
+def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: float) -> None:
+    """A progress bar until every prompt is finished."""
+    import time
+
+    with progress_bar("waiting") as progress:
+        task, deadline = progress.add_task("", total=len(prompt_ids)), time.monotonic() + timeout_s
+        for prompt_id in prompt_ids:
+            client.wait_for_prompt(prompt_id, max(0.0, deadline - time.monotonic()))
+            progress.advance(task)
+
+
+def progress_bar(text: str) -> Progress:
+    """On a terminal's stderr; elsewhere nothing is shown."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int) -> tuple[int, int, int]:
     """Send every batch; returns how many prompts had been there already, and the smallest and largest id."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     num_replayed = 0
     ids: list[int] = []
-    columns = (TextColumn("submitting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar("submitting") as progress:
         task = progress.add_task("", total=len(prompts))
         for start in range(0, len(prompts), BATCH_PROMPTS):
             batch = prompts[start : start + BATCH_PROMPTS]

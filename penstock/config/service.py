@@ -94,15 +94,39 @@ class ReplayConfig(Config):
 
 class GatewayConfig(Config):
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `api_key_file`."""
+    """Address to listen on. Anything but loopback needs `keys_file` or `api_key_file`."""
     port: int = Field(default=0, ge=0, le=65535)
     """REST port; 0 takes a free one and writes it to the run's folder."""
     grpc_port: int = Field(default=0, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     api_key_file: Path | None = None
-    """File with the key that clients send as `Authorization: Bearer …`."""
+    """File with one key, of the role admin, that clients send as `Authorization: Bearer …`."""
+    keys_file: Path | None = None
+    """File of names, roles and hashes of keys, which `penstock keys make` writes. Read again when it changes."""
+    requests_per_s: float = Field(default=0.0, ge=0)
+    """Calls that one key may make a second, over both protocols. 0 sets no limit."""
+    burst_requests: int = Field(default=100, ge=1)
+    """Calls that a key which was idle may make at once."""
+    tls_cert_file: Path | None = None
+    """Certificate chain to serve REST and gRPC with. None: no TLS."""
+    tls_key_file: Path | None = None
+    """Key of `tls_cert_file`."""
+    tls_client_ca_file: Path | None = None
+    """Set: clients must show a certificate that these have signed."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
+    generate_timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of one generate call, its last token included."""
+    session_ttl_s: float = Field(default=24 * 3600.0, gt=0)
+    """How long a session's calls are kept while no reward comes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GatewayConfig:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file: set tls_key_file as well, or neither")
+        if self.tls_client_ca_file and not self.tls_cert_file:
+            raise ValueError("tls_client_ca_file: needs tls_cert_file and tls_key_file")
+        return self
 
 
 class DemoConfig(Config):

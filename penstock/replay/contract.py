@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered"]
+PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
 

@@ -62,9 +62,19 @@ class RedisReplayQueue:
     # ── gateway ──
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
-        flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
-        first, count, replayed = await self._call("submit", idempotency_key, IDEMPOTENCY_TTL_S, *flat)
-        return Submission(tuple(range(first, first + count)), bool(replayed))
+        return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
+
+    async def submit_many(self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]]) -> list[Submission]:
+        """As `submit` for the payloads, priorities and key of each in turn, in one exchange."""
+        flat: list[Any] = []
+        for payloads, priorities, idempotency_key in requests:
+            flat += (idempotency_key, len(payloads))
+            flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        answers = await self._call("submit", IDEMPOTENCY_TTL_S, *flat)
+        return [
+            Submission(tuple(range(first, first + count)), bool(replayed))
+            for first, count, replayed in zip(answers[::3], answers[1::3], answers[2::3], strict=True)
+        ]
 
     async def feed(
         self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]

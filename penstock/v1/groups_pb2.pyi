@@ -8,6 +8,48 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ListGroupsRequest(_message.Message):
+    __slots__ = ("run", "page_size", "page_token")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    page_size: int
+    page_token: str
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListGroupsResponse(_message.Message):
+    __slots__ = ("groups", "next_page_token")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupSummary]
+    next_page_token: str
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GroupSummary(_message.Message):
+    __slots__ = ("prompt_id", "attempt", "server_id", "data_source", "num_trajectories", "num_tokens", "mean_reward", "min_version", "max_version", "finished_at_ms")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_REWARD_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: int
+    attempt: int
+    server_id: str
+    data_source: str
+    num_trajectories: int
+    num_tokens: int
+    mean_reward: float
+    min_version: int
+    max_version: int
+    finished_at_ms: int
+    def __init__(self, prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mean_reward: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
+
 class GetGroupRequest(_message.Message):
     __slots__ = ("run", "prompt_id")
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +83,7 @@ class Group(_message.Message):
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline")
+    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[Trajectory.FinishReason]
@@ -67,6 +109,9 @@ class Trajectory(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     IS_BASELINE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     log_probs: bytes
@@ -75,7 +120,10 @@ class Trajectory(_message.Message):
     reward_parts: _containers.ScalarMap[str, float]
     finish_reason: Trajectory.FinishReason
     is_baseline: bool
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ...) -> None: ...
+    text: str
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    learner_log_probs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ...) -> None: ...
 
 class VersionSegment(_message.Message):
     __slots__ = ("start", "end", "policy_version")

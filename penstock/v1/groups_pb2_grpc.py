@@ -40,6 +40,11 @@ class GroupServiceStub:
                 request_serializer=penstock_dot_v1_dot_groups__pb2.GetGroupRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_groups__pb2.Group.FromString,
                 _registered_method=True)
+        self.ListGroups = channel.unary_unary(
+                '/penstock.v1.GroupService/ListGroups',
+                request_serializer=penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
 
 
 class GroupServiceServicer:
@@ -52,6 +57,13 @@ class GroupServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListGroups(self, request, context):
+        """By prompt id, oldest first. PromptService.WatchResults follows those that are handed in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     servicer.GetGroup,
                     request_deserializer=penstock_dot_v1_dot_groups__pb2.GetGroupRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_groups__pb2.Group.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +106,33 @@ class GroupService:
             '/penstock.v1.GroupService/GetGroup',
             penstock_dot_v1_dot_groups__pb2.GetGroupRequest.SerializeToString,
             penstock_dot_v1_dot_groups__pb2.Group.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GroupService/ListGroups',
+            penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.SerializeToString,
+            penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

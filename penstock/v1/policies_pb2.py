@@ -24,27 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/policies.proto\x12\x0bpenstock.v1\"I\n\x13ListPoliciesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"V\n\x14ListPoliciesResponse\x12%\n\x08policies\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Policy\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"O\n\x10GetPolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"\x91\x03\n\x06Policy\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1b\n\x0eparent_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fpublished_at_ms\x18\x04 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12\x15\n\rsnapshot_path\x18\x06 \x01(\t\x12(\n\x05state\x18\x07 \x01(\x0e\x32\x19.penstock.v1.Policy.State\x12\x31\n\x07metrics\x18\x08 \x03(\x0b\x32 .penstock.v1.Policy.MetricsEntry\x12\x12\n\nserver_ids\x18\t \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"H\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tPUBLISHED\x10\x01\x12\x0c\n\x08PROMOTED\x10\x02\x12\x0b\n\x07RETIRED\x10\x03\x42\x11\n\x0f_parent_version2\xa5\x01\n\rPolicyService\x12S\n\x0cListPolicies\x12 .penstock.v1.ListPoliciesRequest\x1a!.penstock.v1.ListPoliciesResponse\x12?\n\tGetPolicy\x12\x1d.penstock.v1.GetPolicyRequest\x1a\x13.penstock.v1.Policyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/policies.proto\x12\x0bpenstock.v1\"#\n\x14WatchPoliciesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"T\n\x16\x43omparePoliciesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x15\n\rother_version\x18\x03 \x01(\x03\"\x88\x02\n\x10PolicyComparison\x12#\n\x06policy\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Policy\x12\"\n\x05other\x18\x02 \x01(\x0b\x32\x13.penstock.v1.Policy\x12H\n\x0emetric_changes\x18\x03 \x03(\x0b\x32\x30.penstock.v1.PolicyComparison.MetricChangesEntry\x12\x15\n\rsteps_between\x18\x04 \x01(\x03\x12\x14\n\x0csame_weights\x18\x05 \x01(\x08\x1a\x34\n\x12MetricChangesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\":\n\x13\x43hangePolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"#\n\x14ReleasePolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"D\n\x10PinPolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0b\n\x03pin\x18\x03 \x01(\t\".\n\x12UnpinPolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0b\n\x03pin\x18\x02 \x01(\t\")\n\x13UnpinPolicyResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\"I\n\x13ListPoliciesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"V\n\x14ListPoliciesResponse\x12%\n\x08policies\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Policy\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"O\n\x10GetPolicyRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"\xb0\x03\n\x06Policy\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1b\n\x0eparent_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fpublished_at_ms\x18\x04 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x05 \x01(\t\x12\x15\n\rsnapshot_path\x18\x06 \x01(\t\x12(\n\x05state\x18\x07 \x01(\x0e\x32\x19.penstock.v1.Policy.State\x12\x31\n\x07metrics\x18\x08 \x03(\x0b\x32 .penstock.v1.Policy.MetricsEntry\x12\x12\n\nserver_ids\x18\t \x03(\t\x12\x0f\n\x07is_held\x18\n \x01(\x08\x12\x0c\n\x04pins\x18\x0b \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"H\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\r\n\tPUBLISHED\x10\x01\x12\x0c\n\x08PROMOTED\x10\x02\x12\x0b\n\x07RETIRED\x10\x03\x42\x11\n\x0f_parent_version2\xfb\x05\n\rPolicyService\x12S\n\x0cListPolicies\x12 .penstock.v1.ListPoliciesRequest\x1a!.penstock.v1.ListPoliciesResponse\x12?\n\tGetPolicy\x12\x1d.penstock.v1.GetPolicyRequest\x1a\x13.penstock.v1.Policy\x12I\n\rWatchPolicies\x12!.penstock.v1.WatchPoliciesRequest\x1a\x13.penstock.v1.Policy0\x01\x12U\n\x0f\x43omparePolicies\x12#.penstock.v1.ComparePoliciesRequest\x1a\x1d.penstock.v1.PolicyComparison\x12\x46\n\rPromotePolicy\x12 .penstock.v1.ChangePolicyRequest\x1a\x13.penstock.v1.Policy\x12G\n\x0eRollBackPolicy\x12 .penstock.v1.ChangePolicyRequest\x1a\x13.penstock.v1.Policy\x12G\n\rReleasePolicy\x12!.penstock.v1.ReleasePolicyRequest\x1a\x13.penstock.v1.Policy\x12?\n\tPinPolicy\x12\x1d.penstock.v1.PinPolicyRequest\x1a\x13.penstock.v1.Policy\x12P\n\x0bUnpinPolicy\x12\x1f.penstock.v1.UnpinPolicyRequest\x1a .penstock.v1.UnpinPolicyResponse\x12\x45\n\x0cRetirePolicy\x12 .penstock.v1.ChangePolicyRequest\x1a\x13.penstock.v1.Policyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.policies_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_POLICYCOMPARISON_METRICCHANGESENTRY']._loaded_options = None
+  _globals['_POLICYCOMPARISON_METRICCHANGESENTRY']._serialized_options = b'8\001'
   _globals['_POLICY_METRICSENTRY']._loaded_options = None
   _globals['_POLICY_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_LISTPOLICIESREQUEST']._serialized_start=43
-  _globals['_LISTPOLICIESREQUEST']._serialized_end=116
-  _globals['_LISTPOLICIESRESPONSE']._serialized_start=118
-  _globals['_LISTPOLICIESRESPONSE']._serialized_end=204
-  _globals['_GETPOLICYREQUEST']._serialized_start=206
-  _globals['_GETPOLICYREQUEST']._serialized_end=285
-  _globals['_POLICY']._serialized_start=288
-  _globals['_POLICY']._serialized_end=689
-  _globals['_POLICY_METRICSENTRY']._serialized_start=550
-  _globals['_POLICY_METRICSENTRY']._serialized_end=596
-  _globals['_POLICY_STATE']._serialized_start=598
-  _globals['_POLICY_STATE']._serialized_end=670
-  _globals['_POLICYSERVICE']._serialized_start=692
-  _globals['_POLICYSERVICE']._serialized_end=857
+  _globals['_WATCHPOLICIESREQUEST']._serialized_start=43
+  _globals['_WATCHPOLICIESREQUEST']._serialized_end=78
+  _globals['_COMPAREPOLICIESREQUEST']._serialized_start=80
+  _globals['_COMPAREPOLICIESREQUEST']._serialized_end=164
+  _globals['_POLICYCOMPARISON']._serialized_start=167
+  _globals['_POLICYCOMPARISON']._serialized_end=431
+  _globals['_POLICYCOMPARISON_METRICCHANGESENTRY']._serialized_start=379
+  _globals['_POLICYCOMPARISON_METRICCHANGESENTRY']._serialized_end=431
+  _globals['_CHANGEPOLICYREQUEST']._serialized_start=433
+  _globals['_CHANGEPOLICYREQUEST']._serialized_end=491
+  _globals['_RELEASEPOLICYREQUEST']._serialized_start=493
+  _globals['_RELEASEPOLICYREQUEST']._serialized_end=528
+  _globals['_PINPOLICYREQUEST']._serialized_start=530
+  _globals['_PINPOLICYREQUEST']._serialized_end=598
+  _globals['_UNPINPOLICYREQUEST']._serialized_start=600
+  _globals['_UNPINPOLICYREQUEST']._serialized_end=646
+  _globals['_UNPINPOLICYRESPONSE']._serialized_start=648
+  _globals['_UNPINPOLICYRESPONSE']._serialized_end=689
+  _globals['_LISTPOLICIESREQUEST']._serialized_start=691
+  _globals['_LISTPOLICIESREQUEST']._serialized_end=764
+  _globals['_LISTPOLICIESRESPONSE']._serialized_start=766
+  _globals['_LISTPOLICIESRESPONSE']._serialized_end=852
+  _globals['_GETPOLICYREQUEST']._serialized_start=854
+  _globals['_GETPOLICYREQUEST']._serialized_end=933
+  _globals['_POLICY']._serialized_start=936
+  _globals['_POLICY']._serialized_end=1368
+  _globals['_POLICY_METRICSENTRY']._serialized_start=1229
+  _globals['_POLICY_METRICSENTRY']._serialized_end=1275
+  _globals['_POLICY_STATE']._serialized_start=1277
+  _globals['_POLICY_STATE']._serialized_end=1349
+  _globals['_POLICYSERVICE']._serialized_start=1371
+  _globals['_POLICYSERVICE']._serialized_end=2134
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,46 @@ class PolicyServiceStub:
                 request_serializer=penstock_dot_v1_dot_policies__pb2.GetPolicyRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
                 _registered_method=True)
+        self.WatchPolicies = channel.unary_stream(
+                '/penstock.v1.PolicyService/WatchPolicies',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.WatchPoliciesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
+        self.ComparePolicies = channel.unary_unary(
+                '/penstock.v1.PolicyService/ComparePolicies',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.ComparePoliciesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.PolicyComparison.FromString,
+                _registered_method=True)
+        self.PromotePolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/PromotePolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
+        self.RollBackPolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/RollBackPolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
+        self.ReleasePolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/ReleasePolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.ReleasePolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
+        self.PinPolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/PinPolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.PinPolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
+        self.UnpinPolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/UnpinPolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.UnpinPolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.UnpinPolicyResponse.FromString,
+                _registered_method=True)
+        self.RetirePolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/RetirePolicy',
+                request_serializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+                _registered_method=True)
 
 
 class PolicyServiceServicer:
@@ -64,6 +104,61 @@ class PolicyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPolicies(self, request, context):
+        """The current policy, then every one that follows it or changes. Goes on until the client ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComparePolicies(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromotePolicy(self, request, context):
+        """Marks the version that is meant for use; its snapshot is kept. There is one at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackPolicy(self, request, context):
+        """Rollout servers return to the version, from its snapshot, and stay there until ReleasePolicy. The learner trains
+        and publishes meanwhile, and pushes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleasePolicy(self, request, context):
+        """Ends a roll back: servers get the current version again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPolicy(self, request, context):
+        """Generate calls of the client with this key, or this session, are answered by the version only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetirePolicy(self, request, context):
+        """Marks a version as not to be used again: it can no longer be promoted, pinned or rolled back to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PolicyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +170,46 @@ def add_PolicyServiceServicer_to_server(servicer, server):
             'GetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPolicy,
                     request_deserializer=penstock_dot_v1_dot_policies__pb2.GetPolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'WatchPolicies': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPolicies,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.WatchPoliciesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'ComparePolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComparePolicies,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.ComparePoliciesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.PolicyComparison.SerializeToString,
+            ),
+            'PromotePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromotePolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'RollBackPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackPolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'ReleasePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleasePolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.ReleasePolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'PinPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.PinPolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
+            ),
+            'UnpinPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.UnpinPolicyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_policies__pb2.UnpinPolicyResponse.SerializeToString,
+            ),
+            'RetirePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetirePolicy,
+                    request_deserializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
             ),
     }
@@ -132,6 +267,222 @@ class PolicyService:
             target,
             '/penstock.v1.PolicyService/GetPolicy',
             penstock_dot_v1_dot_policies__pb2.GetPolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.PolicyService/WatchPolicies',
+            penstock_dot_v1_dot_policies__pb2.WatchPoliciesRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComparePolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/ComparePolicies',
+            penstock_dot_v1_dot_policies__pb2.ComparePoliciesRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.PolicyComparison.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromotePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/PromotePolicy',
+            penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/RollBackPolicy',
+            penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleasePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/ReleasePolicy',
+            penstock_dot_v1_dot_policies__pb2.ReleasePolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/PinPolicy',
+            penstock_dot_v1_dot_policies__pb2.PinPolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.Policy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/UnpinPolicy',
+            penstock_dot_v1_dot_policies__pb2.UnpinPolicyRequest.SerializeToString,
+            penstock_dot_v1_dot_policies__pb2.UnpinPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetirePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PolicyService/RetirePolicy',
+            penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
             penstock_dot_v1_dot_policies__pb2.Policy.FromString,
             options,
             channel_credentials,

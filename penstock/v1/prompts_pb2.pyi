@@ -33,6 +33,80 @@ class GetPromptRequest(_message.Message):
     prompt_id: int
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ...) -> None: ...
 
+class ListPromptsRequest(_message.Message):
+    __slots__ = ("run", "page_size", "page_token", "state", "data_source")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    page_size: int
+    page_token: str
+    state: PromptRecord.State
+    data_source: str
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., state: _Optional[_Union[PromptRecord.State, str]] = ..., data_source: _Optional[str] = ...) -> None: ...
+
+class ListPromptsResponse(_message.Message):
+    __slots__ = ("prompts", "next_page_token")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptRecord]
+    next_page_token: str
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptRecord, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class CancelPromptsRequest(_message.Message):
+    __slots__ = ("run", "prompt_ids")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelPromptsResponse(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptRecord]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptRecord, _Mapping]]] = ...) -> None: ...
+
+class WaitPromptRequest(_message.Message):
+    __slots__ = ("run", "prompt_id", "timeout_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    prompt_id: int
+    timeout_s: float
+    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class WatchResultsRequest(_message.Message):
+    __slots__ = ("run", "cursor", "prompt_ids", "with_groups")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    WITH_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    cursor: str
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    with_groups: bool
+    def __init__(self, run: _Optional[str] = ..., cursor: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., with_groups: _Optional[bool] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("cursor", "prompt_id", "state", "reason", "attempt", "group")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    prompt_id: int
+    state: PromptRecord.State
+    reason: str
+    attempt: int
+    group: bytes
+    def __init__(self, cursor: _Optional[str] = ..., prompt_id: _Optional[int] = ..., state: _Optional[_Union[PromptRecord.State, str]] = ..., reason: _Optional[str] = ..., attempt: _Optional[int] = ..., group: _Optional[bytes] = ...) -> None: ...
+
 class PromptRecord(_message.Message):
     __slots__ = ("prompt_id", "state", "prompt", "attempt")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -43,12 +117,14 @@ class PromptRecord(_message.Message):
         QUEUED: _ClassVar[PromptRecord.State]
         TRAINED: _ClassVar[PromptRecord.State]
         DEAD_LETTERED: _ClassVar[PromptRecord.State]
+        CANCELLED: _ClassVar[PromptRecord.State]
     STATE_UNSPECIFIED: PromptRecord.State
     PENDING: PromptRecord.State
     LEASED: PromptRecord.State
     QUEUED: PromptRecord.State
     TRAINED: PromptRecord.State
     DEAD_LETTERED: PromptRecord.State
+    CANCELLED: PromptRecord.State
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]

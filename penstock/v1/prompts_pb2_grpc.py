@@ -40,10 +40,35 @@ class PromptServiceStub:
                 request_serializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsResponse.FromString,
                 _registered_method=True)
+        self.StreamPrompts = channel.stream_stream(
+                '/penstock.v1.PromptService/StreamPrompts',
+                request_serializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsResponse.FromString,
+                _registered_method=True)
         self.GetPrompt = channel.unary_unary(
                 '/penstock.v1.PromptService/GetPrompt',
                 request_serializer=penstock_dot_v1_dot_prompts__pb2.GetPromptRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_prompts__pb2.PromptRecord.FromString,
+                _registered_method=True)
+        self.ListPrompts = channel.unary_unary(
+                '/penstock.v1.PromptService/ListPrompts',
+                request_serializer=penstock_dot_v1_dot_prompts__pb2.ListPromptsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_prompts__pb2.ListPromptsResponse.FromString,
+                _registered_method=True)
+        self.CancelPrompts = channel.unary_unary(
+                '/penstock.v1.PromptService/CancelPrompts',
+                request_serializer=penstock_dot_v1_dot_prompts__pb2.CancelPromptsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_prompts__pb2.CancelPromptsResponse.FromString,
+                _registered_method=True)
+        self.WaitPrompt = channel.unary_unary(
+                '/penstock.v1.PromptService/WaitPrompt',
+                request_serializer=penstock_dot_v1_dot_prompts__pb2.WaitPromptRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_prompts__pb2.PromptRecord.FromString,
+                _registered_method=True)
+        self.WatchResults = channel.unary_stream(
+                '/penstock.v1.PromptService/WatchResults',
+                request_serializer=penstock_dot_v1_dot_prompts__pb2.WatchResultsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_prompts__pb2.Result.FromString,
                 _registered_method=True)
 
 
@@ -58,8 +83,43 @@ class PromptServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamPrompts(self, request_iterator, context):
+        """The same for each request of the stream, answered in order. The first that is wrong ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPrompt(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPrompts(self, request, context):
+        """By id, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelPrompts(self, request, context):
+        """Takes prompts back that are not yet being trained. Repeating it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitPrompt(self, request, context):
+        """Answers once the prompt is finished, with its state then; at the latest after timeout_s, with its state so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchResults(self, request, context):
+        """Every prompt that finishes, in that order, from a cursor on. Goes on until the client ends it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -72,10 +132,35 @@ def add_PromptServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsResponse.SerializeToString,
             ),
+            'StreamPrompts': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamPrompts,
+                    request_deserializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_prompts__pb2.SubmitPromptsResponse.SerializeToString,
+            ),
             'GetPrompt': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPrompt,
                     request_deserializer=penstock_dot_v1_dot_prompts__pb2.GetPromptRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_prompts__pb2.PromptRecord.SerializeToString,
+            ),
+            'ListPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrompts,
+                    request_deserializer=penstock_dot_v1_dot_prompts__pb2.ListPromptsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_prompts__pb2.ListPromptsResponse.SerializeToString,
+            ),
+            'CancelPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelPrompts,
+                    request_deserializer=penstock_dot_v1_dot_prompts__pb2.CancelPromptsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_prompts__pb2.CancelPromptsResponse.SerializeToString,
+            ),
+            'WaitPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitPrompt,
+                    request_deserializer=penstock_dot_v1_dot_prompts__pb2.WaitPromptRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_prompts__pb2.PromptRecord.SerializeToString,
+            ),
+            'WatchResults': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchResults,
+                    request_deserializer=penstock_dot_v1_dot_prompts__pb2.WatchResultsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_prompts__pb2.Result.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -117,6 +202,33 @@ class PromptService:
             _registered_method=True)
 
     @staticmethod
+    def StreamPrompts(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.PromptService/StreamPrompts',
+            penstock_dot_v1_dot_prompts__pb2.SubmitPromptsRequest.SerializeToString,
+            penstock_dot_v1_dot_prompts__pb2.SubmitPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetPrompt(request,
             target,
             options=(),
@@ -133,6 +245,114 @@ class PromptService:
             '/penstock.v1.PromptService/GetPrompt',
             penstock_dot_v1_dot_prompts__pb2.GetPromptRequest.SerializeToString,
             penstock_dot_v1_dot_prompts__pb2.PromptRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PromptService/ListPrompts',
+            penstock_dot_v1_dot_prompts__pb2.ListPromptsRequest.SerializeToString,
+            penstock_dot_v1_dot_prompts__pb2.ListPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PromptService/CancelPrompts',
+            penstock_dot_v1_dot_prompts__pb2.CancelPromptsRequest.SerializeToString,
+            penstock_dot_v1_dot_prompts__pb2.CancelPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PromptService/WaitPrompt',
+            penstock_dot_v1_dot_prompts__pb2.WaitPromptRequest.SerializeToString,
+            penstock_dot_v1_dot_prompts__pb2.PromptRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchResults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.PromptService/WatchResults',
+            penstock_dot_v1_dot_prompts__pb2.WatchResultsRequest.SerializeToString,
+            penstock_dot_v1_dot_prompts__pb2.Result.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,115 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ListRunsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRunsResponse(_message.Message):
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+
+class ChangeRunRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class ListMetricsRequest(_message.Message):
+    __slots__ = ("run", "page_size", "names")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    page_size: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListMetricsResponse(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepMetrics]
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ...) -> None: ...
+
+class StepMetrics(_message.Message):
+    __slots__ = ("step", "policy_version", "published_at_ms", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    policy_version: int
+    published_at_ms: int
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., published_at_ms: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ChangeServerRequest(_message.Message):
+    __slots__ = ("run", "server_id")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    server_id: str
+    def __init__(self, run: _Optional[str] = ..., server_id: _Optional[str] = ...) -> None: ...
+
+class ListDeadLettersRequest(_message.Message):
+    __slots__ = ("run", "page_size", "page_token", "kind")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    page_size: int
+    page_token: str
+    kind: str
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
+
+class ListDeadLettersResponse(_message.Message):
+    __slots__ = ("dead_letters", "next_page_token")
+    DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    dead_letters: _containers.RepeatedCompositeFieldContainer[DeadLetter]
+    next_page_token: str
+    def __init__(self, dead_letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeadLetter(_message.Message):
+    __slots__ = ("letter_id", "prompt_id", "reason", "buried_at_ms", "prompt_bytes", "group_bytes")
+    LETTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BURIED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    letter_id: str
+    prompt_id: int
+    reason: str
+    buried_at_ms: int
+    prompt_bytes: int
+    group_bytes: int
+    def __init__(self, letter_id: _Optional[str] = ..., prompt_id: _Optional[int] = ..., reason: _Optional[str] = ..., buried_at_ms: _Optional[int] = ..., prompt_bytes: _Optional[int] = ..., group_bytes: _Optional[int] = ...) -> None: ...
+
+class RequeueDeadLetterRequest(_message.Message):
+    __slots__ = ("run", "letter_id")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LETTER_ID_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    letter_id: str
+    def __init__(self, run: _Optional[str] = ..., letter_id: _Optional[str] = ...) -> None: ...
+
+class RequeueDeadLetterResponse(_message.Message):
+    __slots__ = ("prompt_id",)
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: int
+    def __init__(self, prompt_id: _Optional[int] = ...) -> None: ...
+
 class GetRunRequest(_message.Message):
     __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -15,7 +124,17 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Run.State]
+        RUNNING: _ClassVar[Run.State]
+        PAUSED: _ClassVar[Run.State]
+        STOPPED: _ClassVar[Run.State]
+    STATE_UNSPECIFIED: Run.State
+    RUNNING: Run.State
+    PAUSED: Run.State
+    STOPPED: Run.State
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +149,8 @@ class Run(_message.Message):
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     policy_version: int
@@ -37,7 +158,9 @@ class Run(_message.Message):
     queue: QueueStat
     metrics: _containers.ScalarMap[str, float]
     servers: _containers.RepeatedCompositeFieldContainer[Server]
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ...) -> None: ...
+    state: Run.State
+    held_version: int
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ...) -> None: ...
 
 class QueueStat(_message.Message):
     __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted")
@@ -90,7 +213,7 @@ class ListServersResponse(_message.Message):
     def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest")
+    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -113,6 +236,7 @@ class Server(_message.Message):
     RUNNING_GROUPS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     address: str
     state: Server.State
@@ -121,7 +245,8 @@ class Server(_message.Message):
     running_groups: int
     engine: str
     weights_digest: str
-    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ...) -> None: ...
+    is_drained: bool
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ..., is_drained: _Optional[bool] = ...) -> None: ...
 
 class CreateEvaluationRequest(_message.Message):
     __slots__ = ("run", "evaluation_id", "prompts")

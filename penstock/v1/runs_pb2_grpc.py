@@ -54,6 +54,51 @@ class RunServiceStub:
                 request_serializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
                 _registered_method=True)
+        self.ListRuns = channel.unary_unary(
+                '/penstock.v1.RunService/ListRuns',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ListRunsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.ListRunsResponse.FromString,
+                _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/penstock.v1.RunService/PauseRun',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/penstock.v1.RunService/ResumeRun',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
+        self.StopRun = channel.unary_unary(
+                '/penstock.v1.RunService/StopRun',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
+        self.ListMetrics = channel.unary_unary(
+                '/penstock.v1.RunService/ListMetrics',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ListMetricsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.ListMetricsResponse.FromString,
+                _registered_method=True)
+        self.DrainServer = channel.unary_unary(
+                '/penstock.v1.RunService/DrainServer',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Server.FromString,
+                _registered_method=True)
+        self.UndrainServer = channel.unary_unary(
+                '/penstock.v1.RunService/UndrainServer',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Server.FromString,
+                _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/penstock.v1.RunService/ListDeadLetters',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.RequeueDeadLetter = channel.unary_unary(
+                '/penstock.v1.RunService/RequeueDeadLetter',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer:
@@ -84,6 +129,67 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRuns(self, request, context):
+        """The runs of this gateway: it serves one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseRun(self, request, context):
+        """No prompt is leased while the run is paused. What is leased is finished, what is queued is trained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopRun(self, request, context):
+        """The learner ends after its step, with a checkpoint; the run is paused. A learner that is started later goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMetrics(self, request, context):
+        """Metrics of the steps that made the newest versions, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainServer(self, request, context):
+        """A drained server finishes what it works on and leases nothing more. It still takes new versions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainServer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeadLetters(self, request, context):
+        """Newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RequeueDeadLetter(self, request, context):
+        """Submits the letter's prompt under a new id and deletes the letter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +212,51 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.GetEvaluation,
                     request_deserializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_runs__pb2.Evaluation.SerializeToString,
+            ),
+            'ListRuns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRuns,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ListRunsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'StopRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopRun,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'ListMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMetrics,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ListMetricsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'DrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Server.SerializeToString,
+            ),
+            'UndrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainServer,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Server.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'RequeueDeadLetter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequeueDeadLetter,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -216,6 +367,249 @@ class RunService:
             '/penstock.v1.RunService/GetEvaluation',
             penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
             penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/ListRuns',
+            penstock_dot_v1_dot_runs__pb2.ListRunsRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/PauseRun',
+            penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/ResumeRun',
+            penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/StopRun',
+            penstock_dot_v1_dot_runs__pb2.ChangeRunRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/ListMetrics',
+            penstock_dot_v1_dot_runs__pb2.ListMetricsRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/DrainServer',
+            penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Server.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/UndrainServer',
+            penstock_dot_v1_dot_runs__pb2.ChangeServerRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Server.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/ListDeadLetters',
+            penstock_dot_v1_dot_runs__pb2.ListDeadLettersRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RequeueDeadLetter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/RequeueDeadLetter',
+            penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.RequeueDeadLetterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,12 +20,14 @@ from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.v1 import policies_pb2, weights_pb2_grpc
+from penstock.run_control import RunControl
+from penstock.v1 import generate_pb2_grpc, policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.catch_up import load_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.start import start_engine
+from penstock_rollout.generate_service import GenerateService
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.producer import Producer
@@ -56,6 +58,7 @@ class RolloutServer:
         self.refused_snapshot = ""
         self.silent_since: float | None = None
         """When it stopped serving, after it had served."""
+        self.held_version: int | None = None
         self.stopping = asyncio.Event()
         self.metrics = RolloutMetrics(REGISTRY)
         self.engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
@@ -74,6 +77,7 @@ class RolloutServer:
         self.fleet = Fleet(client, config.run)
         self.heartbeats = Heartbeats(client, config.run)
         self.policies = PolicyRegistry(client, config.run)
+        self.control = RunControl(client, config.run)
         queue = RedisReplayQueue(client, config.run, config.replay)
         maker = GroupMaker(
             config.run, self.server_id, self.engine, tokenization, scorer, self.metrics, agents,
@@ -88,7 +92,15 @@ class RolloutServer:
             await scorer.check()
             await start_engine(self.engine, config.rollout.start_timeout_s)
             self.metrics.version.labels("rollout").set(0)
-            await self._listen(listener)
+            generation = GenerateService(
+                config.run,
+                self.server_id,
+                self.engine,
+                tokenization,
+                config.rollout.engine.max_model_len,
+                config.weights,
+            )
+            await self._listen(listener, generation)
             await self._serve()
         finally:
             with contextlib.suppress(Exception):
@@ -98,10 +110,11 @@ class RolloutServer:
             await scorer.close()
             await client.aclose()
 
-    async def _listen(self, listener: grpc.aio.Server) -> None:
+    async def _listen(self, listener: grpc.aio.Server, generation: GenerateService) -> None:
         rollout = self.config.rollout
         self.member = WeightMember(self.config.run, self.engine, self.config.weights, self.metrics, self.fleet.term)
         weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.member, listener)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(generation, listener)
         try:
             port = listener.add_insecure_port(f"{rollout.host}:{rollout.port}")
         except RuntimeError as error:
@@ -166,22 +179,29 @@ class RolloutServer:
         self.state = state
 
     async def _next_state(self, recorded: ServerState | None) -> ServerState:
-        """The server's own moves: JOINING and EVICTED become STALE; STALE becomes READY at the current version."""
+        """The server's own moves: JOINING and EVICTED become STALE; STALE becomes READY at the wanted version. One that
+        is READY at another than the version servers are held at, or were until now, becomes STALE."""
         state = recorded or "JOINING"
-        if state in ("JOINING", "EVICTED"):
+        held = (await self.control.orders()).held_version
+        was_held, self.held_version = self.held_version, held
+        target = held if held is not None or was_held is None else (await self._wanted(None)).policy_version
+        is_elsewhere = target is not None and state in SERVING_STATES and self.engine.policy_version != target
+        if state in ("JOINING", "EVICTED") or is_elsewhere:
             state = await self._move("STALE")
         if state == "STALE":
-            wanted = await self._wanted()
-            await self._load_kept(wanted)
+            wanted = await self._wanted(held)
+            await self._load_kept(wanted, is_held=held is not None)
             if self.engine.policy_version == wanted.policy_version:
                 state = await self._move("READY")
         return state
 
-    async def _load_kept(self, wanted: policies_pb2.Policy) -> None:
-        """Catch up from a snapshot of the current version, if the run keeps one and the config says so."""
+    async def _load_kept(self, wanted: policies_pb2.Policy, is_held: bool) -> None:
+        """Catch up from a snapshot of the wanted version: where the config says so, and always to a held one, which the
+        learner does not push."""
         weights = self.config.weights
         is_behind = self.engine.policy_version != wanted.policy_version
-        if weights.catch_up != "snapshot" or not is_behind or wanted.snapshot_path in ("", self.refused_snapshot):
+        may_load = is_held or weights.catch_up == "snapshot"
+        if not may_load or not is_behind or wanted.snapshot_path in ("", self.refused_snapshot):
             return
         if self.member.is_receiving:
             return  # a push brings a newer version; a stage of our own would take its place
@@ -197,10 +217,11 @@ class RolloutServer:
         await self.fleet.set_state(self.server_id, state)
         return state
 
-    async def _wanted(self) -> policies_pb2.Policy:
-        """The run's current version; 0, the model folder itself, before the learner has published any."""
+    async def _wanted(self, held: int | None) -> policies_pb2.Policy:
+        """The version servers are held at, else the run's current one; 0, the model folder itself, before the learner
+        has published any."""
         try:
-            return await self.policies.get()
+            return await self.policies.get(held)
         except NotFound:
             return policies_pb2.Policy(policy_version=0)
 

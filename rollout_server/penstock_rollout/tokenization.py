@@ -43,6 +43,10 @@ class Tokenization:
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         return self._fit(self._turns.prompt_ids(messages, tools))
 
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Plain text as it stands, with the special tokens that the tokenizer adds by itself."""
+        return self._fit(tuple(self._tokenizer(text)["input_ids"]))
+
     def next_ids(self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
         """What stands between an assistant turn that ended with `last_sampled` and the one that answers `messages`."""
         return self._turns.next_ids(last_sampled, messages, tools)

@@ -8,26 +8,23 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import numpy as np
 import pytest
 import redis.asyncio as redis
 
+from gateways import PROMPT, RUN, Gateway, group_of, publish, run_config, running
 from penstock.client import PenstockClient, SyncPenstockClient
 from penstock.codec import encode_group
-from penstock.config.run import ModelConfig, RunConfig
-from penstock.config.service import GatewayConfig, RedisConfig
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, NotFound, Unauthenticated, Unavailable
 from penstock.fleet import Fleet, ServerRecord
 from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.trajectory import Prompt
 from penstock.v1 import (
     groups_pb2,
     groups_pb2_grpc,
@@ -38,62 +35,8 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
-from penstock_services.gateway import bodies
+from penstock_services.gateway import policy_bodies, prompt_bodies, run_bodies
 from penstock_services.gateway.server import serve
-
-RUN = "/v1/runs/test"
-PROMPT = {
-    "messages": [{"role": "user", "content": "2+2?"}],
-    "sampling": {"temperature": 0.7, "max_tokens": 16, "seed": 3},
-    "num_samples": 2,
-    "data_source": "gsm8k",
-    "ground_truth": {"answer": 4},
-    "extra_info": {"index": 1},
-}
-
-
-@dataclass
-class Gateway:
-    config: RunConfig
-    rest: httpx.AsyncClient
-    channel: grpc.aio.Channel
-    rest_port: int
-    grpc_port: int
-    stop: asyncio.Event
-    task: asyncio.Task[None]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.rest_port}"
-
-
-@asynccontextmanager
-async def running(config: RunConfig) -> AsyncIterator[Gateway]:
-    ready: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    task = asyncio.create_task(serve(config, lambda *address: ready.set_result(address), stop))
-    await asyncio.wait([task, ready], timeout=20, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        await task
-    host, rest_port, grpc_port = ready.result()
-    async with (
-        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, trust_env=False) as rest,
-        grpc.aio.insecure_channel(f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)]) as channel,
-    ):
-        yield Gateway(config, rest, channel, rest_port, grpc_port, stop, task)
-    stop.set()
-    async with asyncio.timeout(20):
-        await task
-
-
-def run_config(redis_url: str, folder: Path, **gateway: Any) -> RunConfig:
-    return RunConfig(
-        run="test",
-        run_dir=folder,
-        model=ModelConfig(path=folder),
-        redis=RedisConfig(url=redis_url),
-        gateway=GatewayConfig(**gateway),
-    )
 
 
 @pytest.fixture
@@ -105,28 +48,6 @@ def configure(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> 
 async def gateway(configure: Callable[..., RunConfig]) -> AsyncIterator[Gateway]:
     async with running(configure(max_body_bytes=64 * 1024, max_prompts_per_request=8)) as started:
         yield started
-
-
-def group_of(prompt_id: int, attempt: int) -> Group:
-    trajectory = Trajectory(
-        token_ids=np.array([5, 6, 7], dtype=np.int32),
-        loss_mask=np.array([1, 0, 1], dtype=np.uint8),
-        log_probs=np.array([-0.5, 0.0, -0.25], dtype=np.float32),
-        segments=(VersionSegment(0, 2, 3), VersionSegment(2, 3, 4)),
-        reward=1.0,
-        reward_parts={"format": float("nan")},
-    )
-    return Group("test", prompt_id, attempt, "s", "gsm8k", Sampling(), np.array([1, 2], dtype=np.int32), (trajectory,))
-
-
-async def publish(queue: RedisReplayQueue, *versions: int) -> None:
-    await queue.take_term(0)
-    for version in versions:
-        policy = policies_pb2.Policy(
-            policy_version=version, step=version, weights_digest="ab", state=policies_pb2.Policy.PUBLISHED,
-            metrics={"reward_mean": version / 10},
-        )  # fmt: skip
-        await queue.publish(version, version, policy.SerializeToString())
 
 
 async def post(gateway: Gateway, *prompts: dict[str, Any], **body: Any) -> httpx.Response:
@@ -151,11 +72,11 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
     submitted = (await post(gateway, PROMPT, PROMPT, idempotency_key="a")).json()
     assert submitted == {"prompt_ids": [1, 2], "replayed": False}
     prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
-    body = bodies.PromptBody.model_validate(PROMPT)
+    body = prompt_bodies.PromptBody.model_validate(PROMPT)
     again = await prompt_service.SubmitPrompts(
         prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body.to_proto("")] * 2)
     )
-    assert bodies.submission_to_json(again) == submitted | {"replayed": True}
+    assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True}
 
     record = await get(gateway, f"{RUN}/prompts/1")
     assert record["state"] == "PENDING"
@@ -163,7 +84,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
     for name in ("messages", "num_samples", "data_source", "ground_truth", "extra_info"):
         assert record["prompt"][name] == PROMPT[name]
     answer = await prompt_service.GetPrompt(prompts_pb2.GetPromptRequest(prompt_id=1))
-    assert bodies.prompt_record_to_json(answer) == record
+    assert prompt_bodies.prompt_record_to_json(answer) == record
 
     [lease, _] = await queue.lease("s", 2)
     await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
@@ -178,10 +99,13 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
             "reward_parts": {"format": None},
             "finish_reason": "stop",
             "is_baseline": False,
+            "text": "",
+            "tokens": [],
+            "learner_log_probs": [],
         }
     ]
     answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))
-    assert bodies.group_to_json(answer) == group
+    assert prompt_bodies.group_to_json(answer) == group
 
 
 async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: RedisReplayQueue) -> None:
@@ -208,14 +132,14 @@ async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: Red
 
     run_service = runs_pb2_grpc.RunServiceStub(gateway.channel)
     policy_service = policies_pb2_grpc.PolicyServiceStub(gateway.channel)
-    answer = bodies.run_to_json(await run_service.GetRun(runs_pb2.GetRunRequest()))
+    answer = run_bodies.run_to_json(await run_service.GetRun(runs_pb2.GetRunRequest()))
     assert without_ages(answer) == without_ages(run)
-    answer = bodies.servers_to_json(await run_service.ListServers(runs_pb2.ListServersRequest()))
+    answer = run_bodies.servers_to_json(await run_service.ListServers(runs_pb2.ListServersRequest()))
     assert without_ages(answer) == without_ages(servers)
     answer = await policy_service.GetPolicy(policies_pb2.GetPolicyRequest())
-    assert bodies.policy_to_json(answer) == latest
+    assert policy_bodies.policy_to_json(answer) == latest
     answer = await policy_service.ListPolicies(policies_pb2.ListPoliciesRequest())
-    assert bodies.policies_to_json(answer) == await get(gateway, f"{RUN}/policies")
+    assert policy_bodies.policies_to_json(answer) == await get(gateway, f"{RUN}/policies")
 
 
 def without_ages(answer: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +177,7 @@ async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: Red
     answer = await runs_pb2_grpc.RunServiceStub(gateway.channel).GetEvaluation(
         runs_pb2.GetEvaluationRequest(evaluation_id="heldout")
     )
-    assert bodies.evaluation_to_json(answer) == await get(gateway, f"{RUN}/evaluations/heldout")
+    assert run_bodies.evaluation_to_json(answer) == await get(gateway, f"{RUN}/evaluations/heldout")
 
 
 async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: RedisReplayQueue) -> None:
@@ -451,6 +375,7 @@ async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None
         "rest_port": gateway.rest_port,
         "grpc_port": gateway.grpc_port,
         "pid": os.getpid(),
+        "scheme": "http",
     }
     stopped = asyncio.Event()
 

@@ -363,13 +363,17 @@ async def test_a_producer_reads_no_groups_and_no_manifests(
         await clients["rollout"].eval("return redis.call('GET', KEYS[1])", 1, key)
 
 
-async def test_the_gateway_deletes_nothing_and_the_learner_leases_nothing(
+async def test_the_gateway_commits_nothing_and_the_learner_leases_nothing(
     clients: Clients, queues: Callable[[str], RedisReplayQueue]
 ) -> None:
     with pytest.raises(NoPermissionError):
-        await clients["gateway"].unlink(f"penstock:{{{RUN}}}:prompts")
+        await clients["gateway"].unlink(f"penstock:{{{RUN}}}:manifests")
     with pytest.raises(NoPermissionError):
-        await clients["gateway"].hdel(f"penstock:{{{RUN}}}:prompts", "1")
+        await clients["gateway"].flushdb()
+    gateway = queues("gateway")
+    gateway.term = 1
+    with pytest.raises(PenstockError, match=REFUSED):
+        await gateway.commit(1, [1])
     with pytest.raises(PenstockError, match=REFUSED):
         await queues("learner").lease("l", 1)
 

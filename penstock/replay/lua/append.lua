@@ -24,7 +24,7 @@ end
 
 local function file_accepted()
   if #accepted == 0 then return end
-  local numbers, filed, ready, fresh, sum = settle_admissions(), {}, {}, {}, 0
+  local numbers, filed, ready, fresh, handed_in, sum = settle_admissions(), {}, {}, {}, {}, 0
   local now = now_ms()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()
@@ -33,6 +33,7 @@ local function file_accepted()
     filed[2 * i] = filed[2 * i] .. ' ' .. now
     ready[2 * i - 1], ready[2 * i] = number, id
     fresh[2 * i - 1], fresh[2 * i] = min_version, id
+    handed_in[i] = id .. ':' .. ARGV[place + 1]
     sum = sum + bytes
   end
   call_many('HSET', META, filed)
@@ -40,6 +41,7 @@ local function file_accepted()
   call_many('ZADD', FRESH, fresh)
   count('queued_bytes', sum)
   count('inserted', #accepted)
+  record_result('queued', table.concat(handed_in, ' '), '')
   accepted, places = {}, {}
 end
 

@@ -5,7 +5,8 @@ local name, position = ARGV[1], tonumber(ARGV[3])
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if #ARGV > 3 and stored == position and fingerprint == ARGV[2] then
-  local _, n = add_prompts(4)
+  local n = (#ARGV - 3) / 2
+  add_prompts(4, n)
   stored = position + n
   redis.call('HSET', FEEDS, name, stored, name .. ':fingerprint', fingerprint)
 end

@@ -12,6 +12,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT
   return_evaluation(id, 'lease_expired', tonumber(ARGV[7]))
 end
 
+if counter('paused') == 1 or redis.call('SISMEMBER', P .. 'drained', server) == 1 then return {} end
+
 local MOST_UNSETTLED = 1024 -- looked past in one call
 local newest, settled_id = counter('next_prompt_id'), settle_ids(now, tonumber(ARGV[8]))
 

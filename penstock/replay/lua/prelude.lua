@@ -14,6 +14,10 @@ local SUBMITTED = P .. 'submitted'
 local MAX_SUBMITTED = 4096
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
 
+local CANCELLED = P .. 'cancelled'
+-- What finished, in order: see results.py. Trimmed, so that clients who never ask cost little.
+local RESULTS, MOST_RESULTS = P .. 'results', 20000
+
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
@@ -77,24 +81,33 @@ local function check_term(term)
 end
 
 -- Priority first, then age: a prompt that expired stands where it stood.
-local function make_pending(id)
-  local priority = tonumber(redis.call('HGET', P .. 'priorities', id) or '0')
-  redis.call('ZADD', PENDING, -priority * 1e12 + id, id)
+local function pending_score(priority, id)
+  return -tonumber(priority) * 1e12 + id
 end
 
--- ARGV from `start` on: payload and priority of each prompt. Returns the first id, and how many there are.
-local function add_prompts(start)
-  local n = (#ARGV - start + 1) / 2
+local function make_pending(id)
+  redis.call('ZADD', PENDING, pending_score(redis.call('HGET', P .. 'priorities', id) or '0', id), id)
+end
+
+-- ARGV from `start` on: payload and priority of each of `n` prompts. Returns the first id.
+local function add_prompts(start, n)
   local first = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', n) - n + 1
+  local prompts, priorities, pending = {}, {}, {}
   for i = 0, n - 1 do
     local id, priority = first + i, ARGV[start + 1 + 2 * i]
-    redis.call('HSET', PROMPTS, id, ARGV[start + 2 * i])
-    if priority ~= '0' then redis.call('HSET', P .. 'priorities', id, priority) end
-    make_pending(id)
+    prompts[2 * i + 1], prompts[2 * i + 2] = id, ARGV[start + 2 * i]
+    pending[2 * i + 1], pending[2 * i + 2] = pending_score(priority, id), id
+    if priority ~= '0' then
+      priorities[#priorities + 1] = id
+      priorities[#priorities + 1] = priority
+    end
   end
+  call_many('HSET', PROMPTS, prompts)
+  call_many('HSET', P .. 'priorities', priorities)
+  call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, first, now_ms() .. ':' .. first)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
-  return first, n
+  return first
 end
 
 local function drop_lease(id)
@@ -157,12 +170,33 @@ local function count_reason(name, reason)
   redis.call('HINCRBY', P .. name, string.match(reason, '^[%w_]+') or 'other', 1)
 end
 
+-- `what` is queued ('id:attempt id:attempt ...'), dead or cancelled ('id').
+local function record_result(what, ids, reason)
+  redis.call('XADD', RESULTS, 'MAXLEN', '~', MOST_RESULTS, '*', what, ids, 'reason', reason)
+end
+
+-- Where a prompt is, its attempt and its payload; an unknown one has no state.
+local function prompt_state(id)
+  if redis.call('GETBIT', TRAINED, id) == 1 then return 'trained', 0, '' end
+  local payload = redis.call('HGET', PROMPTS, id)
+  if not payload then
+    if redis.call('GETBIT', BURIED, id) == 1 then return 'dead_lettered', 0, '' end
+    if redis.call('GETBIT', CANCELLED, id) == 1 then return 'cancelled', 0, '' end
+    return nil
+  end
+  local attempt = tonumber(redis.call('HGET', ATTEMPTS, id) or '0')
+  if redis.call('HEXISTS', META, id) == 1 then return 'queued', attempt, payload end
+  if redis.call('ZSCORE', LEASES, id) or redis.call('ZSCORE', EVAL_LEASES, id) then return 'leased', attempt, payload end
+  return 'pending', attempt, payload
+end
+
 local function bury(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
   redis.call('SETBIT', BURIED, id, 1)
   count_reason('dead_reasons', reason)
   count('dead_lettered', 1)
+  record_result('dead', id, reason)
   forget_prompts({id})
 end
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.errors import PenstockError
+
+COLLECTED_OBJECTS = 50_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +37,27 @@ def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
         print(f"{path}: ok")
         return 0
     setup_logging("gateway", config.run)
-    asyncio.run(serve(config))
+    _spare_collector()
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve(config))
     return 0
+
+
+def _spare_collector() -> None:
+    """What was imported is never garbage, and a request makes thousands of objects that reference counts free: Python's
+    collector would look through all of them every few requests, and find nothing."""
+    gc.freeze()
+    gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed: it halves the cost of a request."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 if __name__ == "__main__":

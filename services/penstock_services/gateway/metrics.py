@@ -7,6 +7,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -58,6 +59,7 @@ class RunFacts:
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
         self.registry = registry
+        self._children: dict[tuple[int | str, ...], Any] = {}
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered.", ["protocol", "route", "code"], registry=registry
         )
@@ -77,13 +79,21 @@ class GatewayMetrics:
     def observe(self, protocol: str) -> Iterator[Observation]:
         seen = Observation()
         started = time.perf_counter()
-        self.inflight.labels(protocol).inc()
+        inflight = self._child(self.inflight, protocol)
+        inflight.inc()
         try:
             yield seen
         finally:
-            self.inflight.labels(protocol).dec()
-            self.requests.labels(protocol, seen.route, seen.code).inc()
-            self.duration.labels(protocol, seen.route).observe(time.perf_counter() - started)
+            inflight.dec()
+            self._child(self.requests, protocol, seen.route, seen.code).inc()
+            self._child(self.duration, protocol, seen.route).observe(time.perf_counter() - started)
+
+    def _child(self, metric: Any, *labels: str) -> Any:
+        """As `metric.labels`, which takes a lock and copies its labels for every call."""
+        key: tuple[int | str, ...] = (id(metric), *labels)
+        if key not in self._children:
+            self._children[key] = metric.labels(*labels)
+        return self._children[key]
 
     def render(self, snapshot: RunSnapshot | None) -> bytes:
         """Prometheus text. Without a snapshot the run's series are absent, rather than stale."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -11,13 +12,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.errors import InvalidInput, PenstockError, Unauthenticated
+from penstock.errors import InvalidInput, PenstockError, RateLimited, Unauthenticated
 
 
 def problem(
     status: int, reason: str, detail: str, field: str = "", headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    content = {
+    content = _fields(status, reason, detail, field)
+    return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
+
+
+def problem_fields(error: PenstockError) -> dict[str, Any]:
+    return _fields(error.http_status, error.reason, str(error), error.field if isinstance(error, InvalidInput) else "")
+
+
+def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]:
+    return {
         "type": f"urn:penstock:problem:{reason.lower().replace('_', '-')}",
         "title": HTTPStatus(status).phrase,
         "status": status,
@@ -25,11 +35,12 @@ def problem(
         "reason": reason,
         "field": field,
     }
-    return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
 
 
 def from_error(error: PenstockError) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+    if isinstance(error, RateLimited):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     field = error.field if isinstance(error, InvalidInput) else ""
     return problem(error.http_status, error.reason, str(error), field, headers)
 

@@ -12,6 +12,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,14 +24,15 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.checks import check_redis
 from penstock.config.run import RunConfig
+from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
 from penstock.redis_client import connect
-from penstock_services.gateway.access import load_api_key
+from penstock_services.gateway.access import Access, load_keys
 from penstock_services.gateway.handlers import Handlers
 from penstock_services.gateway.metrics import GatewayMetrics, RunFacts
 from penstock_services.gateway.rest import create_app
-from penstock_services.gateway.rpc import create_rpc_server
+from penstock_services.gateway.rpc import RpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -47,29 +49,30 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
     REST port and gRPC port."""
     check(config)
     _make_folder(config.folder)
-    api_key = load_api_key(config.gateway)
+    access = Access.load(config.gateway)
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
         handlers = Handlers.over(client, config)
+        stack.push_async_callback(handlers.generation.close)
         metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
         rest_port: int = listener.getsockname()[1]
-        rest = _RestServer(create_app(handlers, config.gateway, metrics, api_key))
-        rpc = create_rpc_server(handlers, config.gateway, metrics, api_key)
-        grpc_port = _add_port(rpc, host, config.gateway.grpc_port)
+        rest = _RestServer(create_app(handlers, config.gateway, metrics, access), config.gateway)
+        rpc = RpcServer(handlers, config.gateway, metrics, access)
+        grpc_port = _add_port(rpc.server, config.gateway)
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
             group.create_task(rest.serve(sockets=[listener]))
             await rpc.start()
-            group.create_task(_stop_when(stop, rest, rpc))
+            group.create_task(_stop_when(stop, handlers.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):
                 await rest.listening.wait()
-            stack.enter_context(_address_file(config.folder, host, rest_port, grpc_port))
+            stack.enter_context(_address_file(config, rest_port, grpc_port))
             logger.info("gateway of run %s: REST %s:%d, gRPC %s:%d", config.run, host, rest_port, host, grpc_port)
             if ready is not None:
                 ready(host, rest_port, grpc_port)
@@ -77,19 +80,23 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for everything that can be known to be wrong before a port is opened."""
-    load_api_key(config.gateway)
+    load_keys(config.gateway)
+    _read_tls(config.gateway)
     check_redis(config.redis)
 
 
 class _RestServer(uvicorn.Server):
     """uvicorn without its signal handlers: the process has one set, for both protocols."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(STOP_GRACE_S)
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(STOP_GRACE_S),
+                ssl_certfile=config.tls_cert_file, ssl_keyfile=config.tls_key_file,
+                ssl_ca_certs=str(config.tls_client_ca_file) if config.tls_client_ca_file else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_client_ca_file else ssl.CERT_NONE,
             )
-        )
+        )  # fmt: skip
         self.listening = asyncio.Event()
 
     @contextlib.contextmanager
@@ -101,12 +108,13 @@ class _RestServer(uvicorn.Server):
         self.listening.set()
 
 
-async def _stop_when(stop: asyncio.Event, rest: _RestServer, rpc: grpc.aio.Server) -> None:
-    """Ends with the process: the one wait without a deadline."""
+async def _stop_when(stop: asyncio.Event, stopping: asyncio.Event, rest: _RestServer, rpc: RpcServer) -> None:
+    """Ends with the process: the one wait without a deadline. Streams end by themselves once `stopping` is set."""
     try:
         await stop.wait()
         logger.info("stopping; requests in flight have %g s", STOP_GRACE_S)
     finally:
+        stopping.set()
         rest.should_exit = True
         await rpc.stop(STOP_GRACE_S)
 
@@ -129,16 +137,32 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
     return listener
 
 
-def _add_port(rpc: grpc.aio.Server, host: str, port: int) -> int:
-    setting = "gateway.grpc_port"
+def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
+    host, port, setting = config.host, config.grpc_port, "gateway.grpc_port"
     if port:
         _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long.
-    target = f"[{host}]" if ":" in host else host
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    tls = _read_tls(config)
     try:
-        bound: int = rpc.add_insecure_port(f"{target}:{port}")
+        bound: int = rpc.add_secure_port(target, tls) if tls else rpc.add_insecure_port(target)
     except RuntimeError as error:
         raise Unavailable(f"port {port} on {host} cannot be opened; set {setting} to a free one or 0") from error
     return bound
+
+
+def _read_tls(config: GatewayConfig) -> grpc.ServerCredentials | None:
+    """None without TLS. Files that cannot be used are a ConfigError."""
+    if config.tls_cert_file is None or config.tls_key_file is None:
+        return None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.tls_client_ca_file).load_cert_chain(
+            config.tls_cert_file, config.tls_key_file
+        )
+        authority = config.tls_client_ca_file.read_bytes() if config.tls_client_ca_file else None
+        pair = (config.tls_key_file.read_bytes(), config.tls_cert_file.read_bytes())
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"gateway.tls_cert_file, tls_key_file or tls_client_ca_file: {error}") from error
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def _port_error(host: str, port: int, setting: str, error: OSError) -> Unavailable:
@@ -171,10 +195,11 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _address_file(folder: Path, host: str, rest_port: int, grpc_port: int) -> Iterator[None]:
+def _address_file(config: RunConfig, rest_port: int, grpc_port: int) -> Iterator[None]:
     """`gateway.json` is there while the gateway listens. A later gateway's file is left where it is."""
-    write_endpoint(folder, "gateway", host=host, rest_port=rest_port, grpc_port=grpc_port)
-    path = folder / "gateway.json"
+    scheme, host = "https" if config.gateway.tls_cert_file else "http", config.gateway.host
+    write_endpoint(config.folder, "gateway", host=host, rest_port=rest_port, grpc_port=grpc_port, scheme=scheme)
+    path = config.folder / "gateway.json"
     written = path.read_bytes()
     try:
         yield

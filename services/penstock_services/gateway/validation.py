@@ -17,19 +17,22 @@ from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
 
+MAX_PROMPT_ID = 2**32 - 1
+"""The queue remembers trained prompts in a Redis bitmap, which ends here."""
 MAX_NUM_SAMPLES = 1024
 MAX_PRIORITY = 1000
 """The queue orders by priority · 1e12 + id in a double, which is exact up to about 9000."""
 MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
-_EVALUATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_DEFAULT = prompt_to_proto(Prompt())
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_prompts(
     prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
 ) -> list[prompts_pb2.Prompt]:
-    """Copies of the prompts with absent fields filled in, or InvalidInput for the first that is wrong.
+    """The prompts, copied where absent fields were filled in, or InvalidInput for the first that is wrong.
 
     A prompt that names an evaluation other than `evaluation_id` is refused: held-out prompts never enter training."""
     if not prompts:
@@ -39,11 +42,14 @@ def checked_prompts(
     checked = []
     for index, prompt in enumerate(prompts):
         path = f"prompts[{index}]"
-        complete = _with_defaults(prompt)
+        complete = prompt if _is_complete(prompt) else _with_defaults(prompt)
         _check_prompt(complete, path)
         if complete.evaluation_id not in ("", evaluation_id):
             raise InvalidInput(f"{path}.evaluation_id", "leave it empty; create an evaluation for held-out prompts")
-        complete.evaluation_id = evaluation_id
+        if complete.evaluation_id != evaluation_id:
+            if complete is prompt:
+                complete = _with_defaults(prompt)
+            complete.evaluation_id = evaluation_id
         checked.append(complete)
     return checked
 
@@ -53,40 +59,54 @@ def check_idempotency_key(key: str) -> None:
         raise InvalidInput("idempotency_key", f"{len(key)} characters are more than {MAX_KEY_LENGTH}")
 
 
-def check_evaluation_id(evaluation_id: str) -> None:
-    if not _EVALUATION_ID.fullmatch(evaluation_id):
-        raise InvalidInput(
-            "evaluation_id", "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit"
-        )
-
-
 def checked_page_size(page_size: int) -> int:
     if page_size < 0:
         raise InvalidInput("page_size", "must not be negative; 0 takes the default")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def encode_page_token(before: int) -> str:
-    return base64.urlsafe_b64encode(b"before:%d" % before).decode().rstrip("=")
+def encode_page_token(kind: str, position: int | str) -> str:
+    return base64.urlsafe_b64encode(f"{kind}:{position}".encode()).decode().rstrip("=")
 
 
-def decode_page_token(token: str) -> int | None:
-    """The version that the next page starts below; None for the first page."""
+def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -> str | None:
+    """Where the next page of such a list starts; None for the first page."""
     if not token:
         return None
     try:
-        kind, _, version = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).partition(b":")
-        if kind == b"before":
-            return int(version)
+        text = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
-        pass
-    raise InvalidInput("page_token", "was not issued by this service; start again without one")
+        text = ""
+    found_kind, _, found = text.partition(":")
+    if found_kind == kind and re.fullmatch(position, found):
+        return found
+    raise InvalidInput("page_token", "was not issued by this service for this list; start again without one")
+
+
+def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
+    if len(prompt_ids) > max_ids:
+        raise InvalidInput(field, f"{len(prompt_ids)} are more than the {max_ids} of one request; split it")
+    for index, prompt_id in enumerate(prompt_ids):
+        if not 1 <= prompt_id <= MAX_PROMPT_ID:
+            raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
+    return list(prompt_ids)
+
+
+def check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
+
+
+def _is_complete(prompt: prompts_pb2.Prompt) -> bool:
+    return bool(
+        prompt.HasField("sampling") and prompt.agent_name and prompt.ground_truth_json and prompt.extra_info_json
+    )
 
 
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     complete = prompts_pb2.Prompt()
     complete.CopyFrom(prompt)
-    default = prompt_to_proto(Prompt())
+    default = _DEFAULT
     if not complete.HasField("sampling"):
         complete.sampling.CopyFrom(default.sampling)
     complete.agent_name = complete.agent_name or default.agent_name
@@ -103,19 +123,19 @@ def _check_prompt(prompt: prompts_pb2.Prompt, path: str) -> None:
             raise InvalidInput(f"{path}.messages[{index}].role", "must not be empty")
     if len(prompt.token_ids) % 4:
         raise InvalidInput(f"{path}.token_ids", "must be little-endian int32, 4 bytes a token")
-    if (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
+    if prompt.token_ids and (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
         raise InvalidInput(f"{path}.token_ids", "must not be negative")
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
         raise InvalidInput(f"{path}.num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if abs(prompt.priority) > MAX_PRIORITY:
         raise InvalidInput(f"{path}.priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    _check_sampling(prompt.sampling, f"{path}.sampling")
+    check_sampling(prompt.sampling, f"{path}.sampling")
     _check_json(prompt.ground_truth_json, f"{path}.ground_truth_json")
     if not isinstance(_check_json(prompt.extra_info_json, f"{path}.extra_info_json"), dict):
         raise InvalidInput(f"{path}.extra_info_json", "must be a JSON object")
 
 
-def _check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
+def check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise InvalidInput(f"{path}.temperature", "must be a finite number, 0 or more")
     if not 0 < sampling.top_p <= 1:
@@ -125,11 +145,16 @@ def _check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
 
 
 def _check_json(text: str, path: str) -> Any:
+    if text == "{}":
+        return {}
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,0 +1,41 @@
+"""`penstock keys`: make and list the API keys of a gateway. A key is shown once; its hash is kept."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.api_keys import ROLES, make_key, read_keys
+from penstock.errors import ConfigError, InvalidInput
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock keys", description="Make and list the API keys of a gateway.")
+    actions = parser.add_subparsers(dest="action", required=True)
+    make = actions.add_parser("make", help="make a key, print it, and add its hash to the file")
+    make.add_argument("--name", required=True, help="who uses it; stands in the audit log")
+    make.add_argument("--role", choices=ROLES, required=True, help="read: look; submit: and send; admin: and change")
+    listing = actions.add_parser("list", help="show names and roles")
+    for action in (make, listing):
+        action.add_argument("--file", type=Path, required=True, help="the gateway's keys_file")
+    args = parser.parse_args(argv)
+    if args.action == "list":
+        for key in read_keys(args.file):
+            print(f"{key.name}\t{key.role}")
+        return 0
+    print(_make(args.file, args.name, args.role))
+    return 0
+
+
+def _make(path: Path, name: str, role: str) -> str:
+    if path.exists() and path.read_text().strip() and any(key.name == name for key in read_keys(path)):
+        raise InvalidInput("--name", f"{path} has a key {name!r} already; remove its line first, or choose another")
+    secret, key = make_key(name, next(known for known in ROLES if known == role))
+    try:
+        with path.open("a") as file:
+            file.write(key.line + "\n")
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(f"--file {path} cannot be written: {error.strerror}") from error
+    return secret

@@ -1,0 +1,39 @@
+"""`penstock servers`: the rollout servers of a run; drain and undrain them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.errors import InvalidInput
+
+DEADLINE_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock servers", description="List, drain and undrain rollout servers.")
+    parser.add_argument("action", nargs="?", default="list", choices=("list", "drain", "undrain"))
+    parser.add_argument("server_id", nargs="?", help="which one to drain or undrain")
+    add_gateway_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    if (args.action == "list") == bool(args.server_id):
+        raise InvalidInput("server_id", "name a server to drain or undrain, and none to list them")
+    with open_client(args, DEADLINE_S) as client:
+        if args.action == "list":
+            servers = client.servers()
+        else:
+            change = client.drain_server if args.action == "drain" else client.undrain_server
+            servers = [change(args.server_id)]
+    if args.json:
+        print(json.dumps(servers, indent=2))
+        return 0
+    for server in servers:
+        drained = "  drained" if server["is_drained"] else ""
+        print(
+            f"{server['server_id']}  {server['state']}  version {server['policy_version']}  "
+            f"{server['running_groups']} groups  {server['engine']}  {server['address']}{drained}"
+        )
+    return 0

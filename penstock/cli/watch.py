@@ -1,0 +1,35 @@
+"""`penstock watch`: a line for each prompt that finishes. Interrupt to end; --cursor goes on from an earlier line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from penstock.cli.connection import add_gateway_arguments, open_client
+
+DEADLINE_S = 60.0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock watch", description="Follow the results of a run as they come.")
+    add_gateway_arguments(parser)
+    parser.add_argument("--cursor", default="", help="go on after this one; 0: from the oldest (default: from now on)")
+    parser.add_argument("--limit", type=int, metavar="N", help="end after N results")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, with the groups")
+    args = parser.parse_args(argv)
+    with open_client(args, DEADLINE_S) as client:
+        for number, result in enumerate(client.results(args.cursor, with_groups=True), 1):
+            print(json.dumps(result) if args.json else _line(result), flush=True)
+            if number == args.limit:
+                break
+    return 0
+
+
+def _line(result: dict[str, object]) -> str:
+    group = result["group"]
+    words = [str(result["cursor"]), f"prompt {result['prompt_id']}", str(result["state"]), str(result["reason"])]
+    if isinstance(group, dict):
+        rewards = [trajectory["reward"] for trajectory in group["trajectories"]]
+        words.append(f"rewards {' '.join(f'{reward:g}' for reward in rewards)} by {group['server_id']}")
+    return "  ".join(word for word in words if word)

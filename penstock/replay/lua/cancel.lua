@@ -1,0 +1,27 @@
+-- ARGV: prompt ids. Takes back what is not yet being trained; a held-out prompt belongs to its evaluation and stays.
+-- Returns {state, attempt} of each afterwards; an unknown prompt has the state ''.
+local answers = {}
+for _, id in ipairs(ARGV) do
+  local state, attempt = prompt_state(id)
+  local is_taken = state == 'queued' and redis.call('SISMEMBER', DELIVERED, id) == 1
+  local is_held_out = redis.call('HEXISTS', EVAL_OF, id) == 1
+  if not is_taken and not is_held_out and (state == 'pending' or state == 'leased' or state == 'queued') then
+    local payload_key = remove_group(id)
+    local was_in_flight = drop_lease(id) + redis.call('SREM', RETURNED, id) > 0
+    if payload_key then redis.call('UNLINK', payload_key) end
+    redis.call('ZREM', PENDING, id)
+    redis.call('ZREM', OPEN, id)
+    if payload_key or was_in_flight then
+      count('expired', 1)
+      count('discarded', 1)
+      count_reason('expired_reasons', 'cancelled')
+    end
+    redis.call('SETBIT', CANCELLED, id, 1)
+    record_result('cancelled', id, 'cancelled')
+    forget_prompts({id})
+    state = 'cancelled'
+  end
+  answers[#answers + 1] = state or ''
+  answers[#answers + 1] = attempt or 0
+end
+return answers

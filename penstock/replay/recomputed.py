@@ -1,0 +1,47 @@
+"""The learner's own log-probs of tokens that it trains, beside the engine's: where they differ, one of them is wrong.
+
+Kept for a few groups of each step, for a while: something to look at, not a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import redis.asyncio as redis
+from numpy.typing import NDArray
+
+from penstock.redis_errors import guarded
+from penstock.replay.redis_queue import key_prefix
+from penstock.trajectory import Group
+
+KEPT_GROUPS = 4
+KEPT_S = 900
+
+
+class RecomputedLogProbs:
+    """Of one run's groups, by prompt and attempt. Written by the learner, read by the gateway."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.prefix = key_prefix(run)
+
+    async def keep(self, groups: Sequence[Group], log_probs: NDArray[np.float32]) -> None:
+        """`log_probs` are those of every response token of the groups, one after the other."""
+        start = 0
+        for group in groups[:KEPT_GROUPS]:
+            part = log_probs[start : start + group.num_response_tokens].astype("<f4").tobytes()
+            start += group.num_response_tokens
+            await guarded(self.client.set(self._key(group), part, ex=KEPT_S))
+
+    async def get(self, group: Group) -> list[NDArray[np.float32]]:
+        """One array a trajectory; none where they were not kept, or not recomputed."""
+        data = await guarded(self.client.get(self._key(group)))
+        if data is None or len(data) != 4 * group.num_response_tokens:
+            return []
+        ends = np.cumsum([len(trajectory.token_ids) for trajectory in group.trajectories])[:-1]
+        return [part.astype(np.float32) for part in np.split(np.frombuffer(data, dtype="<f4"), ends)]
+
+    def _key(self, group: Group) -> str:
+        return f"{self.prefix}recomputed:{group.prompt_id}:{group.attempt}"

@@ -1,0 +1,111 @@
+"""What clients ask of the prompts of a run: lists, cancellation, and the results in the order they came.
+
+Results are a Redis stream that the queue's scripts write: an entry for each hand-in, which may hold many groups, each
+burial and each cancellation. A cursor is the entry's id and a place in it, `1731657600000-0.3`; it stays good until the
+entry is trimmed, after some 20,000 later ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import InvalidInput
+from penstock.redis_errors import guarded
+from penstock.replay.contract import PromptState, PromptStatus
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.scripts import call_script
+
+IDS_LOOKED_AT = 2_000
+"""In one call of a list: Redis answers nobody else meanwhile."""
+FROM_OLDEST = "0"
+_CURSOR = re.compile(r"(\d{1,19}-\d{1,19})\.(\d{1,9})")
+_AFTER_ENTRY = 999_999_999
+_STATES: dict[bytes, PromptState] = {b"queued": "queued", b"dead": "dead_lettered", b"cancelled": "cancelled"}
+
+
+@dataclass(frozen=True)
+class PromptPage:
+    prompts: tuple[PromptStatus, ...]
+    after: int
+    """The id that was looked at last."""
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    cursor: str
+    prompt_id: int
+    state: PromptState
+    attempt: int
+    reason: str
+
+
+class PromptBook:
+    """One run's prompts as its clients see them."""
+
+    def __init__(self, queue: RedisReplayQueue) -> None:
+        self.queue = queue
+        self.client: Any = queue.client
+        self._results = f"{queue.prefix}results"
+
+    async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptPage:
+        """By id, oldest first. A page may be short, or empty, and still have a next one."""
+        last, has_more, *flat = await self._call("list_prompts", after, limit, state or "", IDS_LOOKED_AT)
+        prompts = tuple(
+            PromptStatus(flat[i], flat[i + 1].decode(), flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)
+        )
+        return PromptPage(prompts, last, bool(has_more))
+
+    async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
+        """Take back what the learner has not taken. Answers what each is now; None for a prompt that never was."""
+        flat = await self._call("cancel", *prompt_ids)
+        return [
+            PromptStatus(prompt_id, flat[2 * i].decode(), flat[2 * i + 1], b"") if flat[2 * i] else None
+            for i, prompt_id in enumerate(prompt_ids)
+        ]
+
+    async def start(self, cursor: str) -> str:
+        """Where to read from: `cursor` itself once it was checked, or behind the newest result where it is empty."""
+        if not cursor:
+            newest = await guarded(self.client.xrevrange(self._results, count=1))
+            return f"{newest[0][0].decode()}.{_AFTER_ENTRY}" if newest else FROM_OLDEST
+        if cursor == FROM_OLDEST:
+            return cursor
+        entry, _ = _parts(cursor)
+        if not await guarded(self.client.xrange(self._results, entry, entry)):
+            raise InvalidInput("cursor", f"is not kept any more; read from {FROM_OLDEST!r} and look the others up")
+        return cursor
+
+    async def after(self, cursor: str, max_entries: int = 64) -> list[PromptResult]:
+        entry, index = ("0-0", _AFTER_ENTRY) if cursor == FROM_OLDEST else _parts(cursor)
+        entries = await guarded(self.client.xrange(self._results, min=entry, count=max_entries))
+        return [
+            result
+            for entry_id, fields in entries
+            for place, result in enumerate(_results_of(entry_id.decode(), fields))
+            if entry_id.decode() != entry or place > index
+        ]
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await call_script(self.client, self.queue.prefix, name, *arguments)
+
+
+def _parts(cursor: str) -> tuple[str, int]:
+    match = _CURSOR.fullmatch(cursor)
+    if match is None:
+        raise InvalidInput("cursor", "was not issued by this service; send none to start now, or 0 for the oldest")
+    return match[1], int(match[2])
+
+
+def _results_of(entry_id: str, fields: dict[bytes, bytes]) -> list[PromptResult]:
+    reason = fields.get(b"reason", b"").decode(errors="replace")
+    name = next(name for name in fields if name in _STATES)
+    results = []
+    for place, word in enumerate(fields[name].split()):
+        prompt_id, _, attempt = word.partition(b":")
+        cursor = f"{entry_id}.{place}"
+        results.append(PromptResult(cursor, int(prompt_id), _STATES[name], int(attempt or 0), reason))
+    return results

@@ -1,0 +1,149 @@
+"""Generation outside of training: the gRPC service on the internal port that the gateway calls."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+import grpc
+import numpy as np
+
+from penstock.codec import FINISH_TO_PROTO, sampling_from_proto
+from penstock.config.weights import WeightsConfig
+from penstock.errors import InvalidInput, PenstockError
+from penstock.trajectory import Prompt, Sampling
+from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
+from penstock.weights.cluster_key import is_authorised
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.tokenization import Tokenization
+
+logger = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What the bytes of half a character decode to."""
+
+
+class AnswerText:
+    """Text of a response that grows, up to the first stop text. Holds back what may become part of one."""
+
+    def __init__(self, tokenization: Tokenization, stop: tuple[str, ...]) -> None:
+        self.tokenization = tokenization
+        self.stop = stop
+        self.is_stopped = False
+        self._token_ids: list[int] = []
+        self._num_sent = 0
+
+    def add(self, token_ids: tuple[int, ...], is_last: bool) -> str:
+        """The text that is certain now and was not sent before."""
+        self._token_ids += token_ids
+        text = self.tokenization.text(self._token_ids)
+        found = [place for place in (text.find(stop, self._num_sent) for stop in self.stop) if place >= 0]
+        if found:
+            self.is_stopped, end = True, min(found)
+        elif is_last:
+            end = len(text)
+        else:
+            end = len(text.rstrip(UNFINISHED)) - _held_back(text, self.stop)
+        sent, self._num_sent = text[self._num_sent : end], max(self._num_sent, end)
+        return sent
+
+
+class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
+    """Answers beside training: these requests are neither leased nor scored, and nothing of them is kept here."""
+
+    def __init__(
+        self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int,
+        weights: WeightsConfig,
+    ) -> None:  # fmt: skip
+        self.run = run
+        self.server_id = server_id
+        self.engine = engine
+        self.tokenization = tokenization
+        self.max_model_len = max_model_len
+        self.weights = weights
+        self._numbers = itertools.count()
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        if not is_authorised(self.weights, tuple(context.invocation_metadata() or ())):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
+        if request.run not in ("", self.run):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}")
+        if request.HasField("policy_version") and request.policy_version != self.engine.policy_version:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this server serves version {self.engine.policy_version}, not {request.policy_version}",
+            )
+        try:
+            prompt_ids = self._prompt_ids(request)
+            sampling = self._sampling(request, len(prompt_ids))
+            async with aclosing(cast(Any, self._chunks(request, prompt_ids, sampling))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except PenstockError as error:
+            await _abort(context, error)
+
+    async def _chunks(
+        self, request: generate_pb2.GenerateRequest, prompt_ids: tuple[int, ...], sampling: Sampling
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        answer = AnswerText(self.tokenization, tuple(request.stop))
+        streams = request.stream or bool(request.stop)
+        wanted = GenerateRequest(f"generate.{next(self._numbers)}", prompt_ids, sampling, stream=streams)
+        prompt_bytes = np.asarray(prompt_ids, dtype="<i4").tobytes()
+        # The protocol says AsyncIterator; every engine gives a generator, whose closing aborts the request.
+        async with aclosing(cast(Any, self.engine.generate(wanted))) as chunks:
+            async for chunk in chunks:
+                text = answer.add(chunk.token_ids, chunk.finish_reason is not None)
+                message = _to_proto(chunk, text, answer.is_stopped)
+                message.prompt_token_ids, message.server_id, prompt_bytes = prompt_bytes, self.server_id, b""
+                yield message
+                if answer.is_stopped:
+                    return
+
+    def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
+        if request.text:
+            return self.tokenization.text_ids(request.text)
+        ids = tuple(np.frombuffer(request.token_ids, dtype="<i4").tolist())
+        messages = tuple((message.role, message.content) for message in request.messages)
+        return self.tokenization.prompt_ids(Prompt(messages=messages, token_ids=ids))
+
+    def _sampling(self, request: generate_pb2.GenerateRequest, num_prompt_tokens: int) -> Sampling:
+        room = self.max_model_len - num_prompt_tokens
+        if num_prompt_tokens < 1 or room < 1:
+            raise InvalidInput("prompt", f"has {num_prompt_tokens} tokens of the {self.max_model_len} there are")
+        sampling = sampling_from_proto(request.sampling)
+        return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
+
+
+def _held_back(text: str, stop: tuple[str, ...]) -> int:
+    """How many characters at the end may be the beginning of a stop text."""
+    lengths = [n for one in stop for n in range(1, len(one)) if text.endswith(one[:n])]
+    return max(lengths, default=0)
+
+
+def _to_proto(chunk: TokenChunk, text: str, is_stopped: bool) -> generate_pb2.GenerateChunk:
+    message = generate_pb2.GenerateChunk(
+        text=text,
+        token_ids=np.asarray(chunk.token_ids, dtype="<i4").tobytes(),
+        log_probs=np.asarray(chunk.log_probs, dtype="<f4").tobytes(),
+        segments=[
+            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version) for s in chunk.segments
+        ],
+    )
+    reason = "stop" if is_stopped else chunk.finish_reason
+    if reason is not None:
+        message.finish_reason = FINISH_TO_PROTO[reason]
+    return message
+
+
+async def _abort(context: Context, error: PenstockError) -> NoReturn:
+    trailing = [("reason", error.reason)]
+    if isinstance(error, InvalidInput):
+        trailing.append(("field", error.field))
+    await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
+    raise AssertionError("abort always raises")

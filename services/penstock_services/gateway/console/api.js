@@ -1,0 +1,41 @@
+// Calls of the REST interface. The key stays in this tab's session storage.
+const RUN = "/v1/runs/-";
+let asking = null;
+
+export class Problem extends Error {
+  constructor(problem) {
+    super(problem.detail);
+    this.status = problem.status;
+  }
+}
+
+function askForKey() {
+  asking ??= new Promise((resolve) => {
+    const dialog = document.getElementById("key-dialog");
+    dialog.addEventListener("close", () => {
+      sessionStorage.setItem("penstock-key", document.getElementById("key").value);
+      asking = null;
+      resolve();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+export async function call(method, path) {
+  for (;;) {
+    const key = sessionStorage.getItem("penstock-key");
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const response = await fetch(RUN + path, { method, headers, cache: "no-store" });
+    if (response.ok) return response.json();
+    if (response.status === 401) {
+      await askForKey();
+      continue;
+    }
+    const unreadable = { status: response.status, detail: `the gateway answered ${response.status}` };
+    throw new Problem(await response.json().catch(() => unreadable));
+  }
+}
+
+export const get = (path) => call("GET", path);
+export const post = (path) => call("POST", path);

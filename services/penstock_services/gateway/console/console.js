@@ -1,0 +1,54 @@
+// The console: one view at a time, chosen by the address; live views are renewed without moving the focus.
+import { warn } from "/console/elements.js";
+import { overview } from "/console/overview.js";
+import { policies } from "/console/policies.js";
+import { trajectories } from "/console/trajectories.js";
+import { deadLetters } from "/console/dead_letters.js";
+
+const VIEWS = { overview, policies, trajectories, "dead-letters": deadLetters };
+const LIVE_MS = 2000;
+const main = document.getElementById("main");
+let turn = 0;
+
+const view = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");
+
+async function refresh() {
+  const mine = ++turn, name = view();
+  try {
+    const content = await VIEWS[name](refresh);
+    if (mine !== turn) return;
+    const place = document.activeElement?.getAttribute?.("aria-label");
+    main.replaceChildren(...content.filter(Boolean));
+    main.dataset.view = name;
+    if (place && document.activeElement === document.body)
+      [...main.querySelectorAll("[aria-label]")].find((e) => e.getAttribute("aria-label") === place)?.focus();
+    warn("");
+  } catch (error) {
+    if (mine === turn) warn(error.message === "Failed to fetch" ? "The gateway does not answer." : error.message);
+  }
+}
+
+function show() {
+  const name = view();
+  for (const link of document.querySelectorAll("nav a"))
+    link.hash === `#${name}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  document.title = `${name.replace("-", " ")} · Penstock`;
+  refresh();
+}
+
+function isBusy() {
+  const active = document.activeElement;
+  return document.hidden || document.querySelector("dialog[open], details[open]") || (main.contains(active) && active !== main);
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  localStorage.setItem("penstock-theme", name);
+}
+
+theme(localStorage.getItem("penstock-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+document.getElementById("theme").addEventListener("click", () =>
+  theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+addEventListener("hashchange", () => { show(); main.focus(); });
+setInterval(() => { if (!isBusy() && view() !== "trajectories") refresh(); }, LIVE_MS);
+show();

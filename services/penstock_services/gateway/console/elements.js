@@ -1,0 +1,46 @@
+// Builds elements. Text is always set as text: nothing from a run is ever read as HTML.
+export function h(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function table(caption, columns, rows) {
+  const head = columns.map(([title, kind]) => h("th", { scope: "col", class: kind ?? "" }, title));
+  const body = rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { class: columns[i][1] ?? "" }, cell))));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+}
+
+export const card = (title, ...children) => h("section", { class: "card" }, h("h2", {}, title), children);
+export const empty = (text) => h("p", { class: "empty" }, text);
+export const number = (value) => (value === null || value === undefined || Number.isNaN(value) ? "–"
+  : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
+export const clock = (milliseconds) => (milliseconds ? new Date(milliseconds).toLocaleString() : "–");
+
+export function say(text) {
+  document.getElementById("said").textContent = text;
+}
+
+export function warn(text) {
+  const notice = document.getElementById("notice");
+  notice.hidden = !text;
+  if (notice.textContent !== text) notice.textContent = text;
+}
+
+export function confirmed(title, text, verb) {
+  const dialog = document.getElementById("confirm-dialog");
+  document.getElementById("confirm-title").textContent = title;
+  document.getElementById("confirm-text").textContent = text;
+  document.getElementById("confirm-yes").textContent = verb;
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}

@@ -1,0 +1,61 @@
+// The run at a glance, renewed every two seconds.
+import { get, post } from "/console/api.js";
+import { lineChart } from "/console/charts.js";
+import { card, confirmed, empty, h, number, say, table } from "/console/elements.js";
+
+const SHOWN_STEPS = 200, SHOWN_MOMENTS = 300;
+const CHARTS = [["reward", "reward_mean"], ["staleness (versions)", "staleness_mean"], ["tokens per second", "tokens_per_second"]];
+const depths = [];
+
+const fact = (label, value) => h("div", { class: "card fact" }, h("b", {}, value), h("span", {}, label));
+
+function servers(run) {
+  if (!run.servers.length) return empty("No rollout server is there.");
+  const rows = run.servers.map((server) => {
+    const lag = run.policy_version - server.policy_version;
+    const isServing = server.state === "READY" || server.state === "LOADING";
+    return [
+      server.server_id,
+      h("span", { class: `tag ${isServing ? "good" : "bad"}` }, server.is_drained ? `${server.state}, drained` : server.state),
+      number(server.policy_version), lag > 0 ? `${lag} behind` : "current", number(server.running_groups),
+      `${(server.heartbeat_age_ms / 1000).toFixed(1)} s ago`, server.engine,
+    ];
+  });
+  return table("Versions by server",
+    [["server"], ["state"], ["version", "number"], ["lag"], ["groups", "number"], ["heartbeat"], ["engine"]], rows);
+}
+
+function change(run, refresh) {
+  const verb = run.state === "RUNNING" ? "pause" : "resume";
+  const act = async () => {
+    const text = verb === "pause" ? "Nothing new is leased until it is resumed." : "Prompts are leased again.";
+    if (!(await confirmed(`${verb} ${run.run}?`, text, verb))) return;
+    await post(`:${verb}`);
+    say(`${verb}d`);
+    await refresh();
+  };
+  return h("button", { type: "button", onclick: act }, verb === "pause" ? "Pause" : "Resume");
+}
+
+export async function overview(refresh) {
+  const [run, history] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`)]);
+  document.getElementById("run-name").textContent = run.run;
+  depths.push({ x: Date.now(), y: run.queue.queued });
+  if (depths.length > SHOWN_MOMENTS) depths.shift();
+  const queue = run.queue;
+  const held = run.held_version === null ? "" : `, held at ${run.held_version}`;
+  const charts = CHARTS.map(([title, name]) =>
+    lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN }))));
+  charts.push(lineChart("groups queued", depths, (x) => new Date(x).toLocaleTimeString()));
+  return [
+    h("div", { class: "facts" },
+      fact("state", run.state.toLowerCase() + held), fact("step", number(run.step)),
+      fact("policy version", number(run.policy_version)), fact("prompts waiting", number(queue.pending_prompts)),
+      fact("in flight", number(queue.in_flight)), fact("groups queued", number(queue.queued)),
+      fact("trained", number(queue.trained)), fact("dead letters", number(queue.dead_lettered))),
+    queue.conservation_error ? h("p", { class: "tag bad" }, `conservation is off by ${queue.conservation_error}`) : null,
+    h("div", { class: "charts" }, charts),
+    card("Versions by server", servers(run)),
+    h("div", { class: "buttons" }, change(run, refresh)),
+  ];
+}

@@ -1,0 +1,83 @@
+// Groups that wait for the learner or are being trained, and every token of one: by policy version, by log-prob, or by how
+// much the learner's log-prob differs.
+import { get } from "/console/api.js";
+import { card, empty, h, number, say, table } from "/console/elements.js";
+
+const NUM_COLOURS = 6, DOUBTFUL_NATS = 6, DIFFERENT_NATS = 0.5;
+const chosen = { promptId: null, colouring: "version" };
+
+const mismatch = (trajectory, index) => (trajectory.learner_log_probs[index] ?? trajectory.log_probs[index]) - trajectory.log_probs[index];
+
+function tokenSpan(trajectory, index, versions) {
+  const text = trajectory.tokens[index] ?? `⟨${trajectory.token_ids[index]}⟩`;
+  const version = trajectory.policy_versions[index], logProb = trajectory.log_probs[index];
+  const isMasked = trajectory.loss_mask[index] === 0;
+  const said = `token ${index}: version ${version}, log-prob ${number(logProb)}${trajectory.learner_log_probs.length ? `, learner's ${number(trajectory.learner_log_probs[index])}` : ""}${isMasked ? ", not trained" : ""}`;
+  const span = h("span", { title: said, tabindex: index ? "-1" : "0", class: isMasked ? "masked" : "", "aria-label": `${text} ${said}` }, text);
+  if (chosen.colouring === "version") span.classList.add(`v${versions.indexOf(version) % NUM_COLOURS}`);
+  else {
+    const nats = chosen.colouring === "mismatch" ? Math.abs(mismatch(trajectory, index)) / DIFFERENT_NATS : -logProb / DOUBTFUL_NATS;
+    const doubt = Math.min(1, Math.max(0, nats));
+    span.style.setProperty("background", `color-mix(in srgb, var(--low) ${Math.round(doubt * 100)}%, var(--high))`);
+  }
+  return span;
+}
+
+function walk(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step || event.target.parentElement !== event.currentTarget) return;
+  const next = step > 0 ? event.target.nextElementSibling : event.target.previousElementSibling;
+  if (!next) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+  say(next.getAttribute("aria-label"));
+}
+
+function sample(trajectory, index, versions) {
+  const parts = Object.entries(trajectory.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const tokens = trajectory.token_ids.map((_, i) => tokenSpan(trajectory, i, versions));
+  return h("article", { "aria-label": `sample ${index}` },
+    h("h3", {}, `Sample ${index} · reward ${number(trajectory.reward)}${parts ? ` (${parts})` : ""} · ${tokens.length} tokens · ${trajectory.finish_reason}`),
+    h("div", { class: "tokens", role: "group", "aria-label": "tokens; left and right arrows move", onkeydown: walk }, tokens));
+}
+
+function legend(versions, isCompared) {
+  if (chosen.colouring === "mismatch")
+    return h("p", { class: "legend" }, isCompared
+      ? `The stronger the colour, the more the learner's log-prob differs from the engine's (full at ${DIFFERENT_NATS} nats).`
+      : "The learner has not computed this group's log-probs, or they are no longer kept.");
+  if (chosen.colouring === "version")
+    return h("p", { class: "legend" }, versions.map((v, i) => h("span", {}, h("i", { class: `v${i % NUM_COLOURS}` }), `version ${v}`)), h("span", {}, "underlined: not trained"));
+  return h("p", { class: "legend" }, `The stronger the colour, the less likely the token was when it was sampled (full at ${-DOUBTFUL_NATS} nats).`);
+}
+
+async function inspector(refresh) {
+  const group = await get(`/groups/${chosen.promptId}`);
+  const versions = [...new Set(group.trajectories.flatMap((t) => t.policy_versions))].sort((a, b) => a - b);
+  const choice = h("select", { id: "colouring", onchange: (event) => { chosen.colouring = event.target.value; refresh(); } },
+    h("option", { value: "version", selected: chosen.colouring === "version" }, "policy version"),
+    h("option", { value: "log-prob", selected: chosen.colouring === "log-prob" }, "log-prob"),
+    h("option", { value: "mismatch", selected: chosen.colouring === "mismatch" }, "log-prob mismatch with the learner"));
+  return card(`Group of prompt ${group.prompt_id}`,
+    h("div", { class: "buttons" }, h("label", { for: "colouring" }, "Colour by"), choice,
+      h("span", { class: "tag" }, `${group.server_id}, attempt ${group.attempt}`)),
+    legend(versions, group.trajectories.some((t) => t.learner_log_probs.length)), group.trajectories.map((t, i) => sample(t, i, versions)));
+}
+
+export async function trajectories(refresh) {
+  const page = await get("/groups?page_size=50");
+  const open = (id) => { chosen.promptId = id; refresh(); };
+  const rows = page.groups.map((group) => [
+    h("button", { type: "button", "aria-pressed": String(group.prompt_id === chosen.promptId), onclick: () => open(group.prompt_id) }, `Prompt ${group.prompt_id}`),
+    group.data_source || "–", number(group.mean_reward), number(group.num_trajectories), number(group.num_tokens),
+    group.min_version === group.max_version ? number(group.min_version) : `${group.min_version}–${group.max_version}`, group.server_id,
+  ]);
+  const list = card("Queued groups", rows.length
+    ? table("Groups that wait for the learner", [["group"], ["data source"], ["reward", "number"], ["samples", "number"], ["tokens", "number"], ["versions"], ["server"]], rows)
+    : empty("No group waits for the learner."));
+  if (chosen.promptId === null) return [list];
+  const shown = await inspector(refresh).catch((error) => card(`Prompt ${chosen.promptId}`, empty(error.message)));
+  return [shown, list];
+}

@@ -1,0 +1,107 @@
+"""What every handler shares: the caller's role, the run's name, a deadline, the error tree, and the audit log.
+
+A handler takes a protobuf request and returns a protobuf response, or an iterator of them, else raises a PenstockError.
+Nothing is half-accepted: a request is checked whole before its one atomic call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from redis.exceptions import RedisError
+
+from penstock.api_keys import Role
+from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
+from penstock_services.gateway.access import CALLER, Caller
+
+logger = logging.getLogger(__name__)
+
+
+class AuditLog:
+    """A line of JSON for each call that changes the run: who, what, when, and how it ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, caller: Caller, operation: str, request: Any, outcome: str) -> None:
+        fields = {field.name: _plain(value) for field, value in request.ListFields()}
+        entry = {
+            "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
+            "operation": operation, "request": fields, "outcome": outcome,
+        }  # fmt: skip
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
+
+
+class Handling(Protocol):
+    """What the decorator needs of the object whose method it wraps."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def audit(self) -> AuditLog: ...
+
+
+Handler = Callable[[Any, Any], Awaitable[Any]]
+H = TypeVar("H", bound=Handler)
+
+
+def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
+    """Guard a handler. `timeout_s` is its deadline; without one it is that of two Redis commands."""
+
+    def decorate(method: H) -> H:
+        name = method.__name__
+
+        @wraps(method)
+        async def call(self: Handling, request: Any) -> Any:
+            caller = CALLER.get(Caller())
+            outcome = "OK"
+            try:
+                caller.check(role, name)
+                if hasattr(request, "run"):
+                    check_run(self.config, request.run)
+                return await bounded(method(self, request), timeout_s or 2 * self.config.redis.timeout_s)
+            except PenstockError as error:
+                outcome = error.reason
+                raise
+            except BaseException:
+                outcome = "FAILED"
+                raise
+            finally:
+                if role == "admin":
+                    self.audit.write(caller, name, request, outcome)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+async def bounded(call: Awaitable[Any], deadline_s: float) -> Any:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"Redis took longer than {deadline_s:g} s; try again") from error
+    except RedisError as error:
+        raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
+
+
+def check_run(config: RunConfig, run: str) -> None:
+    if run not in ("", config.run):
+        raise NotFound(f"run {run!r} is not served here; this gateway serves {config.run!r}")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else str(value)

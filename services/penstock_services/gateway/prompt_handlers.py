@@ -1,0 +1,206 @@
+"""Prompts, their results, and groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from penstock.codec import decode_group, group_to_proto
+from penstock.config.run import RunConfig
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.replay.contract import Delivery, PromptState, PromptStatus
+from penstock.replay.joined_submissions import JoinedSubmissions
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.results import PromptBook, PromptResult
+from penstock.trajectory import Group
+from penstock.v1 import groups_pb2, prompts_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.token_text import TokenText
+
+POLL_S = 0.1
+LONGEST_WAIT_S = 60.0
+MAX_CANCELLED = 1000
+_FINISHED: tuple[PromptState, ...] = ("queued", "trained", "dead_lettered", "cancelled")
+_STATES: dict[PromptState, prompts_pb2.PromptRecord.State] = {
+    "pending": prompts_pb2.PromptRecord.PENDING,
+    "leased": prompts_pb2.PromptRecord.LEASED,
+    "queued": prompts_pb2.PromptRecord.QUEUED,
+    "trained": prompts_pb2.PromptRecord.TRAINED,
+    "dead_lettered": prompts_pb2.PromptRecord.DEAD_LETTERED,
+    "cancelled": prompts_pb2.PromptRecord.CANCELLED,
+}
+_STATE_NAMES = {number: name for name, number in _STATES.items()}
+
+
+class PromptHandlers:
+    """`stopping` ends streams: a gateway that drains does not wait for its watchers."""
+
+    def __init__(
+        self, config: RunConfig, queue: RedisReplayQueue, audit: AuditLog, texts: TokenText, stopping: asyncio.Event
+    ) -> None:
+        self.config = config
+        self.queue = queue
+        self.audit = audit
+        self.texts = texts
+        self.stopping = stopping
+        self.book = PromptBook(queue)
+        self.submissions = JoinedSubmissions(queue)
+        self.recomputed = RecomputedLogProbs(queue.client, config.run)
+
+    @operation("submit")
+    async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
+        validation.check_idempotency_key(request.idempotency_key)
+        prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
+        submission = await self.submissions.submit(
+            [prompt.SerializeToString() for prompt in prompts],
+            [prompt.priority for prompt in prompts],
+            request.idempotency_key,
+        )
+        if len(submission.prompt_ids) != len(prompts):
+            raise InvalidInput(
+                "idempotency_key",
+                f"was used for another request, of {len(submission.prompt_ids)} prompts; choose a new key",
+            )
+        return prompts_pb2.SubmitPromptsResponse(prompt_ids=submission.prompt_ids, replayed=submission.replayed)
+
+    async def stream_prompts(
+        self, requests: AsyncIterator[prompts_pb2.SubmitPromptsRequest]
+    ) -> AsyncIterator[prompts_pb2.SubmitPromptsResponse]:
+        async for request in requests:
+            yield await self.submit_prompts(request)
+
+    @operation("read")
+    async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
+        _check_prompt_id(request.prompt_id)
+        return _to_proto(await self.queue.get_prompt(request.prompt_id))
+
+    @operation("read")
+    async def list_prompts(self, request: prompts_pb2.ListPromptsRequest) -> prompts_pb2.ListPromptsResponse:
+        page_size = validation.checked_page_size(request.page_size)
+        after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
+        if request.state and request.state not in _STATE_NAMES:
+            raise InvalidInput("state", f"{request.state} is no state")
+        page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
+        records = [_to_proto(status) for status in page.prompts]
+        if request.data_source:
+            records = [record for record in records if record.prompt.data_source == request.data_source]
+        token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
+        return prompts_pb2.ListPromptsResponse(prompts=records, next_page_token=token)
+
+    @operation("submit")
+    async def cancel_prompts(self, request: prompts_pb2.CancelPromptsRequest) -> prompts_pb2.CancelPromptsResponse:
+        prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        if not prompt_ids:
+            raise InvalidInput("prompt_ids", "give at least one")
+        found = await self.book.cancel(prompt_ids)
+        records = [
+            _to_proto(status) if status else prompts_pb2.PromptRecord(prompt_id=prompt_id)
+            for prompt_id, status in zip(prompt_ids, found, strict=True)
+        ]
+        return prompts_pb2.CancelPromptsResponse(prompts=records)
+
+    @operation("read", timeout_s=2 * LONGEST_WAIT_S)
+    async def wait_prompt(self, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
+        _check_prompt_id(request.prompt_id)
+        if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
+            raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            status = await self.queue.get_prompt(request.prompt_id)
+            if status.state in _FINISHED or time.monotonic() >= deadline or self.stopping.is_set():
+                return _to_proto(status)
+            await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+
+    @operation("read")
+    async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
+        wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        cursor = await self.book.start(request.cursor)
+        return self._results(cursor, wanted, request.with_groups)
+
+    async def _results(
+        self, cursor: str, wanted: frozenset[int], with_groups: bool
+    ) -> AsyncIterator[prompts_pb2.Result]:
+        deadline_s = 2 * self.config.redis.timeout_s
+        while not self.stopping.is_set():
+            found: list[PromptResult] = await bounded(self.book.after(cursor), deadline_s)
+            shown = [result for result in found if not wanted or result.prompt_id in wanted]
+            groups = await bounded(self._groups(shown), deadline_s) if with_groups else {}
+            for result in shown:
+                yield prompts_pb2.Result(
+                    cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
+                    reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
+                )  # fmt: skip
+            if found:
+                cursor = found[-1].cursor
+            else:
+                await asyncio.sleep(POLL_S)
+
+    async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
+        deliveries = await self.queue.fetch([result.prompt_id for result in results if result.state == "queued"])
+        groups = [await asyncio.to_thread(_decoded, delivery) for delivery in deliveries]
+        found = [group for group in groups if group is not None]
+        return {group.prompt_id: (await self._readable(group)).SerializeToString() for group in found}
+
+    @operation("read")
+    async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
+        _check_prompt_id(request.prompt_id)
+        payload = await self.queue.get_group(request.prompt_id)
+        return await self._readable(await asyncio.to_thread(decode_group, payload))
+
+    @operation("read")
+    async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
+        page_size = validation.checked_page_size(request.page_size)
+        after = int(validation.decode_page_token("groups", request.page_token, "[0-9]{1,10}") or 0)
+        page = await self.book.page(after, page_size, "queued")
+        deliveries = await self.queue.fetch([status.prompt_id for status in page.prompts])
+        groups = [await asyncio.to_thread(_decoded, delivery) for delivery in deliveries]
+        token = validation.encode_page_token("groups", page.after) if page.has_more else ""
+        return groups_pb2.ListGroupsResponse(
+            groups=[_summary(group) for group in groups if group is not None], next_page_token=token
+        )
+
+    async def _readable(self, group: Group) -> groups_pb2.Group:
+        """With text and the learner's log-probs, where there are any."""
+        message = group_to_proto(group)
+        for sent, log_probs in zip(message.trajectories, await self.recomputed.get(group), strict=False):
+            sent.learner_log_probs = log_probs.astype("<f4").tobytes()
+        self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
+        return message
+
+
+def _decoded(delivery: Delivery) -> Group | None:
+    """None for what the learner will put aside as unusable."""
+    try:
+        return decode_group(delivery.payload)
+    except PoisonGroup:
+        return None
+
+
+def _summary(group: Group) -> groups_pb2.GroupSummary:
+    return groups_pb2.GroupSummary(
+        prompt_id=group.prompt_id,
+        attempt=group.attempt,
+        server_id=group.server_id,
+        data_source=group.data_source,
+        num_trajectories=len(group.trajectories),
+        num_tokens=group.num_response_tokens,
+        mean_reward=group.mean_reward,
+        min_version=group.min_version,
+        max_version=group.max_version,
+        finished_at_ms=group.finished_at_ms,
+    )
+
+
+def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:
+    record = prompts_pb2.PromptRecord(prompt_id=status.prompt_id, state=_STATES[status.state], attempt=status.attempt)
+    if status.payload:
+        record.prompt.ParseFromString(status.payload)
+    return record
+
+
+def _check_prompt_id(prompt_id: int) -> None:
+    if not 1 <= prompt_id <= validation.MAX_PROMPT_ID:
+        raise NotFound(f"prompt {prompt_id} does not exist")

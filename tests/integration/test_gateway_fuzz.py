@@ -1,0 +1,95 @@
+"""schemathesis over the OpenAPI document: whatever is sent, the gateway answers, and never with a server error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from gateways import run_config
+from penstock.config.run import RunConfig
+from penstock_services.gateway.server import serve
+
+ENDLESS = r"/results$|:watch$|:wait$|^/metrics$"
+"""Streams and waits, which end when the client does."""
+
+
+@pytest.fixture(scope="module")
+def gateway_url(redis_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A gateway on a thread of its own: schemathesis has no event loop."""
+    config = run_config(redis_process.url, tmp_path_factory.mktemp("fuzz"))
+    started, addresses, stops = threading.Event(), [], []
+
+    async def run(config: RunConfig) -> None:
+        stop = asyncio.Event()
+        stops.append((asyncio.get_running_loop(), stop))
+
+        def ready(*address: Any) -> None:
+            addresses.append(address)
+            started.set()
+
+        await serve(config, ready, stop)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run(config)))
+    thread.start()
+    assert started.wait(20)
+    yield f"http://{addresses[0][0]}:{addresses[0][1]}"
+    loop, stop = stops[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def api(gateway_url: str) -> Any:
+    return schemathesis.openapi.from_url(f"{gateway_url}/v1/openapi.json").exclude(path_regex=ENDLESS)
+
+
+def call(case: Any) -> None:
+    if "run" in (case.path_parameters or {}):
+        case.path_parameters["run"] = "test"
+    case.call_and_validate(checks=[not_a_server_error], timeout=20)
+
+
+def send_some(cases: Any, bounds: settings) -> None:
+    @bounds
+    @given(case=cases)
+    def send_one(case: Any) -> None:
+        call(case)
+
+    send_one()
+
+
+def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
+    """Examples of every operation; returns how many operations there are."""
+    bounds = settings(
+        max_examples=max_examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    operations = [found.ok() for found in api.get_all_operations()]
+    for operation in operations:
+        if mode is GenerationMode.POSITIVE or operation.body or operation.query or operation.path_parameters:
+            send_some(operation.as_strategy(generation_mode=mode), bounds)
+    return len(operations)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
+def test_nothing_that_is_sent_is_a_server_error(api: Any, mode: GenerationMode) -> None:
+    assert send(api, mode, max_examples=3) > 35
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
+def test_much_that_is_sent_is_no_server_error(api: Any, mode: GenerationMode) -> None:
+    assert send(api, mode, max_examples=60) > 35
+
+
+def test_the_document_names_every_operation(api: Any) -> None:
+    names = {operation["operationId"] for methods in api.raw_schema["paths"].values() for operation in methods.values()}
+    assert {"submit_prompts", "watch_results", "roll_back_policy", "complete_chat", "reward_session"} <= names

@@ -332,8 +332,9 @@ ALGORITHM = Section(
         ),
         lines(
             "Groups without spread",
-            "All rewards equal.",
-            ("max(penstock_algo_zero_advantage_group_ratio)", ""),
+            "All rewards equal, or one sample only.",
+            ("max(penstock_algo_zero_advantage_group_ratio)", "equal"),
+            ("max(penstock_algo_singleton_group_ratio)", "one sample"),
             unit="percentunit",
         ),
         lines(

@@ -116,12 +116,12 @@ def test_a_preset_trains_a_step(name: str, model: Path) -> None:
     step = config.learner.critic_warmup_steps + 1
     before = weights(policy)
     report = policy.update(shard, denominators, step, 0, 0.1)
-    assert np.isfinite(report.loss) and report.grad_norm > 0 and not report.skipped
+    assert np.isfinite(report.loss) and report.step.grad_norm > 0 and not report.step.skipped
     assert not torch.equal(before, weights(policy))
     assert batch.num_sequences == (6 if name == "remax" else 8)
     if critic is not None:
         value_report = critic.update(shard, denominators, step)
-        assert value_report.loss > 0 and value_report.grad_norm > 0
+        assert value_report.loss > 0 and value_report.step.grad_norm > 0
 
 
 def test_a_loss_and_an_advantage_of_ones_own_train_by_import_path(
@@ -139,7 +139,7 @@ def test_a_loss_and_an_advantage_of_ones_own_train_by_import_path(
         policy = make_rank(PolicyWorker, config)
         reports.append(policy.update(shard, denominators_of(batch, config.learner.algorithm), 1, 0, 0.0))
     assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-5)
-    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
+    assert reports[1].step.grad_norm == pytest.approx(reports[0].step.grad_norm, rel=1e-5)
 
 
 def a_batch(config: RunConfig) -> SequenceBatch:

@@ -19,6 +19,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.placement import needed_roles
 from penstock_learner.role_recovery import RoleRecovery
 from penstock_learner.roles.workers import WORKERS
+from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.training_step import TrainingStep
 from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
@@ -58,7 +59,7 @@ def make_step(
     config = validate(with_model({"learner": learner}, folders["policy"]), "test")
     roles: Any = {name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in needed_roles(config)}
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics)
+    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, folders["policy"]))
 
 
 def groups_of(*data_sources: str) -> list[Group]:

@@ -85,7 +85,7 @@ async def score(scorer: Scorer, *responses: str, ground_truth: Any = "7") -> lis
 
 def errors(scorer: Scorer) -> dict[str, float]:
     [metric] = scorer.metrics.reward_errors.collect()
-    return {s.labels["kind"]: s.value for s in metric.samples if s.name.endswith("_total")}
+    return {s.labels["kind"]: s.value for s in metric.samples if s.name.endswith("_total") and s.value}
 
 
 async def test_a_custom_function_gets_verls_arguments_and_its_parts_are_kept(make_scorer: MakeScorer) -> None:

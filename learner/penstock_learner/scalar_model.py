@@ -1,4 +1,4 @@
-"""A Hugging Face backbone with a head of one number: the model of the critic and of the reward model."""
+"""Hugging Face backbones that give one number: the models of the critic and of the reward model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner import attention
-from penstock_learner.model import ModelInputs, hidden_states
+from penstock_learner.model import ModelInputs, hidden_states, load_model
 
 
 class PackedScalarModel(nn.Module):
@@ -23,8 +24,24 @@ class PackedScalarModel(nn.Module):
 
     def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
         """[len(positions)] the head's number at these of the packed tokens."""
-        numbers: Tensor = self.lm.score(hidden_states(self.lm, inputs)[positions])
+        return self._numbers(hidden_states(self.lm, inputs)[positions])
+
+    def _numbers(self, hidden: Tensor) -> Tensor:
+        numbers: Tensor = self.lm.score(hidden)
         return numbers.float().sum(dim=1)  # of one column; the root's output must not be a view
+
+
+class PackedJudge(PackedScalarModel):
+    """A causal model whose number is the probability of one next token against another."""
+
+    def __init__(self, lm: nn.Module, yes_id: int, no_id: int) -> None:
+        super().__init__(lm)
+        self.yes_id = yes_id
+        self.no_id = no_id
+
+    def _numbers(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm.lm_head(hidden).float()
+        return torch.sigmoid(logits[:, self.yes_id] - logits[:, self.no_id])
 
 
 def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> PackedScalarModel:
@@ -48,6 +65,23 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
     if not has_head:
         nn.init.zeros_(lm.score.weight)
     return PackedScalarModel(lm)
+
+
+def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[PackedJudge, list[int]]:
+    """A causal model from a checkpoint folder, and the tokens of the question that it is asked."""
+    from transformers import AutoTokenizer
+
+    lm = load_model(path, dtype, chunk_tokens=1).lm
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+    def ids_of(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    answers = [ids_of(text) for text in (config.yes, config.no)]
+    if any(len(ids) != 1 for ids in answers) or answers[0] == answers[1]:
+        raise ConfigError(f"{key}: yes {config.yes!r} and no {config.no!r} must be two different tokens of {path}")
+    return PackedJudge(lm, answers[0][0], answers[1][0]), ids_of(config.question)
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:

@@ -25,9 +25,20 @@ class CriticConfig(RoleConfig):
     """Learning rate of its own AdamW; betas, decay, warm-up and clipping are the policy's."""
 
 
+class JudgeConfig(Config):
+    question: str = Field(min_length=1)
+    """Text that follows a trajectory's tokens and asks the model about them, chat markers included."""
+    yes: str = "Yes"
+    """Answer that speaks for the trajectory; one token."""
+    no: str = "No"
+    """Answer that speaks against it; one token."""
+
+
 class RewardModelConfig(RoleConfig):
     path: Path
-    """Folder of a sequence classifier with one label, on the policy's tokenizer."""
+    """Folder of a sequence classifier with one label, or with `judge` of a causal model, on the policy's tokenizer."""
+    judge: JudgeConfig | None = None
+    """Generative reward: the score is the probability of `yes` against `no` as the next token after the question."""
     combine: Literal["add", "replace"] = "add"
     """Whether the score is added to the reward that came with the sample, or takes its place."""
     coefficient: float = 1.0

@@ -189,3 +189,27 @@ def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
     lost = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url[:-1] + "1"})})
     code, output = run_learner(lost)
     assert code == 1 and "this Redis is not the one of the checkpoint" in output, output[-3000:]
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_replaced(tmp_path: Path, model: Path, redis_process: RedisProcess) -> None:
+    settings: dict[str, Any] = {"policy": {"num_ranks": 2}}
+    undisturbed = trained(tmp_path, model, redis_process, "runs", **settings)
+    config = make_config(tmp_path, model, redis_process.url, "hangs", **settings, rank_timeout_s=20)
+    asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
+    asyncio.run(hand_in(config, GROUPS_PER_STEP))
+
+    def stop_a_rank(processes: list[psutil.Process]) -> bool:
+        steps = config.folder / "metrics.jsonl"
+        if not steps.is_file() or not steps.read_text():
+            return False
+        ranks_of("PolicyWorker", processes)[-1].suspend()
+        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
+        return True
+
+    code, output = run_learner(config, interfere=stop_a_rank)
+    assert code == 0, output[-3000:]
+    assert "did not finish in 20 s" in output
+    recovered = outcome(config)
+    assert recovered.losses == undisturbed.losses
+    assert recovered.digests[NUM_STEPS] == undisturbed.digests[NUM_STEPS]

@@ -1,21 +1,24 @@
-"""The reward model role: a number for each trajectory, from a sequence classifier over exactly its tokens."""
+"""The reward model role: a number for each trajectory, from a classifier or a judge over exactly its tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock_learner.model import ModelInputs, shard
-from penstock_learner.packing import RankShard
+from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.roles.rank import Rank
-from penstock_learner.scalar_model import check_tokenizer, load_scalar_model
+from penstock_learner.scalar_model import check_tokenizer, load_judge, load_scalar_model
 
 KEY = "learner.reward_model.path"
 
 
 class RewardModelWorker(Rank):
-    """Holds the classifier and never changes it."""
+    """Holds the classifier or the judge and never changes it."""
 
     role = "reward_model"
 
@@ -23,18 +26,32 @@ class RewardModelWorker(Rank):
         config = self.config.learner.reward_model
         assert config is not None
         check_tokenizer(config.path, self.config.model.path, KEY)
-        self.model = load_scalar_model(config.path, self.model_dtype, key=KEY, make_head=False).to(self.device)
+        self.question: list[int] = []
+        if config.judge is None:
+            model = load_scalar_model(config.path, self.model_dtype, key=KEY, make_head=False)
+        else:
+            model, self.question = load_judge(config.path, self.model_dtype, config.judge, "learner.reward_model.judge")
+        self.model = model.to(self.device)
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
 
     def scores(self, part: RankShard) -> NDArray[np.float32]:
-        """One for each sequence of this rank's micro-batches, in order: the head's number at its last token."""
+        """One for each sequence of this rank's micro-batches, in order: the number at its last token, or at the end of
+        the question that follows it."""
         self.crash_point()
         results = []
         with torch.no_grad():
             for micro in part.micro_batches:
-                last = torch.as_tensor(np.cumsum(micro.lengths) - 1, device=self.device)
-                results.append(self.model(ModelInputs.of(micro, self.device), last).cpu().numpy())
+                asked = followed_by(micro, self.question)
+                last = torch.as_tensor(np.cumsum(asked.lengths) - 1, device=self.device)
+                results.append(self.model(ModelInputs.of(asked, self.device), last).cpu().numpy())
         joined: NDArray[np.float32] = np.concatenate(results)
         return joined
+
+
+def followed_by(batch: SequenceBatch, token_ids: Sequence[int]) -> SequenceBatch:
+    """The same sequences, each with these tokens at its end. For a forward pass alone: [T] arrays stay as they are."""
+    ends = np.repeat(np.cumsum(batch.lengths), len(token_ids))
+    extended = np.insert(batch.token_ids, ends, np.tile(np.asarray(token_ids, dtype=np.int64), batch.num_sequences))
+    return replace(batch, token_ids=extended, lengths=batch.lengths + len(token_ids))

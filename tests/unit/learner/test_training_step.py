@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
+from transformers import AutoModelForCausalLM
 
 from groups import make_group
 from learner_ranks import make_rank, one_rank_world, with_model
 from penstock.config.loading import validate
+from penstock.errors import ConfigError
 from penstock.trajectory import Group
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.placement import needed_roles
@@ -21,6 +25,7 @@ from penstock_learner.role_recovery import RoleRecovery
 from penstock_learner.roles.workers import WORKERS
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.training_step import TrainingStep
+from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
 
@@ -93,6 +98,28 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(folders: d
     everything = await mean_reward(combine="replace")
     score_of_rules = 2 * await mean_reward(combine="replace", data_sources=["rules"]) - rules[0]
     assert 2 * everything == pytest.approx(score_of_chat + score_of_rules, abs=1e-5)
+
+
+async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
+    """The score is worked out again by a plain forward over prompt, response and question."""
+    folder = make_tiny_qwen2(tmp_path / "judge", seed=5)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(make_tokenizer_folder(tmp_path / "tokenizer") / name, folder / name)
+    folders = {"policy": folder}
+    (group,) = groups = groups_of("chat")
+    judge = {"question": "good", "yes": "y", "no": "n"}
+    step = make_step(
+        folders, reward_model={"path": str(folder), "judge": judge, "combine": "replace", "coefficient": 2}
+    )
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = []
+    for trajectory in group.trajectories:
+        ids = torch.tensor([[*group.prompt_token_ids.tolist(), *trajectory.token_ids.tolist(), *spelled("good")]])
+        expected.append(2 * plain(ids).logits[0, -1, spelled("yn")].softmax(0)[0].item())
+    assert max(expected) - min(expected) > 0.01
+    assert (await step.run(groups, 1, 0, 0.0))["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
+    with pytest.raises(ConfigError, match="must be two different tokens"):
+        make_step(folders, reward_model={"path": str(folders["policy"]), "judge": judge | {"no": "no"}})
 
 
 async def test_the_greedy_sample_is_scored_and_not_trained(folders: dict[str, Path]) -> None:

@@ -147,7 +147,7 @@ def run_config() -> tuple[Schema, dict[str, Schema]]:
     definitions: dict[str, Schema] = schema.pop("$defs")
     for model, fields in DECIDED_BY_CHART.items():
         for field in fields:
-            (schema if model == "RunConfig" else definitions[model])["properties"].pop(field, None)
+            del (schema if model == "RunConfig" else definitions[model])["properties"][field]
     definitions.pop("DemoConfig")
     return schema, definitions
 

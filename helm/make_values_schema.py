@@ -18,7 +18,7 @@ SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
 DECIDED_BY_CHART = {
     "RunConfig": ("run_dir", "demo"),
     "RedisConfig": ("url",),
-    "GatewayConfig": ("host", "port", "grpc_port", "api_key_file"),
+    "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
     "WeightsConfig": ("cluster_key_file",),
     "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
@@ -56,6 +56,8 @@ def gateway() -> Schema:
             enabled=FLAG, minReplicas=AT_LEAST_ONE, maxReplicas=AT_LEAST_ONE, targetCpuPercent=AT_LEAST_ONE
         ),
         ingress=section(enabled=FLAG, className=TEXT, host=TEXT, tlsSecretName=TEXT, annotations=FREE),
+        tls=section(enabled=FLAG, secretName=TEXT),
+        namedKeys=FLAG,
         httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS),
         spreadOver=TEXTS,
     )

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
-from rendered_chart import CHART, OPTIONS, ROOT, VALUES, Manifest, needs_helm, of_kind, one, pod_templates, render
+from rendered_chart import (
+    CHART,
+    OPTIONS,
+    ROOT,
+    VALUES,
+    Manifest,
+    needs_helm,
+    of_kind,
+    one,
+    pod_templates,
+    render,
+    run_config,
+)
 
 pytestmark = needs_helm
 KUBERNETES = ("1.29", "1.35")
@@ -138,6 +151,26 @@ def test_the_certificate_names_the_service_and_the_ingress_uses_it() -> None:
     assert {"penstock.example.org", "test-penstock-gateway.default.svc"} <= set(certificate["dnsNames"])
     [tls] = one(manifests, "Ingress")["spec"]["tls"]
     assert tls == {"hosts": ["penstock.example.org"], "secretName": certificate["secretName"]}
+
+
+def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
+    manifests = render(*OPTIONS, "--set=gateway.tls.enabled=true,gateway.namedKeys=true")
+    secret = one(manifests, "Certificate")["spec"]["secretName"]
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+    assert volumes["tls"]["secretName"] == secret
+    assert [item["key"] for item in volumes["keys"]["items"]] == ["api-key", "cluster-key", "api-keys"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert pod["containers"][0][probe]["httpGet"]["scheme"] == "HTTPS"
+    [endpoint] = one(manifests, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https" and endpoint["tlsConfig"]["ca"]["secret"]["name"] == secret
+    words = one(manifests, "Pod")["spec"]["containers"][0]["command"]
+    assert "--url=https://test-penstock-gateway:8080" in words and "--tls-ca-file=/etc/penstock/tls/ca.crt" in words
+    gateway = run_config(manifests, tmp_path).gateway
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert gateway.tls_cert_file == Path(mounts["tls"]) / "tls.crt"
+    assert gateway.tls_key_file == Path(mounts["tls"]) / "tls.key"
+    assert gateway.keys_file == Path(mounts["keys"]) / "api-keys"
 
 
 def test_a_dataset_is_fed_by_a_job_of_its_own() -> None:

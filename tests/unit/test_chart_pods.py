@@ -97,7 +97,7 @@ def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
         ]
         for name, template in pod_templates(manifests)
     }
-    assert keys["test-penstock-gateway"] == ["api-key"]
+    assert keys["test-penstock-gateway"] == ["api-key", "cluster-key"]
     assert keys["test-penstock-rollout"] == ["cluster-key"]
     rollout = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]["containers"][0]
     password = next(v for v in rollout["env"] if v["name"] == "REDIS_PASSWORD")
@@ -105,16 +105,14 @@ def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
     assert "--redis.url=$(REDIS_URL)" in rollout["args"]
 
 
-def test_only_the_learner_reaches_the_weight_port() -> None:
-    policy = one(render(), "NetworkPolicy", "-rollout")["spec"]
-    for rule in policy["ingress"]:
-        if rule["ports"] == [{"port": "metrics"}]:
-            continue
-        labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
-        assert all(
-            label.get("app.kubernetes.io/component") == "learner" or label.get("penstock/publisher") == "true"
-            for label in labels
-        )
+def test_only_learner_and_gateway_reach_the_internal_port() -> None:
+    reachable: dict[str, list[str]] = {"metrics": []}
+    for rule in one(render(), "NetworkPolicy", "-rollout")["spec"]["ingress"]:
+        for port in rule["ports"]:
+            labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+            peers = [label.get("app.kubernetes.io/component", "publisher") for label in labels]
+            reachable.setdefault(str(port["port"]), []).extend(peers)
+    assert reachable == {"weights": ["learner", "gateway"], "1024": ["publisher"], "metrics": []}
 
 
 @pytest.mark.parametrize("values", VALUES)

@@ -84,6 +84,7 @@ def test_an_upgrade_of_the_config_restarts_its_pods_and_a_rollback_brings_back_t
         ("gateway.ingress.enabled=true", "gateway.ingress.host"),
         ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs"),
         ("certManager.enabled=true", "certManager.issuerRef"),
+        ("gateway.tls.enabled=true", "gateway.tls.secretName"),
         ("monitoring.interval=15", "monitoring.interval"),
     ],
 )

@@ -18,7 +18,7 @@ from penstock.cli.plan import as_json
 from penstock.config.loading import validate
 from penstock.errors import InvalidInput
 from penstock.sizing.fleet_model import FleetModel
-from penstock.sizing.hardware import GPUS, LOAD_RATE, USABLE_MEMORY
+from penstock.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
 from penstock.sizing.models import KNOWN, find_shape
 from penstock.sizing.plan import PLACEMENTS, Workload, decode_step_s, make_plan
 from penstock.sizing.simulation import simulate
@@ -96,6 +96,14 @@ def test_rates_are_near_what_was_measured_on_an_h200() -> None:
     for name in ("0.5b", "7b"):
         gap_s = decode_step_s(KNOWN[name], GPUS["h200"], 1, measured[f"vllm-{name}: requests in flight"], 512)
         assert gap_s == pytest.approx(measured[f"vllm-{name}: usual gap between tokens"] / 1000, rel=0.3)
+    trained = json.loads((ROOT / "bench" / "results" / "learner.json").read_text())["measurements"]
+    for name, setting, operations in (
+        ("0.5b", "float32 masters, compiled, 0% recomputed, 16384 tokens", 6),
+        ("1.5b", "bfloat16 masters, compiled, 25% recomputed, 8192 tokens", 6.5),
+    ):
+        [rate] = [m["median"] for m in trained if m["name"] == f"{name}: ours, {setting}, equal lengths"]
+        estimate = TRAIN_EFFICIENCY * GPUS["h200"].flops / (operations * KNOWN[name].num_parameters)
+        assert estimate == pytest.approx(rate, rel=0.5), "half as much again, where kernels are small"
     pause_s = 2 * KNOWN["7b"].num_parameters / LOAD_RATE
     assert pause_s == pytest.approx(measured["vllm-7b: pause"] / 1000, rel=0.3)
 

@@ -8,6 +8,13 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
   "weights" (dict "cluster_key_file" "/etc/penstock/keys/cluster-key")
   "learner" (dict "ray_address" (ternary "auto" "" .Values.learner.kuberay.enabled) "metrics_host" "0.0.0.0" "metrics_port" 9100)
 -}}
+{{- if .Values.gateway.tls.enabled -}}
+{{- $_ := set $decided.gateway "tls_cert_file" "/etc/penstock/tls/tls.crt" -}}
+{{- $_ := set $decided.gateway "tls_key_file" "/etc/penstock/tls/tls.key" -}}
+{{- end -}}
+{{- if .Values.gateway.namedKeys -}}
+{{- $_ := set $decided.gateway "keys_file" "/etc/penstock/keys/api-keys" -}}
+{{- end -}}
 {{- mustMergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
 {{- end -}}
 
@@ -69,6 +76,9 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- end -}}
 {{- if and $values.certManager.enabled (not $values.certManager.issuerRef) -}}
 {{- fail "certManager.enabled is true; set certManager.issuerRef, such as {name: letsencrypt, kind: ClusterIssuer}" -}}
+{{- end -}}
+{{- if and $values.gateway.tls.enabled (not (or $values.gateway.tls.secretName $values.certManager.enabled)) -}}
+{{- fail "gateway.tls.enabled is true; set gateway.tls.secretName to a Secret with tls.crt and tls.key, or certManager.enabled" -}}
 {{- end -}}
 {{- if and $values.learner.gang.scheduler (not $values.learner.kuberay.enabled) -}}
 {{- fail "learner.gang.scheduler is set and learner.kuberay.enabled is false: one pod needs no gang" -}}

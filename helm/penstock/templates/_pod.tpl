@@ -133,13 +133,21 @@ checksum/config: {{ include "penstock.config" . | sha256sum }}
 - {name: shm, mountPath: /dev/shm}
 {{- end -}}
 
-{{/* include "penstock.keysVolume" (list . "cluster-key"): the one key that the pod needs. */}}
+{{/* include "penstock.keysVolume" (list . "cluster-key"): the keys that the pod needs, and no others. */}}
 {{- define "penstock.keysVolume" -}}
 - name: keys
   secret:
     secretName: {{ (first .).Values.secretName }}
     defaultMode: 0440
-    items: [{key: {{ last . }}, path: {{ last . }}}]
+    items:
+      {{- range rest . }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
+{{- end -}}
+
+{{/* The Secret with the gateway's certificate. */}}
+{{- define "penstock.tlsSecret" -}}
+{{- .Values.gateway.tls.secretName | default (printf "%s-gateway-tls" (include "penstock.fullname" .)) -}}
 {{- end -}}
 
 {{/* include "penstock.trainingVolumes" (list . "8Gi"): config, scratch, the run's folder, models and shared memory. */}}

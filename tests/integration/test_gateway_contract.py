@@ -284,6 +284,22 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     ]
 
 
+async def test_a_pinned_evaluation_waits_for_a_server_of_its_version(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    for server_id, version in (("old", 1), ("new", 2)):
+        await fleet.join(ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version))
+    for name in ("pinned", "free"):
+        body = {"evaluation_id": name, "prompts": [PROMPT] * 2}
+        await rest(gateway, "POST", f"{RUN}/evaluations", json=body)
+    await rest(gateway, "PUT", f"{RUN}/pins/pinned", json={"policy_version": 1})
+    evaluations: dict[str, list[str]] = {}
+    for server_id in ("new", "unknown", "old"):
+        leases = await queue.lease(server_id, 3)
+        evaluations[server_id] = [prompts_pb2.Prompt.FromString(lease.payload).evaluation_id for lease in leases]
+    assert evaluations == {"new": ["free", "free"], "unknown": [], "old": ["pinned", "pinned"]}
+
+
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,24 +20,25 @@ from penstock.errors import DeadlineExceeded
 from penstock.replay.contract import Evaluation, Submission
 from penstock.rest_calls import (
     CONFIGURED_RUN,
+    FINISHED_STATES,
+    STREAM_SILENCE_S,
+    WAIT_S,
     Attempts,
     Call,
     GatewayAddress,
     Json,
     failure_of,
+    poll_pause,
     read_answer,
     unreachable,
 )
+from penstock.sync_client import SyncPenstockClient
 
 if TYPE_CHECKING:
     from penstock.trajectory import Prompt
 
 T = TypeVar("T")
-POLL_S = 0.5
-WAIT_S = 30.0
-STREAM_SILENCE_S = 30.0
-"""The gateway says something more often than this, even when nothing happens."""
-FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
+__all__ = ["PenstockClient", "SyncPenstockClient"]
 
 
 class PenstockClient:
@@ -207,7 +208,7 @@ class PenstockClient:
             evaluation = await self.get_evaluation(evaluation_id)
             if evaluation.num_finished >= evaluation.num_prompts:
                 return evaluation
-            await asyncio.sleep(_poll_pause(evaluation, deadline, timeout_s))
+            await asyncio.sleep(poll_pause(evaluation, deadline, timeout_s))
 
     async def _send(self, call: Call[T]) -> T:
         attempts = Attempts(self.timeout_s, self.deadline_s)
@@ -223,189 +224,3 @@ class PenstockClient:
                     return read_answer(call, response)
                 failure = failure_of(response)
             await asyncio.sleep(attempts.pause_after(failure))
-
-
-class SyncPenstockClient:
-    """The same calls for code without an event loop. Use as `with`, or call `close`."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        run: str = CONFIGURED_RUN,
-        api_key: str = "",
-        timeout_s: float = 30.0,
-        deadline_s: float = 60.0,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self.address = GatewayAddress(url, run, api_key)
-        self.timeout_s = timeout_s
-        self.deadline_s = deadline_s
-        self._http = httpx.Client(
-            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
-        )
-
-    @classmethod
-    def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> SyncPenstockClient:
-        address = GatewayAddress.from_run_dir(folder, api_key)
-        return cls(address.url, run=address.run, api_key=api_key, **options)
-
-    def __enter__(self) -> SyncPenstockClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
-
-    def submit(self, prompts: Sequence[Prompt], idempotency_key: str | None = None) -> Submission:
-        return self._send(self.address.submit(prompts, idempotency_key))
-
-    def get_prompt(self, prompt_id: int) -> Json:
-        return self._send(self.address.get_prompt(prompt_id))
-
-    def get_group(self, prompt_id: int) -> Json:
-        return self._send(self.address.get_group(prompt_id))
-
-    def get_run(self) -> Json:
-        return self._send(self.address.get_run())
-
-    def policies(self, page_size: int = 50, page_token: str = "") -> Json:
-        return self._send(self.address.policies(page_size, page_token))
-
-    def policy(self, version: int | None = None) -> Json:
-        return self._send(self.address.policy(version))
-
-    def servers(self) -> list[Json]:
-        return self._send(self.address.servers())
-
-    def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
-        return self._send(self.address.create_evaluation(evaluation_id, prompts))
-
-    def get_evaluation(self, evaluation_id: str) -> Evaluation:
-        return self._send(self.address.get_evaluation(evaluation_id))
-
-    def prompts(self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = "") -> Json:
-        """One page by id, oldest first: `prompts` and `next_page_token`."""
-        return self._send(self.address.prompts(state, data_source, page_size, page_token))
-
-    def cancel(self, prompt_ids: Sequence[int]) -> list[Json]:
-        """Take back prompts that are not yet being trained; answers what each is now."""
-        return self._send(self.address.cancel(prompt_ids))
-
-    def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> Json:
-        """Return once the prompt is finished; DeadlineExceeded says where it is."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            record = self._send(self.address.wait_prompt(prompt_id, min(left_s, WAIT_S, self.timeout_s / 2)))
-            if record["state"] in FINISHED_STATES:
-                return record
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"prompt {prompt_id} is {record['state']} after {timeout_s:g} s")
-
-    def groups(self, page_size: int = 50, page_token: str = "") -> Json:
-        return self._send(self.address.groups(page_size, page_token))
-
-    def compare_policies(self, version: int, other: int) -> Json:
-        return self._send(self.address.compare_policies(version, other))
-
-    def promote_policy(self, version: int | None = None) -> Json:
-        return self._send(self.address.change_policy(version, "promote"))
-
-    def roll_back_policy(self, version: int) -> Json:
-        """Hold every rollout server at a version, from its snapshot, until `release_policy`."""
-        return self._send(self.address.change_policy(version, "rollback"))
-
-    def retire_policy(self, version: int) -> Json:
-        return self._send(self.address.change_policy(version, "retire"))
-
-    def release_policy(self) -> Json:
-        return self._send(self.address.release_policy())
-
-    def pin_policy(self, pin: str, version: int) -> Json:
-        return self._send(self.address.pin_policy(pin, version))
-
-    def unpin_policy(self, pin: str) -> bool:
-        return self._send(self.address.unpin_policy(pin))
-
-    def pause_run(self) -> Json:
-        return self._send(self.address.change_run("pause"))
-
-    def resume_run(self) -> Json:
-        return self._send(self.address.change_run("resume"))
-
-    def stop_run(self) -> Json:
-        return self._send(self.address.change_run("stop"))
-
-    def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[Json]:
-        """Of the steps that made the newest versions, oldest first."""
-        return self._send(self.address.metrics(page_size, names))
-
-    def drain_server(self, server_id: str) -> Json:
-        return self._send(self.address.change_server(server_id, "drain"))
-
-    def undrain_server(self, server_id: str) -> Json:
-        return self._send(self.address.change_server(server_id, "undrain"))
-
-    def results(self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False) -> Iterator[Json]:
-        """Every prompt that finishes, from `cursor` on (empty: from now; "0": from the oldest that is kept), for ever.
-
-        A connection that breaks is made again from the last result: none is missed, none comes twice."""
-        attempts = Attempts(self.timeout_s, self.deadline_s)
-        while True:
-            path, query = self.address.results(cursor, prompt_ids, with_groups)
-            timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
-            try:
-                with self._http.stream("GET", path, params=query, timeout=timeout) as response:
-                    if response.is_success:
-                        for line in response.iter_lines():
-                            if line.startswith("data: "):
-                                result = json.loads(line.removeprefix("data: "))
-                                if "cursor" not in result:
-                                    break  # a problem, which ends the stream
-                                cursor = result["cursor"]
-                                attempts = Attempts(self.timeout_s, self.deadline_s)
-                                yield result
-                        failure = unreachable(self.address.url, httpx.ReadError("the stream ended"))
-                    else:
-                        response.read()
-                        failure = failure_of(response)
-            except httpx.TransportError as error:
-                failure = unreachable(self.address.url, error)
-            time.sleep(attempts.pause_after(failure))
-
-    def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> Evaluation:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            evaluation = self.get_evaluation(evaluation_id)
-            if evaluation.num_finished >= evaluation.num_prompts:
-                return evaluation
-            time.sleep(_poll_pause(evaluation, deadline, timeout_s))
-
-    def _send(self, call: Call[T]) -> T:
-        attempts = Attempts(self.timeout_s, self.deadline_s)
-        while True:
-            try:
-                response = self._http.request(
-                    call.method, call.path, json=call.body, params=call.query, timeout=attempts.timeout_s
-                )
-            except (httpx.TransportError, httpx.InvalidURL) as error:
-                failure = unreachable(self.address.url, error)
-            else:
-                if response.is_success:
-                    return read_answer(call, response)
-                failure = failure_of(response)
-            time.sleep(attempts.pause_after(failure))
-
-
-def _poll_pause(evaluation: Evaluation, deadline: float, timeout_s: float) -> float:
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
-        raise DeadlineExceeded(
-            f"evaluation {evaluation.evaluation_id!r} has {evaluation.num_finished} of {evaluation.num_prompts} "
-            f"prompts after {timeout_s:g} s; are rollout servers up?"
-        )
-    return min(POLL_S, remaining_s)

@@ -37,6 +37,11 @@ CONFIGURED_RUN = "-"
 """Names whichever run the gateway serves."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+POLL_S = 0.5
+WAIT_S = 30.0
+STREAM_SILENCE_S = 30.0
+"""The gateway says something more often than this, even when nothing happens."""
+FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
 
 
 @dataclass(frozen=True)
@@ -243,3 +248,13 @@ def _parse_submission(answer: Json) -> Submission:
 
 def _parse_evaluation(answer: Json) -> Evaluation:
     return Evaluation(**answer | {"pass_at": {int(k): share for k, share in answer["pass_at"].items()}})
+
+
+def poll_pause(evaluation: Evaluation, deadline: float, timeout_s: float) -> float:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise DeadlineExceeded(
+            f"evaluation {evaluation.evaluation_id!r} has {evaluation.num_finished} of {evaluation.num_prompts} "
+            f"prompts after {timeout_s:g} s; are rollout servers up?"
+        )
+    return min(POLL_S, remaining_s)

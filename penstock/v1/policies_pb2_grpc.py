@@ -140,7 +140,8 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinPolicy(self, request, context):
-        """Generate calls of the client with this key, or this session, are answered by the version only.
+        """Generate calls of the client with this key, or this session, and the prompts of this evaluation, are answered by
+        servers of the version only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

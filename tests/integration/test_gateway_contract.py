@@ -22,6 +22,8 @@ from penstock.codec import encode_group
 from penstock.fleet import Fleet, ServerRecord
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import (
+    datasets_pb2,
+    datasets_pb2_grpc,
     generate_pb2,
     groups_pb2,
     groups_pb2_grpc,
@@ -33,6 +35,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway import policy_bodies, prompt_bodies, run_bodies
+from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.rpc import services_of
 from scripted_engine import make_tokenizer_folder, spelled
 
@@ -284,6 +287,54 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     ]
 
 
+async def test_a_pinned_evaluation_waits_for_a_server_of_its_version(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    for server_id, version in (("old", 1), ("new", 2)):
+        await fleet.join(ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version))
+    for name in ("pinned", "free"):
+        body = {"evaluation_id": name, "prompts": [PROMPT] * 2}
+        await rest(gateway, "POST", f"{RUN}/evaluations", json=body)
+    await rest(gateway, "PUT", f"{RUN}/pins/pinned", json={"policy_version": 1})
+    evaluations: dict[str, list[str]] = {}
+    for server_id in ("new", "unknown", "old"):
+        leases = await queue.lease(server_id, 3)
+        evaluations[server_id] = [prompts_pb2.Prompt.FromString(lease.payload).evaluation_id for lease in leases]
+    assert evaluations == {"new": ["free", "free"], "unknown": [], "old": ["pinned", "pinned"]}
+
+
+async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    datasets: Any = datasets_pb2_grpc.DatasetServiceStub(gateway.channel)
+    rows = [{"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": 2 * i}} for i in range(600)]
+    content, path = "\n".join(map(json.dumps, rows)).encode(), f"{RUN}/datasets/sums"
+    headers = {"Content-Type": "application/x-ndjson"}
+    to_json = plain_fields
+    upload = datasets_pb2.UploadDatasetRequest(name="sums", format="jsonl", content=content)
+    kept = await both(gateway, "PUT", path, datasets.UploadDataset(upload), to_json, content=content, headers=headers)
+    assert (kept["num_prompts"], kept["num_submitted"], kept["num_bytes"]) == (600, 0, len(content))
+    submit_request = datasets_pb2.SubmitDatasetRequest(
+        name="sums", num_samples=2, sampling=prompts_pb2.Sampling(temperature=1, top_p=1, max_tokens=8)
+    )
+    body = {"num_samples": 2, "sampling": {"max_tokens": 8}}
+    done = await both(gateway, "POST", f"{path}:submit", datasets.SubmitDataset(submit_request), to_json, json=body)
+    assert done["num_submitted"] == 600 and (await queue.stat()).pending == 600
+    got = datasets.GetDataset(datasets_pb2.GetDatasetRequest(name="sums"))
+    assert await both(gateway, "GET", path, got, to_json) == done
+    record = await rest(gateway, "GET", f"{RUN}/prompts/600")
+    assert (record["prompt"]["ground_truth"], record["prompt"]["num_samples"]) == (1198, 2)
+
+    for name, sent, kind, status, field in (
+        ("sums", b'{"prompt": "x"}', "application/x-ndjson", 409, ""),
+        ("wrong", b'{"prompt": 3}', "application/x-ndjson", 400, "content"),
+        ("wrong", b"no parquet", "application/vnd.apache.parquet", 400, "content"),
+        ("wrong", b"", "text/csv", 400, "content-type"),
+        (".hidden", content, "application/x-ndjson", 400, "name"),
+    ):
+        answer = await gateway.rest.put(f"{RUN}/datasets/{name}", content=sent, headers={"Content-Type": kind})
+        assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
+    assert [path.name for path in (gateway.config.folder / "datasets").iterdir()] == ["sums.jsonl"]
+
+
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)
@@ -404,7 +455,7 @@ def test_every_method_of_the_contracts_is_served() -> None:
     for name, methods in served.items():
         file = next(
             module.DESCRIPTOR
-            for module in (generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2)
+            for module in (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2)
             if name.rpartition(".")[2] in module.DESCRIPTOR.services_by_name
         )
         assert set(methods) == set(file.services_by_name[name.rpartition(".")[2]].methods_by_name), name

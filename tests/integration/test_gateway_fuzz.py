@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
@@ -63,7 +65,8 @@ def send_some(cases: Any, bounds: settings) -> None:
     def send_one(case: Any) -> None:
         call(case)
 
-    send_one()
+    with contextlib.suppress(Unsatisfiable):  # of an operation that takes any text there is nothing wrong to send
+        send_one()
 
 
 def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
@@ -81,7 +84,7 @@ def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
 def test_nothing_that_is_sent_is_a_server_error(api: Any, mode: GenerationMode) -> None:
-    assert send(api, mode, max_examples=3) > 35
+    assert send(api, mode, max_examples=2) > 35
 
 
 @pytest.mark.long

@@ -27,16 +27,30 @@ local function grant(id, leases)
   table.insert(leased, redis.call('HGET', PROMPTS, id))
 end
 
-local evals = redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', settled_id, 'LIMIT', 0, wanted)
-for _, id in ipairs(evals) do
-  redis.call('ZREM', EVAL_PENDING, id)
-  grant(id, EVAL_LEASES)
+-- A held-out prompt whose evaluation is pinned to a version waits for a server that has reported this one.
+local MOST_PINNED = 256 -- looked past in one call
+local has_pins, version = redis.call('EXISTS', P .. 'policy_pins') == 1, nil
+local function may_answer(id)
+  local pinned = has_pins and redis.call('HGET', P .. 'policy_pins', redis.call('HGET', EVAL_OF, id) or '')
+  if not pinned then return true end
+  local record = not version and redis.call('HGET', P .. 'servers', server)
+  version = version or (record and tonumber(cjson.decode(record)['policy_version'])) or -1
+  return tonumber(pinned) == version
+end
+
+local num_evals, looked_at = 0, wanted + (has_pins and MOST_PINNED or 0)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', settled_id, 'LIMIT', 0, looked_at)) do
+  if num_evals < wanted and may_answer(id) then
+    redis.call('ZREM', EVAL_PENDING, id)
+    grant(id, EVAL_LEASES)
+    num_evals = num_evals + 1
+  end
 end
 
 local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local room = limit - (counter('trained') + queued() + in_flight())
 if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
-local budget = wanted - #evals
+local budget = wanted - num_evals
 local window = budget + math.min(newest - settled_id, MOST_UNSETTLED)
 for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
   if budget == 0 then break end

@@ -16,6 +16,7 @@ from penstock.policies import PolicyRegistry
 from penstock.redis_client import RedisClient
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_control import RunControl
+from penstock_services.gateway.dataset_handlers import DatasetHandlers
 from penstock_services.gateway.generate_handlers import GenerateHandlers
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.policy_handlers import PolicyHandlers
@@ -37,6 +38,7 @@ class Handlers:
     policies: PolicyHandlers
     runs: RunHandlers
     generation: GenerateHandlers
+    datasets: DatasetHandlers
     texts: TokenText
     stopping: asyncio.Event
     """Set when the gateway drains: streams end."""
@@ -56,6 +58,7 @@ class Handlers:
             PolicyHandlers(config, registry, fleet, control, audit, stopping),
             RunHandlers(config, queue, registry, fleet, control, audit),
             GenerateHandlers(config, fleet, registry, control, Sessions(config, queue), audit),
+            DatasetHandlers(config, queue, audit),
             texts,
             stopping,
         )

@@ -17,6 +17,7 @@ from penstock.errors import PenstockError
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.console_routes import ConsoleRoutes
+from penstock_services.gateway.dataset_routes import DatasetRoutes
 from penstock_services.gateway.gate import Gate
 from penstock_services.gateway.handlers import READY_TIMEOUT_S, Handlers
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
@@ -40,6 +41,7 @@ def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetric
         prompts,
         PolicyRoutes(handlers.policies),
         RunRoutes(handlers.runs),
+        DatasetRoutes(handlers.datasets),
         OpenAIRoutes(handlers.generation, handlers.texts),
         ServiceRoutes(handlers, metrics),
         ConsoleRoutes(),

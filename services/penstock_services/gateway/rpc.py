@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import InvalidInput, PenstockError
-from penstock.v1 import generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
+from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
 from penstock_services.gateway.access import CALLER, Access
 from penstock_services.gateway.gate import request_id_of
 from penstock_services.gateway.handlers import Handlers
@@ -82,6 +82,11 @@ def services_of(h: Handlers) -> dict[str, dict[str, Method]]:
             "PinPolicy": Answer(h.policies.pin_policy, policies_pb2.PinPolicyRequest),
             "UnpinPolicy": Answer(h.policies.unpin_policy, policies_pb2.UnpinPolicyRequest),
             "RetirePolicy": Answer(h.policies.retire_policy, policies_pb2.ChangePolicyRequest),
+        },
+        "penstock.v1.DatasetService": {
+            "UploadDataset": Answer(h.datasets.upload_dataset, datasets_pb2.UploadDatasetRequest),
+            "GetDataset": Answer(h.datasets.get_dataset, datasets_pb2.GetDatasetRequest),
+            "SubmitDataset": Answer(h.datasets.submit_dataset, datasets_pb2.SubmitDatasetRequest),
         },
         "penstock.v1.GenerateService": {
             "Generate": Answers(h.generation.generate, generate_pb2.GenerateRequest),

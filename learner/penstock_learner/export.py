@@ -40,15 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
-    """Write the policy of a checkpoint to `out`: aside first, so that a reader sees a whole folder or none."""
-    from penstock_learner.model import DTYPES
-
+    """Write the policy of a checkpoint to `out`."""
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
-    lm = _load(config, checkpoint)
+    write_folder(_load(config, checkpoint), config.model.path, out, dtype)
+
+
+def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
+    """A Hugging Face model with what else its `source` folder holds: aside first, so that it is whole or not there."""
+    from penstock_learner.model import DTYPES
+
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(config.model.path, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+    shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
     lm.to(DTYPES[dtype]).save_pretrained(partial)
     partial.rename(out)
 

@@ -25,6 +25,7 @@ from penstock_learner.model import DTYPES, compute_dtype_of, full_weight, load_m
 from penstock_learner.optimizer import make_optimizer
 from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
 from penstock_learner.policy_update import PolicyUpdate
+from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.sequence_parallel import make_sequence_parallel
 
 CPU = torch.device("cpu")
@@ -87,13 +88,44 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         (folder / f"{name}.json").write_text(json.dumps(said))
 
 
+def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """A checkpoint is of the moment at which it was staged, whatever the weights do while it is written."""
+    config = validate({"model": {"path": str(folder / "model")}, "learner": {"policy": {"num_ranks": num_ranks}}}, "t")
+    trainer = TrainerRank(config, rank, num_ranks)
+    trainer.device = CPU
+    model = load_model(config.model.path, torch.float32, 16)
+    trainer.prepare(model, 1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.step()
+
+    def state() -> dict[str, torch.Tensor]:
+        moments = {f"{n}.exp_avg": trainer.optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+        return {n: full_weight(t).detach().clone() for n, t in (dict(model.named_parameters()) | moments).items()}
+
+    trainer.stage(folder / "shards")
+    staged = state()
+    for _ in range(3):
+        trainer.optimizer.step()
+    moved = not any(torch.equal(tensor, staged[n]) for n, tensor in state().items())
+    trainer.finish_saving()
+    trainer.restore(folder / "shards")
+    same = all(torch.equal(tensor, staged[n]) for n, tensor in state().items())
+    if rank == 0:
+        weights = {n.removeprefix("lm."): t.contiguous() for n, t in staged.items() if not n.endswith("exp_avg")}
+        save_file(weights, folder / f"{name}.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
+
+
 def main() -> None:
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():
-        if ranks == num_ranks:
+        if ranks == num_ranks and name == "staged":
+            stage_and_restore(rank, num_ranks, folder, name)
+        elif ranks == num_ranks:
             take_step(rank, num_ranks, folder, name, settings)
     dist.destroy_process_group()
 

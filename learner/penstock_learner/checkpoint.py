@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from penstock.errors import ConfigError, Fenced
@@ -38,6 +38,8 @@ class TrainerState:
     """How far each dataset had been submitted. The positions that count are in Redis, beside the prompts."""
     store_id: str = ""
     """Of the queue that the ledger's prompt ids are of."""
+    resumed_from: str = ""
+    """What `checkpoint.resume` named when this line of checkpoints began; empty where it named none."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
@@ -60,10 +62,13 @@ class CheckpointStore:
 
     def partial_folder(self, step: int, term: int) -> Path:
         """Where the ranks write. Emptied first: what lies there is from a crash."""
-        partial = self.folder / f"term-{term:06d}-step-{step:08d}.partial"
+        partial = self.partial_path(step, term)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
+
+    def partial_path(self, step: int, term: int) -> Path:
+        return self.folder / f"term-{term:06d}-step-{step:08d}.partial"
 
     def finish(self, partial: Path, state: TrainerState) -> Path:
         """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
@@ -83,23 +88,35 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
+    def to_resume(self, resume: str) -> tuple[Path, TrainerState] | None:
+        """By `learner.checkpoint.resume`. A named checkpoint is gone back to once: those made since then are newer."""
+        newest = self.newest()
+        if resume in ("auto", "off") or (newest is not None and newest[1].resumed_from == resume):
+            return newest
+        path = Path(resume)
+        return path, replace(read_state(path), resumed_from=resume)
+
     def newest(self) -> tuple[Path, TrainerState] | None:
         finished = self._finished()
         if not finished:
             return None
-        path = finished[-1]
-        try:
-            fields = json.loads((path / TRAINER_FILE).read_text())
-            fields["ledger"] = [(int(first), int(last)) for first, last in fields["ledger"]]
-            return path, TrainerState(**fields)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "
-                "learner.checkpoint.resume to off"
-            ) from error
+        return finished[-1], read_state(finished[-1])
 
     def _finished(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
+
+
+def read_state(path: Path) -> TrainerState:
+    """Of a finished checkpoint."""
+    try:
+        fields = json.loads((path / TRAINER_FILE).read_text())
+        fields["ledger"] = [(int(first), int(last)) for first, last in fields["ledger"]]
+        return TrainerState(**fields)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "
+            "learner.checkpoint.resume to off or to another"
+        ) from error
 
 
 def _flush(path: Path) -> None:

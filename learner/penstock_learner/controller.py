@@ -30,6 +30,7 @@ from penstock.run_control import RunControl
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
+from penstock_learner.checkpoint_writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
 from penstock_learner.logprob_check import LogProbCheck
 from penstock_learner.metrics import LearnerMetrics
@@ -75,7 +76,7 @@ class LearnerController:
         self.use_at = -USE_EVERY_S
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
-        self.may_resume = config.learner.checkpoint.resume == "auto"
+        self.may_resume = config.learner.checkpoint.resume != "off"
         """Whether the newest checkpoint is one to continue from."""
 
     async def run(self) -> None:
@@ -106,6 +107,10 @@ class LearnerController:
         self.ledger = state.make_ledger()
         self.uncommitted: list[int] = []
         self.kl = make_kl_controller(self.config.learner.algorithm.kl, state.kl_coefficient)
+        self.resumed_from = state.resumed_from
+        self.writer = CheckpointWriter(
+            self.checkpoints, self.queue, self.trained, self.ledger, self.metrics, self._made_progress
+        )
         manifests = await self._take_over(state)
         reader = BatchReader(self.queue, self.config.replay, self.config.learner, self.ledger, manifests)
         self.publication = PolicyPublication(self.config, self.queue, self.fleet, self.policy, self.term, self.metrics)
@@ -123,6 +128,7 @@ class LearnerController:
         finally:
             for task in (training, *publishing):
                 await end_task(task)
+            await self.writer.abandon()
             self.file.close()
 
     async def _follow_orders(self) -> None:
@@ -135,7 +141,7 @@ class LearnerController:
                 self.stopping.set()
 
     def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
-        return self.checkpoints.newest() if self.may_resume else None
+        return self.checkpoints.to_resume(self.config.learner.checkpoint.resume) if self.may_resume else None
 
     async def _resume(self) -> TrainerState:
         """Bring the roles that train to the newest checkpoint, where there is one; else they are as they started."""
@@ -199,12 +205,14 @@ class LearnerController:
                 self._record(metrics, batch)
                 await self._observe_use(metrics)
                 offer.metrics.set_result(metrics)
+                self.writer.raise_if_failed()
                 if step % every == 0:
                     await self._checkpoint(step, version)
             if self.stopping.is_set():
                 await self._checkpoint(step, version)  # whoever asked may not wait for a push as well
             await self.publication.settle()
             await self._checkpoint(step, version)
+            await self.writer.settle()
         finally:
             if reading is not None:
                 await end_task(reading)
@@ -217,6 +225,7 @@ class LearnerController:
         batch = await self._or_stop(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if batch is None and not self.stopping.is_set():
             await self._checkpoint(trained_step, version)
+            await self.writer.settle()
             batch = await self._or_stop(reading, None)
         return batch
 
@@ -265,13 +274,9 @@ class LearnerController:
         self.metrics.mfu.set(mfu(self.use[0].num_parameters, num_tokens, metrics["update_s"], peak))
 
     async def _checkpoint(self, step: int, version: int) -> None:
-        """Make everything up to `step` durable, then acknowledge it."""
+        """Begin to make everything up to `step` durable; it is acknowledged once it is."""
         if not self.uncommitted:
             return
-        started = time.monotonic()
-        partial = self.checkpoints.partial_folder(step, self.term)
-        await all_ended(*(role.call_all("save", shards_folder(partial, name)) for name, role in self.trained.items()))
-        crash_point("before_flush")
         state = TrainerState(
             step,
             version,
@@ -280,14 +285,12 @@ class LearnerController:
             self.kl.coefficient,
             feed_positions=await self.queue.feed_positions(),
             store_id=self.store_id,
+            resumed_from=self.resumed_from,
         )
-        self.checkpoints.finish(partial, state)
-        self.ledger.mark_durable()
+        covered, self.uncommitted = self.uncommitted, []
+        await self.writer.begin(state, covered)
+
+    def _made_progress(self) -> None:
+        """A checkpoint of this process is durable: from now on there is one to go back to."""
         self.may_resume = True
         self.recovery.made_progress()
-        crash_point("after_flush")
-        await self.queue.commit(step, self.uncommitted)
-        crash_point("after_commit")
-        self.uncommitted = []
-        self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
-        self.metrics.checkpoint_success.set_to_current_time()

@@ -33,9 +33,9 @@ class Ledger:
         """A checkpoint covers the prompt, so its group may be acknowledged."""
         return prompt_id in self and prompt_id not in self._volatile
 
-    def mark_durable(self) -> None:
-        """A checkpoint with all of the ledger is on disk."""
-        self._volatile.clear()
+    def mark_durable(self, prompt_ids: Iterable[int]) -> None:
+        """A checkpoint that covers these is on disk."""
+        self._volatile.difference_update(prompt_ids)
 
     def add(self, prompt_ids: Iterable[int]) -> None:
         """Adding an id twice is an error of the caller: a group would have been trained twice."""

@@ -29,8 +29,9 @@ RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-LANES = ("push", "catch_up")
-"""Pushes of either lane get a thread of their own in each rank."""
+SAVE_LANE = "save"
+LANES = ("push", "catch_up", SAVE_LANE)
+"""Pushes of either kind, and the writing of a checkpoint, get a thread of their own in each rank."""
 
 
 def needed_roles(config: RunConfig) -> dict[str, RoleConfig]:

@@ -71,6 +71,13 @@ class RoleGroup:
         reference = getattr(self.actors[0], method).options(concurrency_group=lane).remote(*arguments)
         return (await self._gather(method, [reference], timeout_s))[0]
 
+    async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
+        """Every rank, in the lane's thread, which runs beside its training."""
+        references = [
+            getattr(actor, method).options(concurrency_group=lane).remote(*arguments) for actor in self.actors
+        ]
+        return await self._gather(method, references, self.timeout_s)
+
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
         calls = [asyncio.ensure_future(reference) for reference in references]
         try:

@@ -33,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
+    "sft": ("penstock_learner.sft", "fine-tune a model on supervised examples"),
+    "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Name: (module with `main(argv) -> int`, help). Modules are named as text: their packages stand above this one."""
 

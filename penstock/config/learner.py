@@ -58,8 +58,9 @@ class CheckpointConfig(Config):
     every_steps: int = Field(default=25, ge=1)
     """Groups are acknowledged only once a checkpoint covers them, so this also bounds what a crash repeats."""
     keep: int = Field(default=2, ge=1)
-    resume: Literal["auto", "off"] = "auto"
-    """`auto` continues from the newest checkpoint of the run's folder."""
+    resume: str = Field(default="auto", min_length=1)
+    """`auto` continues from the newest checkpoint of the run's folder, `off` from none. A path goes back to that
+    checkpoint of the run, once: a restart continues from what was made since."""
 
 
 class LearnerConfig(Config):

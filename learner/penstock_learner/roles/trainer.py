@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock_learner.model import PackedCausalLM, compute_dtype_of, prepare
 from penstock_learner.optimizer import make_optimizer
@@ -30,24 +32,34 @@ class TrainerRank(Rank):
         prepare(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
+        self.saving_group = dist.new_group(backend="gloo")
+        """Of the thread that writes checkpoints, whose collectives must not meet those of training."""
 
     def use(self) -> RankUse:
         """What this rank uses of its device."""
         return rank_use(self.trained, self.device)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards. Collective; complete only once the controller has renamed the folder."""
-        model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
-        save_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    def stage(self, folder: Path) -> None:
+        """Copy this rank's shards to host memory and begin to write them. Collective; training may go on at once."""
+        self.saving = async_save(self._state(), checkpoint_id=folder, process_group=self.saving_group)
+
+    def finish_saving(self) -> None:
+        """In a lane of its own: returns when the shards are written. The controller's rename makes them count."""
+        assert isinstance(self.saving, Future)
+        self.saving.result()
 
     def restore(self, folder: Path) -> None:
         """Load shards written by any number of ranks. Collective."""
-        model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        state = self._state()
         load_shards(state, checkpoint_id=folder)
         set_state_dict(
             self.trained, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        torch.set_rng_state(state["rng"])
+
+    def _state(self) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
 
     def tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
         assert array is not None, "the controller filled in what the algorithm needs"

@@ -156,7 +156,7 @@ class ChaosLearner:
         self.checkpoints.finish(
             partial, TrainerState(step, version, self.term, self.ledger.ranges, store_id=self.store_id)
         )
-        self.ledger.mark_durable()
+        self.ledger.mark_durable(self.uncommitted)
         crash_point("after_flush")
         await self.queue.commit(step, self.uncommitted)
         crash_point("after_commit")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from penstock.cli.main import main as cli
 from tiny_model import make_tiny_qwen2
 
 TESTS = Path(__file__).parents[2]
@@ -26,6 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16": (1, {"compute_dtype": "bfloat16"}),
     "bfloat16 masters": (1, {"compute_dtype": "bfloat16", "master_dtype": "bfloat16"}),
     "two ranks": (2, {}),
+    "staged": (2, {}),
     "poisoned": (2, {"micro_batch_tokens": 16}),
     "sequence-parallel": (2, {"sequence_parallel": 2}),
     "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
@@ -48,13 +51,18 @@ class Step:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
-    """One step of each case, by real ranks."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What real ranks wrote of every case."""
     folder = tmp_path_factory.mktemp("steps")
     make_tiny_qwen2(folder / "model", seed=3)
     (folder / "cases.json").write_text(json.dumps(CASES))
     run_ranks(folder, [(0, 1), (0, 2), (1, 2)])
-    return {name: read_step(folder, name) for name in CASES}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steps(folder: Path) -> dict[str, Step]:
+    return {name: read_step(folder, name) for name in CASES if name != "staged"}
 
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
@@ -94,6 +102,24 @@ def test_a_loss_that_is_not_finite_on_one_rank_leaves_the_weights_of_all(steps: 
     assert (step.skipped, step.changed) == (True, False)
     assert POISONED in step.guilty and len(step.guilty) < 12, "the micro-batch is named, not the whole batch"
     assert (steps["two ranks"].skipped, steps["two ranks"].changed) == (False, True)
+
+
+def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> None:
+    said = json.loads((folder / "staged.json").read_text())
+    assert said["moved"], "the weights changed while it was written"
+    assert said["same"], "and what was written is from before"
+
+
+def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: {folder / 'model'}}}")
+    words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(tmp_path / "out")]
+    assert cli(words) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = load_file(folder / "staged.safetensors")
+    assert expected and all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert cli(words) == 2, "an existing folder is never written over"
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -1,0 +1,109 @@
+"""`penstock export`: a checkpoint's policy as a Hugging Face folder that vLLM, SGLang and transformers load.
+
+Reads the ranks' shards in one process, whatever their number was. An adapter is added into the weights it changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.config.run import RunConfig
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json")
+"""What of the model's folder is written anew; the rest (tokenizer, chat template) is copied."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock export", description="Write a checkpoint as a Hugging Face folder.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint (default: the run's newest)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: model.dtype of the run")
+    arguments, overrides = parser.parse_known_args(argv)
+    from penstock.config.loading import load_config
+
+    config = load_config(arguments.config, overrides)
+    checkpoint = arguments.checkpoint or _newest(config)
+    export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype)
+    print(f"{checkpoint} is in {arguments.out}")
+    return 0
+
+
+def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
+    """Write the policy of a checkpoint to `out`."""
+    if out.exists():
+        raise ConfigError(f"--out {out} exists already; name a new folder")
+    write_folder(_load(config, checkpoint), config.model.path, out, dtype)
+
+
+def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
+    """A Hugging Face model with what else its `source` folder holds: aside first, so that it is whole or not there."""
+    from penstock_learner.model import DTYPES
+
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+    lm.to(DTYPES[dtype]).save_pretrained(partial)
+    partial.rename(out)
+
+
+def _newest(config: RunConfig) -> Path:
+    from penstock_learner.checkpoint import CheckpointStore
+
+    found = CheckpointStore(config.folder / "checkpoints", keep=1).newest()
+    if found is None:
+        raise NotFound(f"run {config.run} has no checkpoint in {config.folder}; train first, or give --checkpoint")
+    return found[0]
+
+
+def _load(config: RunConfig, checkpoint: Path) -> Any:
+    """The Hugging Face model with the checkpoint's weights, on the CPU."""
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+    from penstock_learner.checkpoint import shards_folder
+    from penstock_learner.model import add_adapter, load_model
+
+    lora = config.learner.lora
+    model = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
+    if lora is not None:
+        add_adapter(model, lora)
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of one process, which is meant
+            load_shards(state, checkpoint_id=shards_folder(checkpoint, "policy"), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint} does not fit model.path {config.model.path} ({type(error).__name__}); give the "
+            "config that the run was trained with"
+        ) from error
+    set_model_state_dict(model, state["model"])
+    if lora is None:
+        return model.lm
+    plain = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens).lm
+    plain.load_state_dict(_merged(model.lm))
+    return plain
+
+
+def _merged(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights under their plain names, the adapter added in."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in lm.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    return {
+        name.replace(".base_layer.", "."): weight for name, weight in lm.state_dict().items() if ".lora_" not in name
+    }

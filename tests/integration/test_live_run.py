@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo_process import ROOT, DemoProcess
+from penstock.cli import main as cli
 from penstock.metrics import serve_metrics
 from penstock.ports import free_port, wait_for_port
 
@@ -215,6 +216,26 @@ def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_nam
 def test_a_healthy_run_fires_no_alert(prometheus: Ask) -> None:
     assert prometheus('max(penstock_run_state{state="training"})')[0]["value"][1] == "1"
     assert prometheus('ALERTS{alertstate="firing"}') == []
+
+
+# ── commands ──
+
+
+def test_top_shows_the_numbers_of_the_metrics(live: DemoProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--once", "--run-dir", str(live.folder)]) == 0
+    shown = capsys.readouterr().out
+    step = int(re.search(r"step (\d+)", shown)[1])  # type: ignore[index]
+    assert step >= 5 and "state training" in shown and "rollout-0" in shown
+    assert re.search(r"reward [\d.]+  staleness [\d.]+  tokens/s [\d.]+", shown)
+    assert re.search(r"learner .* [\d.]+ s ago .* 0 ", shown), "its heartbeat, and no restart"
+
+
+def test_the_doctor_finds_a_live_run_well(live: DemoProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json", "--config", str(live.folder / "config.yaml")]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    texts = {finding["check"]: finding["text"] for finding in findings if finding["level"] == "ok"}
+    assert {"redis", "clock", "ports", "heartbeat", "conservation", "log-probs", "memory"} <= texts.keys()
+    assert "engine and learner differ by" in texts["log-probs"]
 
 
 # ── logs and traces ──

@@ -124,10 +124,10 @@ class GroupMaker:
 
     def _observe(self, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         self.metrics.trajectories.labels(prompt.data_source or "default").inc(len(trajectories))
+        self.metrics.truncated.inc(sum(trajectory.finish_reason == "length" for trajectory in trajectories))
         for trajectory in trajectories:
             self.metrics.response_tokens.observe(len(trajectory.token_ids))
             self.metrics.version_span.observe(trajectory.max_version - trajectory.min_version)
-            self.metrics.truncated.inc(trajectory.finish_reason == "length")
 
 
 def _seed(prompt: Prompt, index: int) -> int | None:

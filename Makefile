@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
-BENCHES := codec replay weights rollout gateway
+BENCHES := codec replay weights rollout gateway metrics
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 

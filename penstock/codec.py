@@ -49,6 +49,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         extra_info_json=json.dumps(prompt.extra_info),
         priority=prompt.priority,
         evaluation_id=prompt.evaluation_id,
+        trace_parent=prompt.trace_parent,
     )
 
 
@@ -64,6 +65,7 @@ def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
         extra_info=json.loads(message.extra_info_json or "{}"),
         priority=message.priority,
         evaluation_id=message.evaluation_id,
+        trace_parent=message.trace_parent,
     )
 
 
@@ -141,6 +143,7 @@ def group_to_proto(group: Group) -> groups_pb2.Group:
         prompt_token_ids=group.prompt_token_ids.astype("<i4").tobytes(),
         trajectories=[_trajectory_to_proto(t) for t in group.trajectories],
         finished_at_ms=group.finished_at_ms,
+        trace_parent=group.trace_parent,
     )
 
 
@@ -156,6 +159,7 @@ def group_from_proto(message: groups_pb2.Group) -> Group:
         prompt_token_ids=_int32(message.prompt_token_ids),
         trajectories=tuple(_trajectory_from_proto(t) for t in message.trajectories),
         finished_at_ms=message.finished_at_ms,
+        trace_parent=message.trace_parent,
     )
 
 

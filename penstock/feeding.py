@@ -8,6 +8,7 @@ Redis lost its tail, because position and prompts are lost together. Learner che
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from penstock.config.run import RunConfig
 from penstock.datasets import read_prompts
 from penstock.errors import ConfigError, InvalidInput, QueueFull, Unavailable
 from penstock.replay.contract import FeedPosition, PromptIntake
+from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -92,8 +94,9 @@ class PromptStream:
 class Feeder:
     """Keeps prompts waiting until the dataset is at its end. Two at once do no harm: each chunk is taken from one."""
 
-    def __init__(self, queue: PromptIntake, stream: PromptStream) -> None:
+    def __init__(self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None) -> None:
         self.queue = queue
+        self.tracing = tracing or Tracing()
         self.stream = stream
         self.config = stream.config
         self.fingerprint = stream.fingerprint
@@ -120,10 +123,15 @@ class Feeder:
         return position, True
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
-        payloads = [encode_prompt(prompt) for prompt in chunk]
-        feed: FeedPosition = await self.queue.feed(
-            self.config.name, self.fingerprint, position, payloads, [prompt.priority for prompt in chunk]
-        )
+        with contextlib.ExitStack() as spans:
+            if self.tracing.is_on:
+                starts = [self.tracing.start("submit", data_source=prompt.data_source) for prompt in chunk]
+                parents = [spans.enter_context(start) for start in starts]
+                chunk = [replace(prompt, trace_parent=own) for prompt, own in zip(chunk, parents, strict=True)]
+            payloads = [encode_prompt(prompt) for prompt in chunk]
+            feed: FeedPosition = await self.queue.feed(
+                self.config.name, self.fingerprint, position, payloads, [prompt.priority for prompt in chunk]
+            )
         if feed.fingerprint != self.fingerprint:
             raise ConfigError(
                 f"dataset {self.config.name!r} was other data, or in another order, for its first {feed.position} "

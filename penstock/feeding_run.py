@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.feeding import Feeder, PromptStream
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.tracing import Tracing, open_tracing
 from penstock.validating import Validator
 
 
@@ -29,18 +30,20 @@ async def feed_run(config: RunConfig) -> None:
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
         queue = RedisReplayQueue(client, config.run, config.replay)
+        tracing = open_tracing(config.tracing, "feed", config.run)
+        stack.callback(tracing.close)
         tasks = []
         if dataset.validation.file is not None:
             validator = await asyncio.to_thread(Validator.read, config, queue)
             tasks.append(asyncio.create_task(validator.run(), name="validator"))
         if dataset.file is not None:
             stream = await asyncio.to_thread(PromptStream.read, config)
-            tasks.append(asyncio.create_task(_feed(queue, stream), name="feeder"))
+            tasks.append(asyncio.create_task(_feed(queue, stream, tracing), name="feeder"))
         for task in tasks:
             stack.push_async_callback(end_task, task)
         await asyncio.gather(*tasks)
 
 
-async def _feed(queue: RedisReplayQueue, stream: PromptStream) -> None:
-    num_prompts = await Feeder(queue, stream).run()
+async def _feed(queue: RedisReplayQueue, stream: PromptStream, tracing: Tracing) -> None:
+    num_prompts = await Feeder(queue, stream, tracing).run()
     print(f"all {num_prompts} prompts of dataset {stream.config.name!r} are submitted", flush=True)

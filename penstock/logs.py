@@ -1,30 +1,61 @@
-"""Logging of one process: a readable line on a terminal, JSON elsewhere when asked, run and component bound."""
+"""Logging of one process: a readable line on a terminal, JSON elsewhere when asked; run and component on every line.
+
+What a line is about (`FIELDS`) is bound where it becomes known, for everything that the task, and the tasks it starts,
+log from then on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+
+FIELDS = ("request_id", "step", "policy_version", "prompt_id", "attempt", "server_id")
+_about: ContextVar[Mapping[str, object]] = ContextVar("about", default=MappingProxyType({}))
+
+
+def bind(**fields: object) -> None:
+    """Add fields to every line that the running task logs from now on."""
+    _about.set({**_about.get(), **_checked(fields)})
+
+
+@contextlib.contextmanager
+def bound(**fields: object) -> Iterator[None]:
+    """Add fields to every line that is logged within the block."""
+    token = _about.set({**_about.get(), **_checked(fields)})
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def _checked(fields: Mapping[str, object]) -> Mapping[str, object]:
+    unknown = fields.keys() - set(FIELDS)
+    assert not unknown, f"{unknown} are no fields of a log line"
+    return fields
 
 
 class _JsonFormatter(logging.Formatter):
-    def __init__(self, bound: dict[str, str]) -> None:
+    def __init__(self, process: Mapping[str, str]) -> None:
         super().__init__()
-        self.bound = bound
+        self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
-            **self.bound,
+            **self.process,
             "logger": record.name,
             "message": record.getMessage(),
+            **_about.get(),
+            **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
         }
-        for name in ("step", "policy_version", "prompt_id", "server_id"):
-            if hasattr(record, name):
-                fields[name] = getattr(record, name)
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)

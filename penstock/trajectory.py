@@ -38,6 +38,8 @@ class Prompt:
     priority: int = 0
     evaluation_id: str = ""
     """Non-empty: the prompt is held out; its samples are scored and never trained."""
+    trace_parent: str = ""
+    """W3C trace context; empty: it is not traced."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     agent_name: str = "single_turn_agent"
     finished_at_ms: int = 0
+    trace_parent: str = ""
+    """W3C trace context of its lease; empty: it is not traced."""
 
     @property
     def min_version(self) -> int:

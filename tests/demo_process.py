@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -16,7 +19,7 @@ DEADLINE_S = 240
 class DemoProcess:
     """`penstock demo` in a process of its own; everything it started is ended with it, whatever happens."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         command = [
             sys.executable,
             "-m",
@@ -31,7 +34,9 @@ class DemoProcess:
         self.folder = folder / "t"
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            )
         self.seen: dict[int, psutil.Process] = {}
 
     def descendants(self) -> list[psutil.Process]:

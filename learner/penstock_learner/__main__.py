@@ -55,6 +55,7 @@ async def serve(config: RunConfig) -> None:
     from penstock.metrics import serve_metrics, write_endpoint
     from penstock.redis_client import connect
     from penstock.replay.redis_queue import RedisReplayQueue
+    from penstock.tracing import open_tracing
     from penstock_learner.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.placement import needed_roles, place_roles
@@ -67,13 +68,15 @@ async def serve(config: RunConfig) -> None:
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
     roles = needed_roles(config)
     async with contextlib.AsyncExitStack() as stack:
+        tracing = open_tracing(config.tracing, "learner", config.run)
+        stack.callback(tracing.close)
         client = connect(config.redis, patient=True)
         stack.push_async_callback(client.aclose)
         silence_s = await stack.enter_async_context(Heartbeats(client, config.run).beating(LEARNER))
         stack.enter_context(ray_cluster(config, roles))
         groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
         queue = RedisReplayQueue(client, config.run, config.replay)
-        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics, silence_s)
+        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics, silence_s, tracing)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, controller.stopping.set)

@@ -28,6 +28,11 @@ class Batch:
     groups: tuple[Group, ...]
 
     @property
+    def trace_parents(self) -> tuple[str, ...]:
+        """Trace contexts of the groups that are traced."""
+        return tuple(group.trace_parent for group in self.groups if group.trace_parent)
+
+    @property
     def prompt_ids(self) -> list[int]:
         return [group.prompt_id for group in self.groups]
 

@@ -24,9 +24,11 @@ from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import RoleDied
 from penstock.fleet import Fleet
+from penstock.logs import bind
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.run_control import RunControl
+from penstock.tracing import Tracing
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
@@ -57,6 +59,7 @@ class LearnerController:
     def __init__(
         self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
         metrics: LearnerMetrics, silence_s: float | None = None,
+        tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.queue = queue
@@ -72,6 +75,7 @@ class LearnerController:
         self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
         """When a learner that crashed gave its last sign of life, until the first step after it."""
+        self.tracing = tracing or Tracing()
         self.use: list[RankUse] = []
         self.use_at = -USE_EVERY_S
         self.stopping = asyncio.Event()
@@ -113,7 +117,9 @@ class LearnerController:
         )
         manifests = await self._take_over(state)
         reader = BatchReader(self.queue, self.config.replay, self.config.learner, self.ledger, manifests)
-        self.publication = PolicyPublication(self.config, self.queue, self.fleet, self.policy, self.term, self.metrics)
+        self.publication = PolicyPublication(
+            self.config, self.queue, self.fleet, self.policy, self.term, self.metrics, self.tracing
+        )
         self.file = MetricsFile(self.config.folder / "metrics.jsonl", state.step)
         publishing = [
             asyncio.create_task(self.publication.publish_loop()),
@@ -195,11 +201,14 @@ class LearnerController:
                 crash_point("after_read")
                 is_last = step == num_steps
                 reading = None if is_last else asyncio.create_task(reader.read(step + 1, version + 1))
+                bind(step=step, policy_version=version)
+                step_started_s = time.time()
                 metrics = {"wait_s": wait_s} | await self._step(batch, step, version)
+                self._trace(batch, step_started_s, step, version)
                 crash_point("mid_step")
                 version = await self.queue.allocate_version(version + 1)
                 gather_started = time.monotonic()
-                offer = await self.publication.gather(version, step)
+                offer = await self.publication.gather(version, step, batch.trace_parents)
                 metrics |= {"gather_s": time.monotonic() - gather_started}
                 metrics |= {"step_s": time.monotonic() - started, "policy_version": float(version)}
                 self._record(metrics, batch)
@@ -245,6 +254,14 @@ class LearnerController:
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids
         return metrics
+
+    def _trace(self, batch: Batch, started_s: float, step: int, version: int) -> None:
+        """The time that each group waited for its step, and the step."""
+        ended_s = time.time()
+        for group in batch.groups if batch.trace_parents else ():
+            self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
+            fields = {"step": step, "policy_version": version, "staleness": version - group.min_version}
+            self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
 
     def _record(self, metrics: dict[str, float], batch: Batch) -> None:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]

@@ -25,6 +25,7 @@ from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.policies import PolicyRegistry
 from penstock.replay.contract import GroupConsumer
 from penstock.run_control import RunControl
+from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.role_group import RoleGroup
@@ -44,6 +45,8 @@ class Offer:
     step: int
     metrics: asyncio.Future[Mapping[str, float]]
     """Of the step that made it; its record waits for them."""
+    trace_parents: tuple[str, ...] = ()
+    """Of the groups that it is the first version to contain."""
 
 
 class PolicyPublication:
@@ -57,6 +60,7 @@ class PolicyPublication:
         policy: RoleGroup,
         term: int,
         metrics: LearnerMetrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self.config = config
         self.queue = queue
@@ -66,6 +70,7 @@ class PolicyPublication:
         self.metrics = metrics
         self.control = RunControl(fleet.client, config.run)
         self.policies = PolicyRegistry(fleet.client, config.run)
+        self.tracing = tracing or Tracing()
         self.current: int | None = None
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
@@ -80,9 +85,11 @@ class PolicyPublication:
         self._failures: dict[str, tuple[int, float]] = {}
         """Failed pushes in a row of a server, and when it may be tried again."""
 
-    async def gather(self, policy_version: int, step: int) -> Offer:
+    async def gather(self, policy_version: int, step: int, trace_parents: tuple[str, ...] = ()) -> Offer:
         """Stage the policy's weights as a version and offer it. Returns when training may change them again."""
-        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future())
+        if self._offer is not None:
+            trace_parents += self._offer.trace_parents
+        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents)
         async with self._changed:
             in_use = {self._pushing, self.current, *self._catching_up.values()}
             if self._offer is not None:
@@ -135,7 +142,7 @@ class PolicyPublication:
                     self._catching_up = {}
 
     async def _publish(self, offer: Offer) -> None:
-        version, step = offer.policy_version, offer.step
+        version, step, started_s = offer.policy_version, offer.step, time.time()
         reachable = await self._reachable(("READY", "LOADING", "STALE"))
         is_held = await self._is_held()
         servers = [s for s in reachable if s.server_id not in self._catching_up and not is_held]
@@ -152,6 +159,8 @@ class PolicyPublication:
             metrics=await offer.metrics,
         )
         await self.queue.publish(version, step, record.SerializeToString())
+        for trace_parent in offer.trace_parents:
+            self.tracing.record("publish", trace_parent, started_s, time.time(), policy_version=version, step=step)
         self.metrics.version.labels("learner").set(version)
 
     async def _push(

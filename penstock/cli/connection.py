@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from penstock.client import SyncPenstockClient
 
-DEFAULT_RUN_DIR = Path("runs/demo")
+RUNS_FOLDER = Path("runs")
+DEFAULT_RUN_DIR = RUNS_FOLDER / "demo"
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,14 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the gateway's key")
     parser.add_argument("--tls-ca-file", type=Path, metavar="FILE", help="trust these authorities, not the system's")
     parser.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate to show, with its key")
+
+
+def newest_config() -> Path:
+    """The config of the run in `runs/` that was started last."""
+    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")
+    return configs[-1]
 
 
 def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClient:

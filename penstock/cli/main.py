@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("penstock.cli.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.feed", "submit the dataset of a config file to its run, and validate beside it"),
     "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
+    "top": ("penstock.cli.top", "watch a run: steps, queue, servers, parts"),
+    "doctor": ("penstock.cli.doctor", "check a deployment, and say what to do"),
     "watch": ("penstock.cli.watch", "follow the results of a run as they come"),
     "policies": ("penstock.cli.policies", "list, compare, promote and roll back policy versions"),
     "runs": ("penstock.cli.runs", "pause, resume or stop a run, or show its metrics by step"),

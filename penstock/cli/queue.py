@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.connection import RUNS_FOLDER, newest_config
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
     from penstock.replay.inspection import DeadLetter, QueueInspector
 
-RUNS_FOLDER = Path("runs")
 MAX_LIMIT = 1000
 WAIT_S = 600.0
 
@@ -135,7 +135,7 @@ def _target(args: argparse.Namespace) -> _Target:
         return _Target(_redis_at(args.redis_url), args.run, None)
     from penstock.config.loading import load_config
 
-    path = args.config or _newest_config()
+    path = args.config or newest_config()
     config = load_config(path)
     if not config.redis.url:
         raise ConfigError(
@@ -153,13 +153,6 @@ def _redis_at(url: str) -> RedisConfig:
         return RedisConfig(url=url)
     except ValidationError as error:
         raise ConfigError(f"--redis-url: {error.errors()[0]['msg']}") from error
-
-
-def _newest_config() -> Path:
-    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    if not configs:
-        raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE, or --redis-url URL and --run NAME")
-    return configs[-1]
 
 
 # ── commands ──

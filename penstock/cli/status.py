@@ -38,9 +38,9 @@ def _print(run: dict[str, Any]) -> None:
         f"run [bold]{run['run']}[/]  step [bold]{run['step']}[/]  policy version [bold]{run['policy_version']}[/]  "
         f"term {run['term']}  {conserved}"
     )
-    console.print(_queue_table(run["queue"]))
+    console.print(queue_table(run["queue"]))
     if run["servers"]:
-        console.print(_server_table(run["servers"]))
+        console.print(server_table(run["servers"]))
     else:
         console.print("no rollout servers")
     if run["metrics"]:
@@ -48,7 +48,7 @@ def _print(run: dict[str, Any]) -> None:
         console.print("  ".join(f"{name} {_number(value)}" for name, value in shown))
 
 
-def _queue_table(queue: dict[str, int]) -> Any:
+def queue_table(queue: dict[str, int]) -> Any:
     from rich.table import Table
 
     table = Table(title="groups", title_justify="left")
@@ -68,7 +68,7 @@ def _queue_table(queue: dict[str, int]) -> Any:
     return table
 
 
-def _server_table(servers: list[dict[str, Any]]) -> Any:
+def server_table(servers: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(title="rollout servers", title_justify="left")

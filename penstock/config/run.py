@@ -12,6 +12,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
+from penstock.config.tracing import TracingConfig
 from penstock.config.weights import WeightsConfig
 
 
@@ -37,6 +38,7 @@ class RunConfig(Config):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()
+    tracing: TracingConfig = TracingConfig()
     demo: DemoConfig = DemoConfig()
 
     @model_validator(mode="after")

@@ -115,7 +115,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class QueueStat:
-    """One consistent look at every place of the diagram above."""
+    """One consistent look at every place of the diagram above. Two looks that differ by their time only are equal."""
 
     pending: int
     admitted: int
@@ -135,9 +135,9 @@ class QueueStat:
     step: int
     policy_version: int
     term: int
-    pending_age_ms: int
+    pending_age_ms: int = field(compare=False)
     """Since the prompt that is next in line was submitted; 0 where none is pending."""
-    ready_age_ms: int
+    ready_age_ms: int = field(compare=False)
     """Since the group that is next in line was handed in; 0 where none is ready."""
     admission_limit: int
     """What trained, queued and in flight may add up to."""

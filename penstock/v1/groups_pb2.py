@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import prompts_pb2 as penstock_dot_v1_dot_prompts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/groups.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"G\n\x11ListGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x12ListGroupsResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.penstock.v1.GroupSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xdf\x01\n\x0cGroupSummary\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x07 \x01(\x01\x12\x13\n\x0bmin_version\x18\x08 \x01(\x03\x12\x13\n\x0bmax_version\x18\t \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\"1\n\x0fGetGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\xfe\x01\n\x05Group\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x11\n\tserver_id\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x18\n\x10prompt_token_ids\x18\x08 \x01(\x0c\x12-\n\x0ctrajectories\x18\t \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\"\xd5\x03\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12>\n\x0creward_parts\x18\x06 \x03(\x0b\x32(.penstock.v1.Trajectory.RewardPartsEntry\x12;\n\rfinish_reason\x18\x07 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x13\n\x0bis_baseline\x18\x08 \x01(\x08\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0e\n\x06tokens\x18\n \x03(\t\x12\x19\n\x11learner_log_probs\x18\x0b \x01(\x0c\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x0b\n\x07\x41\x42ORTED\x10\x03\"D\n\x0eVersionSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x32\x9b\x01\n\x0cGroupService\x12<\n\x08GetGroup\x12\x1c.penstock.v1.GetGroupRequest\x1a\x12.penstock.v1.Group\x12M\n\nListGroups\x12\x1e.penstock.v1.ListGroupsRequest\x1a\x1f.penstock.v1.ListGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/groups.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"G\n\x11ListGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x12ListGroupsResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.penstock.v1.GroupSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xdf\x01\n\x0cGroupSummary\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x07 \x01(\x01\x12\x13\n\x0bmin_version\x18\x08 \x01(\x03\x12\x13\n\x0bmax_version\x18\t \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\"1\n\x0fGetGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\x94\x02\n\x05Group\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x11\n\tserver_id\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x18\n\x10prompt_token_ids\x18\x08 \x01(\x0c\x12-\n\x0ctrajectories\x18\t \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\t\"\xd5\x03\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12>\n\x0creward_parts\x18\x06 \x03(\x0b\x32(.penstock.v1.Trajectory.RewardPartsEntry\x12;\n\rfinish_reason\x18\x07 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x13\n\x0bis_baseline\x18\x08 \x01(\x08\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0e\n\x06tokens\x18\n \x03(\t\x12\x19\n\x11learner_log_probs\x18\x0b \x01(\x0c\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x0b\n\x07\x41\x42ORTED\x10\x03\"D\n\x0eVersionSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x32\x9b\x01\n\x0cGroupService\x12<\n\x08GetGroup\x12\x1c.penstock.v1.GetGroupRequest\x1a\x12.penstock.v1.Group\x12M\n\nListGroups\x12\x1e.penstock.v1.ListGroupsRequest\x1a\x1f.penstock.v1.ListGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,15 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETGROUPREQUEST']._serialized_start=457
   _globals['_GETGROUPREQUEST']._serialized_end=506
   _globals['_GROUP']._serialized_start=509
-  _globals['_GROUP']._serialized_end=763
-  _globals['_TRAJECTORY']._serialized_start=766
-  _globals['_TRAJECTORY']._serialized_end=1235
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=1103
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=1153
-  _globals['_TRAJECTORY_FINISHREASON']._serialized_start=1155
-  _globals['_TRAJECTORY_FINISHREASON']._serialized_end=1235
-  _globals['_VERSIONSEGMENT']._serialized_start=1237
-  _globals['_VERSIONSEGMENT']._serialized_end=1305
-  _globals['_GROUPSERVICE']._serialized_start=1308
-  _globals['_GROUPSERVICE']._serialized_end=1463
+  _globals['_GROUP']._serialized_end=785
+  _globals['_TRAJECTORY']._serialized_start=788
+  _globals['_TRAJECTORY']._serialized_end=1257
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=1125
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=1175
+  _globals['_TRAJECTORY_FINISHREASON']._serialized_start=1177
+  _globals['_TRAJECTORY_FINISHREASON']._serialized_end=1257
+  _globals['_VERSIONSEGMENT']._serialized_start=1259
+  _globals['_VERSIONSEGMENT']._serialized_end=1327
+  _globals['_GROUPSERVICE']._serialized_start=1330
+  _globals['_GROUPSERVICE']._serialized_end=1485
 # @@protoc_insertion_point(module_scope)

@@ -59,7 +59,7 @@ class GetGroupRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "sampling", "prompt_token_ids", "trajectories", "finished_at_ms")
+    __slots__ = ("run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "sampling", "prompt_token_ids", "trajectories", "finished_at_ms", "trace_parent")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Group(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     run: str
     prompt_id: int
     attempt: int
@@ -80,7 +81,8 @@ class Group(_message.Message):
     prompt_token_ids: bytes
     trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
     finished_at_ms: int
-    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs")

@@ -136,7 +136,7 @@ class PromptRecord(_message.Message):
     def __init__(self, prompt_id: _Optional[int] = ..., state: _Optional[_Union[PromptRecord.State, str]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("messages", "token_ids", "sampling", "num_samples", "agent_name", "data_source", "ground_truth_json", "extra_info_json", "priority", "evaluation_id")
+    __slots__ = ("messages", "token_ids", "sampling", "num_samples", "agent_name", "data_source", "ground_truth_json", "extra_info_json", "priority", "evaluation_id", "trace_parent")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class Prompt(_message.Message):
     EXTRA_INFO_JSON_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     token_ids: bytes
     sampling: Sampling
@@ -157,7 +158,8 @@ class Prompt(_message.Message):
     extra_info_json: str
     priority: int
     evaluation_id: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_samples: _Optional[int] = ..., agent_name: _Optional[str] = ..., data_source: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., extra_info_json: _Optional[str] = ..., priority: _Optional[int] = ..., evaluation_id: _Optional[str] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_samples: _Optional[int] = ..., agent_name: _Optional[str] = ..., data_source: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., extra_info_json: _Optional[str] = ..., priority: _Optional[int] = ..., evaluation_id: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("role", "content")

@@ -11,7 +11,9 @@ import numpy as np
 
 from penstock.codec import check_group
 from penstock.errors import PenstockError
+from penstock.logs import bind
 from penstock.replay.contract import Lease
+from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode, Scored, combine_rewards
@@ -42,6 +44,7 @@ class GroupMaker:
         metrics: RolloutMetrics,
         agents: Agents,
         greedy_baseline: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -50,20 +53,24 @@ class GroupMaker:
         self.scorer = scorer
         self.metrics = metrics
         self.agents = agents
+        self.tracing = tracing or Tracing()
         self.greedy_baseline = greedy_baseline
         """Whether a group that is trained gets one more sample, greedy, that the others are compared with."""
 
     async def make(self, lease: Lease, prompt: Prompt) -> Group:
         """Cancelling this aborts the samples that still run."""
+        bind(policy_version=self.engine.policy_version)
         agent = self.agents.find(prompt.agent_name)
         contexts = self._contexts(lease, prompt)
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(agent(context)) for context in contexts]
+        with self.tracing.span("generate", prompt.trace_parent, policy_version=self.engine.policy_version):
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(agent(context)) for context in contexts]
         episodes = [_episode(task, prompt.agent_name) for task in running]
         if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
             raise PenstockError("a sample was aborted by the engine")
         responses = [self._scored_text(episode) for episode in episodes]
-        scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
+        with self.tracing.span("reward", prompt.trace_parent, data_source=prompt.data_source):
+            scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
         how = self.agents.config.turn_rewards
         trajectories = tuple(
             _trajectory(episode, *combine_rewards(score, episode, how), is_baseline=index >= prompt.num_samples)
@@ -80,6 +87,7 @@ class GroupMaker:
             trajectories=trajectories,
             agent_name=prompt.agent_name,
             finished_at_ms=int(time.time() * 1000),
+            trace_parent=prompt.trace_parent,
         )
         check_group(group)
         self._observe(prompt, trajectories)
@@ -116,10 +124,10 @@ class GroupMaker:
 
     def _observe(self, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         self.metrics.trajectories.labels(prompt.data_source or "default").inc(len(trajectories))
+        self.metrics.truncated.inc(sum(trajectory.finish_reason == "length" for trajectory in trajectories))
         for trajectory in trajectories:
             self.metrics.response_tokens.observe(len(trajectory.token_ids))
             self.metrics.version_span.observe(trajectory.max_version - trajectory.min_version)
-            self.metrics.truncated.inc(trajectory.finish_reason == "length")
 
 
 def _seed(prompt: Prompt, index: int) -> int | None:

@@ -18,13 +18,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable
+from penstock.logs import bind
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
+from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.concurrency import ConcurrencyLimit
 from penstock_rollout.engines.engine import EngineStats
@@ -49,6 +52,7 @@ class Producer:
     def __init__(
         self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
         metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.hand_in = HandIn(queue)
@@ -59,6 +63,7 @@ class Producer:
         self.metrics = metrics
         self.may_lease = may_lease
         self.engine_stats = engine_stats
+        self.tracing = tracing or Tracing()
         self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._workers: dict[int, asyncio.Task[None]] = {}
@@ -149,15 +154,14 @@ class Producer:
 
     async def _work(self, lease: Lease) -> None:
         started = time.monotonic()
+        bind(prompt_id=lease.prompt_id, attempt=lease.attempt)
         try:
             prompt = decode_prompt(lease.payload)
-            async with asyncio.timeout(self.rollout.prompt_timeout_s):
-                group = await self.maker.make(lease, prompt)
-            if prompt.evaluation_id:
-                await self._record_evaluation(lease, prompt, group)
-            else:
-                self._handing_in.add(lease.prompt_id)
-                await self._hand_in(lease, group)
+            span = self.tracing.span(
+                "lease", prompt.trace_parent, prompt_id=lease.prompt_id, attempt=lease.attempt, server_id=self.server_id
+            )
+            with span as trace_parent:
+                await self._finish(lease, replace(prompt, trace_parent=trace_parent))
             self.metrics.episode_seconds.observe(time.monotonic() - started)
             self._drop(lease)
         except Exception as error:
@@ -166,6 +170,16 @@ class Producer:
             self._handing_in.discard(lease.prompt_id)
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
+
+    async def _finish(self, lease: Lease, prompt: Prompt) -> None:
+        """Make the group and hand it in."""
+        async with asyncio.timeout(self.rollout.prompt_timeout_s):
+            group = await self.maker.make(lease, prompt)
+        if prompt.evaluation_id:
+            await self._record_evaluation(lease, prompt, group)
+        else:
+            self._handing_in.add(lease.prompt_id)
+            await self._hand_in(lease, group)
 
     def _drop(self, lease: Lease) -> None:
         """Forget a lease, unless the prompt was leased again meanwhile."""

@@ -16,11 +16,13 @@ from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
 from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.heartbeats import Heartbeats
+from penstock.logs import bind
 from penstock.metrics import serve_metrics, write_endpoint
 from penstock.policies import PolicyRegistry
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_control import RunControl
+from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents
@@ -73,6 +75,7 @@ class RolloutServer:
             PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, self.metrics).fit,
         )
         agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
+        tracing = open_tracing(config.tracing, "rollout", config.run)
         client = connect(config.redis)
         self.fleet = Fleet(client, config.run)
         self.heartbeats = Heartbeats(client, config.run)
@@ -81,11 +84,11 @@ class RolloutServer:
         queue = RedisReplayQueue(client, config.run, config.replay)
         maker = GroupMaker(
             config.run, self.server_id, self.engine, tokenization, scorer, self.metrics, agents,
-            greedy_baseline=config.learner.algorithm.advantage.has_baseline,
+            greedy_baseline=config.learner.algorithm.advantage.has_baseline, tracing=tracing,
         )  # fmt: skip
         self.producer = Producer(
             queue, self.server_id, maker, config.rollout, config.replay, self.metrics,
-            may_lease=self._may_lease, engine_stats=self.engine.stats,
+            may_lease=self._may_lease, engine_stats=self.engine.stats, tracing=tracing,
         )  # fmt: skip
         listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
         try:
@@ -109,6 +112,7 @@ class RolloutServer:
             await self.engine.stop()
             await scorer.close()
             await client.aclose()
+            await asyncio.to_thread(tracing.close)
 
     async def _listen(self, listener: grpc.aio.Server, generation: GenerateService) -> None:
         rollout = self.config.rollout
@@ -164,6 +168,7 @@ class RolloutServer:
         while True:
             try:
                 self._follow(await self._next_state(await self.fleet.report(self._record())))
+                bind(policy_version=self.engine.policy_version)
                 self.reported_at = time.monotonic()
             except Unavailable as error:
                 logger.warning("cannot report to the fleet: %s", error)

@@ -9,18 +9,23 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import yaml
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo_process import ROOT, DemoProcess
+from penstock.cli import main as cli
 from penstock.metrics import serve_metrics
 from penstock.ports import free_port, wait_for_port
 
@@ -31,15 +36,55 @@ WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"
 pytestmark = pytest.mark.timeout(400)
 
 
+class Collector(ThreadingHTTPServer):
+    """Takes traces by OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _CollectorHandler)
+        self.spans: list[tuple[str, Span]] = []
+        """Service and span, in the order of arrival."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _CollectorHandler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            fields = {pair.key: pair.value.string_value for pair in of_resource.resource.attributes}
+            for scope in of_resource.scope_spans:
+                self.server.spans += [(fields["service.name"], span) for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoProcess]:
-    """The cheapest real run: the torch engine, one policy rank, no reference. Two checkpoints in."""
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[DemoProcess]:
+    """The cheapest real run: the torch engine, one policy rank, no reference. Two checkpoints in. Traced."""
     overrides = {
         "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
         "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
+        "tracing.endpoint": collector.url,
     }  # fmt: skip
     words = [word for name, value in overrides.items() for word in (f"--{name}", value)]
-    started = DemoProcess(tmp_path_factory.mktemp("live"), *words)
+    started = DemoProcess(tmp_path_factory.mktemp("live"), *words, environment={"PENSTOCK_LOG": "json"})
     try:
         started.wait_for_step(5)
         yield started
@@ -171,6 +216,74 @@ def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_nam
 def test_a_healthy_run_fires_no_alert(prometheus: Ask) -> None:
     assert prometheus('max(penstock_run_state{state="training"})')[0]["value"][1] == "1"
     assert prometheus('ALERTS{alertstate="firing"}') == []
+
+
+# ── commands ──
+
+
+def test_top_shows_the_numbers_of_the_metrics(live: DemoProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--once", "--run-dir", str(live.folder)]) == 0
+    shown = capsys.readouterr().out
+    step = int(re.search(r"step (\d+)", shown)[1])  # type: ignore[index]
+    assert step >= 5 and "state training" in shown and "rollout-0" in shown
+    assert re.search(r"reward [\d.]+  staleness [\d.]+  tokens/s [\d.]+", shown)
+    assert re.search(r"learner .* [\d.]+ s ago .* 0 ", shown), "its heartbeat, and no restart"
+
+
+def test_the_doctor_finds_a_live_run_well(live: DemoProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json", "--config", str(live.folder / "config.yaml")]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    texts = {finding["check"]: finding["text"] for finding in findings if finding["level"] == "ok"}
+    assert {"redis", "clock", "ports", "heartbeat", "conservation", "log-probs", "memory"} <= texts.keys()
+    assert "engine and learner differ by" in texts["log-probs"]
+
+
+# ── logs and traces ──
+
+
+def log_lines(run: DemoProcess, part: str) -> list[dict[str, Any]]:
+    lines = (run.folder / "logs" / f"{part}.log").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_log_lines_say_what_they_are_about(live: DemoProcess) -> None:
+    steps = [line for line in log_lines(live, "learner") if line["message"].startswith("step ")]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert [line["policy_version"] for line in steps] == list(range(len(steps)))
+    for part in ("learner", "gateway", "rollout-0"):
+        assert {(line["run"], line["component"]) for line in log_lines(live, part)} >= {("t", part)}
+
+
+def test_a_trace_shows_a_prompt_s_whole_life(live: DemoProcess, collector: Collector) -> None:
+    """From its submission to the version that contains it, over three processes."""
+    wanted = {
+        "submit": "penstock-gateway", "lease": "penstock-rollout", "generate": "penstock-rollout",
+        "reward": "penstock-rollout", "queue": "penstock-learner", "train": "penstock-learner",
+        "publish": "penstock-learner",
+    }  # fmt: skip
+    deadline = time.monotonic() + 60
+    while True:
+        traces: dict[bytes, dict[str, tuple[str, Span]]] = {}
+        for service, span in list(collector.spans):
+            traces.setdefault(span.trace_id, {})[span.name] = (service, span)
+        whole = [trace for trace in traces.values() if trace.keys() >= wanted.keys()]
+        if whole or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    trace = whole[0]
+    assert {name: service for name, (service, _) in trace.items()} == wanted
+    parents = {name: span.parent_span_id for name, (_, span) in trace.items()}
+    assert parents.pop("submit") == b""
+    assert parents.pop("lease") == trace["submit"][1].span_id
+    assert set(parents.values()) == {trace["lease"][1].span_id}
+    attributes = {name: _attributes(span) for name, (_, span) in trace.items()}
+    assert attributes["publish"]["policy_version"] > attributes["train"]["policy_version"]
+    starts = [trace[name][1].start_time_unix_nano for name in ("submit", "lease", "generate", "reward", "train")]
+    assert starts == sorted(starts)
+
+
+def _attributes(span: Span) -> dict[str, int]:
+    return {pair.key: pair.value.int_value for pair in span.attributes}
 
 
 # ── the end ──

@@ -20,7 +20,9 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailabl
 from penstock.trajectory import Prompt, Sampling
 
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
-LIGHT_COMMANDS = ("submit", "feed", "status", "policies", "plan", "simulate", "generate", "evaluate", "gateway")
+LIGHT_COMMANDS = (
+    "submit", "feed", "status", "top", "doctor", "policies", "plan", "simulate", "generate", "evaluate", "gateway",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
+from penstock.logs import bind
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import CALLER, Access
 from penstock_services.gateway.metrics import GatewayMetrics, Observation
@@ -49,6 +50,7 @@ class Gate:
             return
         with self.metrics.observe("rest") as seen:
             request_id = request_id_of(Headers(scope=scope).get("x-request-id", ""))
+            bind(request_id=request_id)
             refusal, body = await self._admit(scope, receive, request_id)
             if refusal is not None:
                 seen.route = "refused"

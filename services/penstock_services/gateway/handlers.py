@@ -16,6 +16,7 @@ from penstock.policies import PolicyRegistry
 from penstock.redis_client import RedisClient
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_control import RunControl
+from penstock.tracing import Tracing
 from penstock_services.gateway.dataset_handlers import DatasetHandlers
 from penstock_services.gateway.generate_handlers import GenerateHandlers
 from penstock_services.gateway.operations import AuditLog
@@ -44,7 +45,7 @@ class Handlers:
     """Set when the gateway drains: streams end."""
 
     @classmethod
-    def over(cls, client: RedisClient, config: RunConfig) -> Handlers:
+    def over(cls, client: RedisClient, config: RunConfig, tracing: Tracing | None = None) -> Handlers:
         queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
         registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
         audit, stopping = AuditLog(config.folder / "audit.jsonl"), asyncio.Event()
@@ -54,7 +55,7 @@ class Handlers:
             queue,
             fleet,
             Heartbeats(client, config.run),
-            PromptHandlers(config, queue, audit, texts, stopping),
+            PromptHandlers(config, queue, audit, texts, stopping, tracing),
             PolicyHandlers(config, registry, fleet, control, audit, stopping),
             RunHandlers(config, queue, registry, fleet, control, audit),
             GenerateHandlers(config, fleet, registry, control, Sessions(config, queue), audit),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -14,6 +15,7 @@ from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult
+from penstock.tracing import Tracing
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway import validation
@@ -39,13 +41,20 @@ class PromptHandlers:
     """`stopping` ends streams: a gateway that drains does not wait for its watchers."""
 
     def __init__(
-        self, config: RunConfig, queue: RedisReplayQueue, audit: AuditLog, texts: TokenText, stopping: asyncio.Event
+        self,
+        config: RunConfig,
+        queue: RedisReplayQueue,
+        audit: AuditLog,
+        texts: TokenText,
+        stopping: asyncio.Event,
+        tracing: Tracing | None = None,
     ) -> None:
         self.config = config
         self.queue = queue
         self.audit = audit
         self.texts = texts
         self.stopping = stopping
+        self.tracing = tracing or Tracing()
         self.book = PromptBook(queue)
         self.submissions = JoinedSubmissions(queue)
         self.recomputed = RecomputedLogProbs(queue.client, config.run)
@@ -54,11 +63,15 @@ class PromptHandlers:
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
         validation.check_idempotency_key(request.idempotency_key)
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        submission = await self.submissions.submit(
-            [prompt.SerializeToString() for prompt in prompts],
-            [prompt.priority for prompt in prompts],
-            request.idempotency_key,
-        )
+        with contextlib.ExitStack() as spans:
+            for prompt in prompts if self.tracing.is_on else ():
+                span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
+                prompt.trace_parent = spans.enter_context(span)
+            submission = await self.submissions.submit(
+                [prompt.SerializeToString() for prompt in prompts],
+                [prompt.priority for prompt in prompts],
+                request.idempotency_key,
+            )
         if len(submission.prompt_ids) != len(prompts):
             raise InvalidInput(
                 "idempotency_key",

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import InvalidInput, PenstockError
+from penstock.logs import bind
 from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
 from penstock_services.gateway.access import CALLER, Access
 from penstock_services.gateway.gate import request_id_of
@@ -211,6 +212,7 @@ class Servicers:
         metadata = {name: str(value) for name, value in context.invocation_metadata() or ()}
         request_id = request_id_of(metadata.get("x-request-id", ""))
         context.set_trailing_metadata((("x-request-id", request_id),))
+        bind(request_id=request_id)
         caller = self.access.admit(metadata.get("authorization", ""))
         CALLER.set(replace(caller, request_id=request_id))
 

@@ -28,6 +28,7 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
 from penstock.redis_client import connect
+from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, load_keys
 from penstock_services.gateway.handlers import Handlers
 from penstock_services.gateway.metrics import GatewayMetrics, RunFacts
@@ -54,7 +55,9 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
     async with contextlib.AsyncExitStack() as stack:
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
-        handlers = Handlers.over(client, config)
+        tracing = open_tracing(config.tracing, "gateway", config.run)
+        stack.callback(tracing.close)
+        handlers = Handlers.over(client, config, tracing)
         stack.push_async_callback(handlers.generation.close)
         metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
         host = config.gateway.host

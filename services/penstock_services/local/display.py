@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.config.run import RunConfig
+from penstock.sparkline import sparkline
 
 History = Sequence[dict[str, float]]
-_BARS = "▁▂▃▄▅▆▇█"
 LINE_EVERY_STEPS = 10
 
 
@@ -104,14 +104,6 @@ class LineDisplay:
             names = ("step", "version", "reward", "staleness", "tokens/s", "queue")
             cells = _cells(status, history, self.config)
             print("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Values from 0 to 1 as a line of bars, the newest on the right."""
-    if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    return "".join(_BARS[min(int(max(value, 0.0) * len(_BARS)), len(_BARS) - 1)] for value in values)
 
 
 def _cells(status: dict[str, Any], history: History, config: RunConfig) -> list[str]:

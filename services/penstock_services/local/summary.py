@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config.run import RunConfig
-from penstock_services.local.display import sparkline
+from penstock.sparkline import sparkline
 
 History = Sequence[dict[str, float]]
 

@@ -1,0 +1,255 @@
+"""What instrumentation costs: the two halves of the demo's work with metrics on and off, in turn, in one process.
+
+    make bench-metrics
+
+`rollout` makes groups of the demo's prompts with the torch engine and the demo's model: lease, generate, score, encode,
+append. `learner` makes optimizer steps of the demo's model on a batch of those groups, as many as a step of the demo
+has. Metrics on is everything that a process counts and observes, and one scrape a second; off is none of it. A rate is
+by the CPU time of the process, which is what the demo is short of. On a busy machine rounds differ by tens of percent;
+so beside the ratio stands the share: CPU time within calls on metrics, and of a scrape, over that of the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+
+from harness import Bar, Measurement, alternate, median_ratio, report
+from penstock.cancellation import end_task
+from penstock.codec import decode_group, encode_prompt
+from penstock.config.agents import AgentsConfig
+from penstock.config.algorithms import CorrectionConfig
+from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.datasets import read_prompts
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Group, Sampling
+from penstock_learner.algorithms import corrections
+from penstock_learner.metrics import PHASES, LearnerMetrics
+from penstock_learner.model import ModelInputs, load_model
+from penstock_learner.packing import batch_of
+from penstock_learner.step_metrics import batch_metrics, mean_rewards
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.start import start_engine
+from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.producer import Producer
+from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import Tokenization
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
+REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
+MAX_MODEL_LEN = 64
+BATCH_GROUPS = 32
+"""As many as a step of the demo trains."""
+GROUPS_A_ROUND = 16
+NUM_ROUNDS = 101
+"""Many and short: a round differs from the next by more than what is measured."""
+SCRAPE_S = 1.0
+"""Of the time in which metrics are on, which is half of all."""
+GOAL = 0.99
+
+
+class NoMetrics:
+    """Takes every call on a metric, and does nothing."""
+
+    def __getattr__(self, name: str) -> Self:
+        return self
+
+    def __call__(self, *_: object) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class TimedMetrics:
+    """Passes every call on, and adds up the CPU time it takes, that of looking at the clock included."""
+
+    def __init__(self, target: Any, spent_s: list[float]) -> None:
+        self._target = target
+        self._spent_s = spent_s
+
+    def __getattr__(self, name: str) -> TimedMetrics:
+        return TimedMetrics(getattr(self._target, name), self._spent_s)
+
+    def __call__(self, *arguments: object) -> TimedMetrics:
+        return self._timed(self._target, *arguments)
+
+    def __enter__(self) -> TimedMetrics:
+        return self._timed(self._target.__enter__)
+
+    def __exit__(self, *raised: object) -> None:
+        self._timed(self._target.__exit__, *raised)
+
+    def _timed(self, call: Callable[..., Any], *arguments: object) -> TimedMetrics:
+        started = time.thread_time()
+        answer = call(*arguments)
+        self._spent_s[0] += time.thread_time() - started
+        return TimedMetrics(answer, self._spent_s)
+
+
+def scrape_share(registry: CollectorRegistry) -> float:
+    """Of the CPU time, what one scrape every SCRAPE_S takes."""
+    started = time.thread_time()
+    generate_latest(registry)
+    return (time.thread_time() - started) / SCRAPE_S
+
+
+class RolloutHalf:
+    def __init__(self) -> None:
+        self.metrics = RolloutMetrics(CollectorRegistry())
+        config = EngineConfig(name="torch", max_model_len=MAX_MODEL_LEN, max_num_seqs=64)
+        self.engine = create_engine(config, EXAMPLE / "model", "float32", 1)
+        self.scorer = Scorer(RewardConfig(function_file=EXAMPLE / "reward.py"), self.metrics)
+        tokenization = Tokenization(EXAMPLE / "model")
+        agents = Agents.load(AgentsConfig(), MAX_MODEL_LEN, tokenization)
+        self.queue = MemoryReplayQueue(MemoryStore(), REPLAY)
+        self.maker = GroupMaker("bench", "r", self.engine, tokenization, self.scorer, self.metrics, agents)
+        self.producer = Producer(
+            self.queue, "r", self.maker, RolloutConfig(max_concurrent_groups=4), REPLAY, self.metrics,
+            may_lease=lambda: True, engine_stats=self.engine.stats,
+        )  # fmt: skip
+        prompts = read_prompts(EXAMPLE / "train.parquet", num_samples=8, sampling=Sampling(max_tokens=8, seed=1))
+        self.payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, GROUPS_A_ROUND)]
+        """The same, with the same seeds, in every round: the work differs by nothing but the metrics."""
+        self.groups: list[Group] = []
+        self.scraped_at = 0.0
+
+    async def start(self) -> None:
+        await self.scorer.check()
+        await start_engine(self.engine, 60)
+        await self.queue.take_term(0)
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+        await self.scorer.close()
+
+    async def run(self, metrics: Any) -> float:
+        """Groups a CPU second."""
+        for part in (self.scorer, self.maker, self.producer):
+            part.metrics = metrics
+        await self.queue.submit(self.payloads, [0] * GROUPS_A_ROUND, "")
+        cpu_started = time.process_time()
+        leasing = asyncio.create_task(self.producer.lease_loop())
+        while (stat := await self.queue.stat()).queued < GROUPS_A_ROUND:
+            await asyncio.sleep(0.005)
+            if metrics is self.metrics and time.monotonic() - self.scraped_at > SCRAPE_S / 2:
+                generate_latest(self.metrics.registry)
+                self.scraped_at = time.monotonic()
+        await end_task(leasing)
+        rate = GROUPS_A_ROUND / (time.process_time() - cpu_started)
+        ids = await self.queue.take(stat.step + 1, GROUPS_A_ROUND)
+        self.groups = [decode_group(delivery.payload) for delivery in await self.queue.fetch(ids)]
+        await self.queue.commit(stat.step + 1, ids)
+        return rate
+
+    async def share(self) -> float:
+        """Of the CPU time, what metrics take. A scrape a second is of a second's work."""
+        spent_s = [0.0]
+        rate = await self.run(TimedMetrics(self.metrics, spent_s))
+        return spent_s[0] * rate / GROUPS_A_ROUND + scrape_share(self.metrics.registry)
+
+
+class LearnerHalf:
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = list(itertools.islice(itertools.cycle(groups), BATCH_GROUPS))
+        self.metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+        self.model = load_model(EXAMPLE / "model", torch.float32, 2048)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        self.count_ratios = corrections._count_ratios
+        self.scraped_at = 0.0
+
+    def run(self, is_on: bool) -> float:
+        """Steps a CPU second."""
+        corrections._count_ratios = self.count_ratios if is_on else lambda ratio, mask: ratio
+        started = time.process_time()
+        self.step(is_on)
+        if is_on and time.monotonic() - self.scraped_at > SCRAPE_S / 2:
+            generate_latest(self.metrics.registry)
+            self.scraped_at = time.monotonic()
+        return 1 / (time.process_time() - started)
+
+    def share(self) -> float:
+        """Of the CPU time of a step, what metrics take."""
+        spent_s = [0.0]
+        corrections._count_ratios = lambda *a: TimedMetrics(self.count_ratios, spent_s)(*a)._target
+        record = self.record
+        self.record = TimedMetrics(record, spent_s)  # type: ignore[assignment,method-assign]
+        started = time.process_time()
+        self.step(is_on=True)
+        self.record = record  # type: ignore[method-assign]
+        return spent_s[0] / (time.process_time() - started) + scrape_share(self.metrics.registry)
+
+    def step(self, is_on: bool) -> None:
+        batch = batch_of(self.groups)
+        metrics = batch_metrics(batch, 0)
+        log_probs, _ = self.model(ModelInputs.of(batch, torch.device("cpu")))
+        behaviour, mask = torch.as_tensor(batch.behaviour_log_probs), torch.as_tensor(batch.loss_mask)
+        ids = torch.as_tensor(batch.sequence_ids)
+        correction = corrections.correct(log_probs.detach(), behaviour, mask, ids, CorrectionConfig())
+        self.optimizer.zero_grad(set_to_none=True)
+        (-(log_probs * correction.weights).mean()).backward()
+        self.optimizer.step()
+        if is_on:
+            self.record(metrics, correction.statistics)
+
+    def record(self, metrics: dict[str, float], statistics: corrections.CorrectionStatistics) -> None:
+        names = ("step_s", "loss", "kl_loss", "kl_reference", "clip_ratio_low", "clip_ratio_high", "skipped", "entropy")
+        metrics |= dict.fromkeys((*names, *(f"{phase}_s" for phase in PHASES)), 0.1)
+        metrics |= {"kl_behaviour": statistics.mean_kl, "effective_sample_ratio": statistics.effective_sample_ratio}
+        self.metrics.record_step(metrics, mean_rewards(self.groups))
+        self.metrics.importance_ratio.add(statistics.ratio_counts.tolist(), float(statistics.sum_ratio))
+        for group in self.groups:
+            self.metrics.staleness.observe(group.min_version)
+
+
+def in_turn(
+    half: str, unit: str, on: Callable[[], float], off: Callable[[], float], share: Callable[[], float]
+) -> tuple[list[Measurement], list[Bar]]:
+    contenders = {f"{half}: metrics off": off, f"{half}: metrics on": on, f"{half}: share of metrics": share}
+    off_rates, on_rates, shares = alternate(contenders, NUM_ROUNDS, unit).values()
+    bars = [
+        Bar(f"{half}: metrics on / off", median_ratio(on_rates, off_rates), GOAL),
+        Bar(f"{half}: share of the CPU time", shares.median, 1 - GOAL, at_most=True),
+    ]
+    return [off_rates, on_rates, replace(shares, unit="of the CPU time")], bars
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    with asyncio.Runner() as runner:
+        rollout = RolloutHalf()
+        runner.run(rollout.start())
+        try:
+            measured, bars = in_turn(
+                "rollout", "groups/CPU s",
+                lambda: runner.run(rollout.run(rollout.metrics)), lambda: runner.run(rollout.run(NoMetrics())),
+                lambda: runner.run(rollout.share()),
+            )  # fmt: skip
+        finally:
+            runner.run(rollout.stop())
+    learner = LearnerHalf(rollout.groups)
+    more, other = in_turn(
+        "learner", "steps/CPU s", lambda: learner.run(True), lambda: learner.run(False), learner.share
+    )
+    is_met = report("metrics", "the demo's work with and without metrics", measured + more, bars + other)
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

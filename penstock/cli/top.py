@@ -1,0 +1,135 @@
+"""`penstock top`: a run in the terminal, redrawn in place. The numbers are those of the gateway's /metrics and API."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.errors import Unavailable
+
+if TYPE_CHECKING:
+    from penstock.client import SyncPenstockClient
+
+DEADLINE_S = 5.0
+HISTORY = 60
+_STEP_METRICS = {
+    "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
+    "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock top", description="Watch a run: steps, queue, servers, parts.")
+    add_gateway_arguments(parser)
+    parser.add_argument("--once", action="store_true", help="print one look and exit")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+    from rich.live import Live
+
+    with open_client(args, DEADLINE_S) as client:
+        if args.once:
+            Console().print(draw(look(client), []))
+            return 0
+        history: deque[Look] = deque(maxlen=HISTORY)
+        with Live(screen=True, auto_refresh=False) as live:
+            while True:
+                history.append(look(client))
+                live.update(draw(history[-1], list(history)), refresh=True)
+                time.sleep(max(args.interval, 0.1))
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a run."""
+
+    run: dict[str, Any]
+    """The gateway's answer for the run."""
+    series: dict[str, dict[str, float]]
+    """The gateway's metrics that have at most one label: name, then the label's value ("" without one)."""
+
+    def value(self, name: str, label: str = "") -> float:
+        return self.series.get(name, {}).get(label, 0.0)
+
+    @property
+    def state(self) -> str:
+        return next((state for state, value in self.series.get("penstock_run_state", {}).items() if value), "unknown")
+
+
+def look(client: SyncPenstockClient) -> Look:
+    import httpx
+
+    url = f"{client.address.url}/metrics"
+    run = client.get_run()
+    try:
+        text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url} does not answer ({error}); is it a gateway?") from error
+    return Look(run, parse_series(text))
+
+
+def parse_series(text: str) -> dict[str, dict[str, float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    series: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if len(sample.labels) <= 1:
+                series.setdefault(sample.name, {})[next(iter(sample.labels.values()), "")] = sample.value
+    return series
+
+
+def draw(now: Look, history: Sequence[Look]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    from penstock.cli.status import queue_table, server_table
+    from penstock.sparkline import sparkline
+
+    run = now.run
+    head = Text.assemble(
+        ("run ", "dim"), (str(run["run"]), "bold"), ("  state ", "dim"), (now.state, "bold"), ("  step ", "dim"),
+        (str(run["step"]), "bold"), ("  version ", "dim"), (str(run["policy_version"]), "bold"),
+        ("  term ", "dim"), str(run["term"]),
+    )  # fmt: skip
+    if run["queue"]["conservation_error"]:
+        head.append(f"  conservation off by {run['queue']['conservation_error']}", "bold red")
+    parts: list[Any] = [head, _numbers(run["metrics"]), queue_table(run["queue"])]
+    parts.append(server_table(run["servers"]) if run["servers"] else Text("no rollout servers"))
+    parts.append(_parts(now))
+    rewards = [row.run["metrics"].get("reward_mean") for row in history]
+    known = [reward for reward in rewards if reward is not None]
+    if known:
+        parts.append(Text(f"reward {sparkline(known, HISTORY)}", style="green"))
+    return Group(*parts)
+
+
+def _numbers(metrics: dict[str, float | None]) -> Any:
+    """Of the step that made the newest version."""
+    from rich.text import Text
+
+    shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
+    return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
+
+
+def _parts(now: Look) -> Any:
+    """Ages, restarts, drops and scores."""
+    from rich.table import Table
+
+    table = Table(title="parts", title_justify="left")
+    for name in ("part", "heartbeat", "restarts"):
+        table.add_column(name)
+    for component, age_s in sorted(now.series.get("penstock_heartbeat_age_seconds", {}).items()):
+        restarts = now.value("penstock_component_restarts_total", component)
+        table.add_row(component, f"{age_s:.1f} s ago", f"{restarts:.0f}")
+    ages = now.series.get("penstock_queue_oldest_age_seconds", {})
+    table.caption = "  ".join(
+        [f"oldest {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
+        + [f"{name} {score:.3f}" for name, score in now.series.get("penstock_eval_score", {}).items()]
+    )
+    return table

@@ -1,0 +1,126 @@
+"""Traces of a prompt's life, by OpenTelemetry. Off unless `tracing.endpoint` is set; nothing of it is imported before.
+
+    submit (gateway, feed)
+      └─ lease (rollout server: from the lease until the group is handed in)
+           ├─ generate
+           ├─ reward
+           ├─ queue   (until the learner reads the group)
+           ├─ train   (the step)
+           └─ publish (until the first version that contains it is current)
+
+A span's context travels as W3C `traceparent` text with the prompt and with the group. A prompt without one is not
+traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.config.tracing import TracingConfig
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+CLOSE_TIMEOUT_MS = 5000
+Attribute = str | int | float
+
+
+class Tracing:
+    """Traces nothing: what every process has by default."""
+
+    is_on = False
+
+    @contextlib.contextmanager
+    def start(self, name: str, trace_parent: str = "", **attributes: Attribute) -> Iterator[str]:
+        """A trace's first span; part of a trace that a client has begun, where that is given. Yields the context for
+        the spans below it, empty where it is not traced."""
+        yield trace_parent
+
+    @contextlib.contextmanager
+    def span(self, name: str, trace_parent: str, **attributes: Attribute) -> Iterator[str]:
+        """A span below another. Yields its context; without a parent, nothing is traced."""
+        yield trace_parent
+
+    def record(self, name: str, trace_parent: str, start_s: float, end_s: float, **attributes: Attribute) -> None:
+        """A span whose times, in seconds of the wall clock, are known."""
+
+    def close(self) -> None:
+        """Send what is not sent yet."""
+
+
+class OpenTelemetryTracing(Tracing):
+    """Over a provider that samples, batches and exports."""
+
+    is_on = True
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.provider = provider
+        self.tracer = provider.get_tracer("penstock")
+        self.propagator = TraceContextTextMapPropagator()
+
+    @contextlib.contextmanager
+    def start(self, name: str, trace_parent: str = "", **attributes: Attribute) -> Iterator[str]:
+        context = self._context(trace_parent)
+        with self.tracer.start_as_current_span(name, context=context, attributes=attributes) as span:
+            yield self._trace_parent(span)
+
+    @contextlib.contextmanager
+    def span(self, name: str, trace_parent: str, **attributes: Attribute) -> Iterator[str]:
+        if not trace_parent:
+            yield ""
+            return
+        with self.start(name, trace_parent, **attributes) as below:
+            yield below
+
+    def record(self, name: str, trace_parent: str, start_s: float, end_s: float, **attributes: Attribute) -> None:
+        if trace_parent:
+            context, start_ns = self._context(trace_parent), int(start_s * 1e9)
+            span = self.tracer.start_span(name, context=context, start_time=start_ns, attributes=attributes)
+            span.end(max(start_ns, int(end_s * 1e9)))
+
+    def close(self) -> None:
+        self.provider.force_flush(CLOSE_TIMEOUT_MS)
+        self.provider.shutdown()
+
+    def _context(self, trace_parent: str) -> Context:
+        """Of the given text alone: what happens to be the current span is not a parent."""
+        from opentelemetry.context import Context
+
+        return self.propagator.extract({"traceparent": trace_parent}, context=Context())
+
+    def _trace_parent(self, span: Span) -> str:
+        from opentelemetry.trace import set_span_in_context
+
+        if not span.get_span_context().trace_flags.sampled:
+            return ""
+        carrier: dict[str, str] = {}
+        self.propagator.inject(carrier, context=set_span_in_context(span))
+        return carrier["traceparent"]
+
+
+def open_tracing(config: TracingConfig, component: str, run: str) -> Tracing:
+    """What the config asks for. Spans are exported by OTLP over HTTP, in batches, by a thread of its own."""
+    if not config.endpoint:
+        return Tracing()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tracing.endpoint is set, but OpenTelemetry is not installed ({error}); pip install 'penstock[tracing]'"
+        ) from error
+    resource = Resource.create({"service.name": f"penstock-{component}", "penstock.run": run})
+    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)), resource=resource)
+    exporter = OTLPSpanExporter(endpoint=config.endpoint.rstrip("/") + "/v1/traces", timeout=config.timeout_s)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return OpenTelemetryTracing(provider)

@@ -116,16 +116,8 @@ class OurQueue:
         await asyncio.gather(*(send() for _ in range(EXCHANGES_AT_ONCE)))
 
     async def read_and_commit(self, count: int) -> None:
-        """As the learner does: the next batch is read while one is committed."""
-        committing: asyncio.Task[int] | None = None
-        for start in range(0, count, BATCH):
-            self.step += 1
-            taken = await self._read(min(BATCH, count - start))
-            if committing is not None:
-                await committing
-            committing = asyncio.create_task(self.learner.commit(self.step, taken))
-        assert committing is not None
-        await committing
+        ready = asyncio.Semaphore(count)
+        await self._learn(count, ready, asyncio.Semaphore(0))
 
     async def cycle(self, groups: list[FinishedGroup]) -> None:
         """Bounded: the producer hands in one batch while the learner reads and commits the one before."""
@@ -137,14 +129,25 @@ class OurQueue:
                 await self.producer.append_many(groups[start : start + BATCH])
                 ready.release()
 
-        async def learn() -> None:
-            for start in range(0, len(groups), BATCH):
-                await ready.acquire()
-                self.step += 1
-                await self.learner.commit(self.step, await self._read(min(BATCH, len(groups) - start)))
-                room.release()
+        await asyncio.gather(produce(), self._learn(len(groups), ready, room))
 
-        await asyncio.gather(produce(), learn())
+    async def _learn(self, count: int, ready: asyncio.Semaphore, room: asyncio.Semaphore) -> None:
+        """As the learner does: the next batch is read while one is committed, which makes room for another."""
+
+        async def commit(step: int, taken: list[int]) -> None:
+            await self.learner.commit(step, taken)
+            room.release()
+
+        committing: asyncio.Task[None] | None = None
+        for start in range(0, count, BATCH):
+            await ready.acquire()
+            self.step += 1
+            taken = await self._read(min(BATCH, count - start))
+            if committing is not None:
+                await committing
+            committing = asyncio.create_task(commit(self.step, taken))
+        assert committing is not None
+        await committing
 
     async def drain(self) -> None:
         """Empty the queue without reading; not part of what is measured."""

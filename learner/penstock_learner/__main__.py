@@ -57,12 +57,14 @@ async def serve(config: RunConfig) -> None:
     from penstock.replay.redis_queue import RedisReplayQueue
     from penstock.tracing import open_tracing
     from penstock_learner.controller import LearnerController
+    from penstock_learner.loggers.opening import check_loggers
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.placement import needed_roles, place_roles
     from penstock_learner.ray_cluster import ray_cluster
     from penstock_learner.roles.workers import WORKERS
 
     learner = config.learner
+    check_loggers(learner.loggers)
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)

@@ -34,14 +34,16 @@ from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
 from penstock_learner.checkpoint_writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
+from penstock_learner.loggers.opening import open_loggers
 from penstock_learner.logprob_check import LogProbCheck
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.placement import LANES
 from penstock_learner.policy_publication import PolicyPublication
+from penstock_learner.profiling import StepProfiles
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
 from penstock_learner.skipped_steps import SkippedSteps
-from penstock_learner.step_metrics import MetricsFile, mean_rewards
+from penstock_learner.step_metrics import mean_rewards
 from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.utilisation import RankUse, mfu, peak_flops
 
@@ -71,6 +73,7 @@ class LearnerController:
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
         self.training = TrainingStep(config.learner, roles, self.recovery, metrics, skipped)
+        self.profiles = StepProfiles(config, roles)
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
         self.log_probs = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
@@ -120,7 +123,7 @@ class LearnerController:
         self.publication = PolicyPublication(
             self.config, self.queue, self.fleet, self.policy, self.term, self.metrics, self.tracing
         )
-        self.file = MetricsFile(self.config.folder / "metrics.jsonl", state.step)
+        self.loggers = open_loggers(self.config, state.step)
         publishing = [
             asyncio.create_task(self.publication.publish_loop()),
             asyncio.create_task(self.publication.catch_up_loop()),
@@ -135,7 +138,7 @@ class LearnerController:
             for task in (training, *publishing):
                 await end_task(task)
             await self.writer.abandon()
-            self.file.close()
+            await asyncio.to_thread(self.loggers.close)
 
     async def _follow_orders(self) -> None:
         """For ever: an operator may stop this learner, and those before it."""
@@ -246,7 +249,8 @@ class LearnerController:
 
     async def _step(self, batch: Batch, step: int, version: int) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
-        metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
+        async with self.profiles.of_step(step):
+            metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
         self.log_probs.check(metrics, batch.groups)
         if self.training.recomputed is not None:
             await RecomputedLogProbs(self.fleet.client, self.config.run).keep(batch.groups, self.training.recomputed)
@@ -266,7 +270,7 @@ class LearnerController:
     def _record(self, metrics: dict[str, float], batch: Batch) -> None:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
-        self.file.write(metrics)
+        self.loggers.log(metrics)
         self.metrics.record_step(metrics, mean_rewards(batch.groups))
         if self.recovering_since is not None:
             self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)

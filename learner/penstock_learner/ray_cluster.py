@@ -16,6 +16,7 @@ from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock_learner.placement import num_cpus
+from penstock_learner.profiling import profiles_folder, write_ray_timeline
 
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"
@@ -36,6 +37,8 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
         try:
             yield
         finally:
+            if config.learner.profile.ray_timeline:
+                write_ray_timeline(profiles_folder(config) / "ray-timeline.json")
             ray.shutdown()
 
 

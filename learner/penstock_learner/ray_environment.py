@@ -13,6 +13,8 @@ def prepare_environment(config: RunConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["OMP_NUM_THREADS"] = str(config.learner.threads_per_rank)
+    if config.learner.profile.ray_timeline:
+        os.environ["RAY_PROFILING"] = "1"
     if not config.learner.ray_address:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

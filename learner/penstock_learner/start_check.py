@@ -6,6 +6,7 @@ from penstock.config.checks import check_model, check_redis, check_roles, check_
 from penstock.config.run import RunConfig
 from penstock.weights.cluster_key import read_key
 from penstock_learner.checkpoint import CheckpointStore
+from penstock_learner.loggers.opening import check_loggers
 
 
 def check(config: RunConfig) -> str:
@@ -15,6 +16,7 @@ def check(config: RunConfig) -> str:
     check_roles(config.learner)
     read_key(config.weights)
     check_run_folder(config)
+    check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).newest()
     if found is None or checkpoint.resume == "off":

@@ -1,10 +1,8 @@
-"""One step's numbers: computed once, and the same for the log, the policy record, the JSONL file and Prometheus."""
+"""One step's numbers: computed once, and the same for the log, the policy record, the loggers and Prometheus."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -71,6 +69,8 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
         "is_truncated_ratio": correction.truncated_share,
         "effective_sample_ratio": correction.effective_sample_ratio,
         "kl_behaviour": correction.mean_kl,
+        "approx_kl": statistics.approx_kl,
+        "dual_clip_ratio": statistics.dual_clip_fraction,
     }
     if mismatch.mean is not None:
         metrics["logprob_mismatch"] = mismatch.mean
@@ -99,31 +99,6 @@ def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
     """Tokens by bucket of their importance ratio, over all ranks, and the sum of the ratios."""
     counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
     return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
-
-
-class MetricsFile:
-    """`metrics.jsonl` of a run: one line a step, flushed at once. Lines past a resumed step are dropped."""
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        kept = []
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= resume_step:
-                        kept.append(line + "\n")
-                except (ValueError, KeyError):
-                    continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.rename(path)
-        self._file = path.open("a", buffering=1)
-
-    def write(self, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({name: float(f"{value:.7g}") for name, value in metrics.items()}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _mixed_version_ratio(batch: SequenceBatch) -> float:

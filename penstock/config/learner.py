@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, AlgorithmConfig
 from penstock.config.base import Config
+from penstock.config.loggers import LoggerName, ProfileConfig, WandbConfig
 
 
 class RoleConfig(Config):
@@ -137,6 +138,11 @@ class LearnerConfig(Config):
     bfloat16 figure of a GPU that is known; the ratio is 0 where there is none."""
     threads_per_rank: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
+    loggers: tuple[LoggerName, ...] = ("jsonl",)
+    """Where the numbers of each step go besides Prometheus. `jsonl` is the run's `metrics.jsonl`, which `penstock demo`
+    and `penstock simulate` read; `tensorboard` and `wandb` need the package of that name."""
+    wandb: WandbConfig = WandbConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @model_validator(mode="after")
     def _critic_is_there_where_it_is_used(self) -> Self:

@@ -68,14 +68,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_placements_train_the_same_two_rank_policy(
     tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:
-    """GRPO with a KL term, so that the reference role takes part; the placement must not change a single bit."""
+    """GRPO with a KL term, so that the reference role takes part; neither the placement nor a profile of a step may
+    change a single bit."""
     algorithm = {"correction": {"mode": "decoupled"}, "kl": {"placement": "loss"}}
+    profile = {"steps": [2], "ranks": [1], "ray_timeline": True}
     first, second = (
         trained(
-            tmp_path, model, redis_process, placement, placement=placement, policy={"num_ranks": 2}, algorithm=algorithm
-        )
-        for placement in PLACEMENTS
+            tmp_path,
+            model,
+            redis_process,
+            placement,
+            placement=placement,
+            policy={"num_ranks": 2},
+            algorithm=algorithm,
+            profile=wanted,
+        )  # fmt: skip
+        for placement, wanted in zip(PLACEMENTS, ({}, profile), strict=True)
     )
+    assert not list(tmp_path.glob(f"**/{PLACEMENTS[0]}/profiles"))
+    (profiles,) = tmp_path.glob(f"**/{PLACEMENTS[1]}/profiles")
+    assert {path.name for path in profiles.iterdir()} == {"step-2-policy-1.json.gz", "ray-timeline.json"}
+    assert "PolicyWorker.update" in (profiles / "ray-timeline.json").read_text()
     common = first.digests.keys() & second.digests.keys()
     assert {0, NUM_STEPS} <= common, "a version may be skipped for a newer one, but neither the first nor the last"
     assert [first.digests[step] for step in common] == [second.digests[step] for step in common]

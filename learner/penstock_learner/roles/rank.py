@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 
 import ray
 import torch
@@ -14,6 +15,7 @@ from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model import DTYPES
+from penstock_learner.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Rank:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.profiler = RankProfiler(self.role, rank)
 
     def rendezvous(self) -> str:
         """Called on rank 0: opens the store at which the others meet it, on a port that it binds itself."""
@@ -55,6 +58,12 @@ class Rank:
             world_size=self.world_size,
             timeout=timeout,
         )
+
+    def start_profile(self) -> None:
+        self.profiler.start(self.device)
+
+    def write_profile(self, folder: Path, step: int) -> None:
+        self.profiler.write(folder, step)
 
     def crash_point(self) -> None:
         """Where fault tests kill this rank."""

@@ -1,0 +1,32 @@
+"""`metrics.jsonl` of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class JsonlLogger:
+    """One line a step under the learner's own names, flushed at once. Lines past a resumed step are dropped."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        kept = []
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resume_step:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError):
+                    continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.rename(path)
+        self._file = path.open("a", buffering=1)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({name: float(f"{value:.7g}") for name, value in metrics.items()}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,117 @@
+"""The loggers of a run, each in a thread of its own: none of them can hold up or end training.
+
+    controller ─ log(metrics) ─► queue of MAX_WAITING steps ─► thread: open, log, log, …, close
+
+A logger that raises is named in the log once and gets nothing more. One that hangs gets no more steps than its queue
+holds, and is left behind when the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+
+from penstock.config.loggers import LoggerName
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock_learner.loggers.step_logger import StepLogger
+
+logger = logging.getLogger(__name__)
+MAX_WAITING = 1000
+CLOSE_S = 10.0
+"""All loggers together may take so long for their last steps."""
+NEEDED_PACKAGES: dict[LoggerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def check_loggers(names: Sequence[LoggerName]) -> None:
+    """Raises ConfigError where a logger's package is not installed. Imports none."""
+    for name in names:
+        package = NEEDED_PACKAGES.get(name)
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(f"learner.loggers has {name}, which needs a package: pip install {package}")
+
+
+def open_loggers(config: RunConfig, resume_step: int) -> StepLoggers:
+    """Those of `learner.loggers`, for the steps after `resume_step`."""
+    names = dict.fromkeys(config.learner.loggers)
+    return StepLoggers([LoggerThread(name, partial(_open, name, config, resume_step)) for name in names])
+
+
+class LoggerThread:
+    """One logger. `make_logger` runs in the thread too: it may ask a server that does not answer."""
+
+    def __init__(self, name: str, make_logger: Callable[[], StepLogger]) -> None:
+        self.name = name
+        self.make_logger = make_logger
+        self.waiting: queue.Queue[Mapping[str, float] | None] = queue.Queue(MAX_WAITING)
+        self.is_dropped = False
+        self.thread = threading.Thread(target=self._run, name=f"logger-{name}", daemon=True)
+
+    def log(self, metrics: Mapping[str, float] | None) -> None:
+        """Never waits. None: no step follows."""
+        if self.is_dropped:
+            return
+        try:
+            self.waiting.put_nowait(metrics)
+        except queue.Full:
+            self.is_dropped = True
+            logger.error("logger %s is %d steps behind and gets no more; training goes on", self.name, MAX_WAITING)
+
+    def _run(self) -> None:
+        try:
+            opened = self.make_logger()
+            while (metrics := self.waiting.get()) is not None:
+                opened.log(metrics)
+            opened.close()
+        except Exception as error:  # whatever a third party's package raises
+            self.is_dropped = True
+            logger.error("logger %s failed and is dropped; training goes on: %r", self.name, error)
+
+
+class StepLoggers:
+    """Feeds every logger once a step."""
+
+    def __init__(self, threads: Sequence[LoggerThread]) -> None:
+        self.threads = threads
+        for each in threads:
+            each.thread.start()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        copy = dict(metrics)
+        for each in self.threads:
+            each.log(copy)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Returns when all have written their last step, or at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        for each in self.threads:
+            each.log(None)
+        for each in self.threads:
+            each.thread.join(max(0.0, deadline - time.monotonic()))
+            if each.thread.is_alive():
+                logger.error("logger %s did not end in %.0f s; its last steps may be missing", each.name, timeout_s)
+
+
+def _open(name: LoggerName, config: RunConfig, resume_step: int) -> StepLogger:
+    if name == "jsonl":
+        from penstock_learner.loggers.jsonl import JsonlLogger
+
+        return JsonlLogger(config.folder / "metrics.jsonl", resume_step)
+    if name == "tensorboard":
+        from penstock_learner.loggers.tensorboard import TensorBoardLogger
+
+        return TensorBoardLogger(config.folder / "tensorboard", resume_step)
+    if name == "wandb":
+        from penstock_learner.loggers.wandb import WandbLogger
+
+        return WandbLogger(config)
+    from rich.console import Console
+
+    from penstock_learner.loggers.console import ConsoleLogger
+
+    return ConsoleLogger(Console())

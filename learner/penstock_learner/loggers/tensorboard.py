@@ -1,0 +1,26 @@
+"""Scalars in TensorBoard's event files. Needs the package `tensorboard`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock_learner.loggers.verl_names import under_verl_names
+
+FLUSH_S = 10
+
+
+class TensorBoardLogger:
+    """Event files in a folder; steps after a resumed one replace those that were written before."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=FLUSH_S)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        for name, value in under_verl_names(metrics).items():
+            self._writer.add_scalar(name, value, int(metrics["step"]), walltime=metrics["time"])
+
+    def close(self) -> None:
+        self._writer.close()

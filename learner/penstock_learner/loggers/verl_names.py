@@ -1,0 +1,53 @@
+"""The learner's numbers under the names that verl gives them, for dashboards that exist already.
+
+docs/metrics.md has the table, and says where a number is not quite verl's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+VERL_NAMES = {
+    "step": "training/global_step",
+    "loss": "actor/pg_loss",
+    "entropy": "actor/entropy",
+    "grad_norm": "actor/grad_norm",
+    "approx_kl": "actor/ppo_kl",
+    "dual_clip_ratio": "actor/pg_clipfrac_lower",
+    "kl_loss": "actor/kl_loss",
+    "lr": "actor/lr",
+    "critic_loss": "critic/vf_loss",
+    "critic_grad_norm": "critic/grad_norm",
+    "critic_clip_ratio": "critic/vf_clipfrac",
+    "value_mean": "critic/vpred_mean",
+    "value_explained_variance": "critic/vf_explained_var",
+    "reward_mean": "critic/rewards/mean",
+    "response_length_mean": "response_length/mean",
+    "kl_behaviour": "rollout_corr/k3_kl",
+    "importance_weight_mean": "rollout_corr/rollout_is_mean",
+    "effective_sample_ratio": "rollout_corr/rollout_is_eff_sample_size",
+    "step_s": "timing_s/step",
+    "wait_s": "timing_s/gen",
+    "update_s": "timing_s/update_actor",
+    "gather_s": "timing_s/update_weights",
+}
+OWN_PREFIX = "penstock/"
+"""Of what verl has no name for."""
+
+Metrics = Mapping[str, float]
+
+_DERIVED: dict[str, Callable[[Metrics], float]] = {
+    "actor/pg_clipfrac": lambda of: of["clip_ratio_low"] + of["clip_ratio_high"],
+    "prompt_length/mean": lambda of: of["prompt_tokens"] / of["num_sequences"],
+    "perf/total_num_tokens": lambda of: of["prompt_tokens"] + of["response_tokens"],
+    "perf/throughput": lambda of: (of["prompt_tokens"] + of["response_tokens"]) / of["step_s"],
+}
+_NO_METRIC = ("time",)
+
+
+def under_verl_names(metrics: Metrics) -> dict[str, float]:
+    """Every number once under verl's name or `penstock/…`, and what verl derives from several."""
+    named = {
+        VERL_NAMES.get(name, OWN_PREFIX + name): value for name, value in metrics.items() if name not in _NO_METRIC
+    }
+    return named | {name: derive(metrics) for name, derive in _DERIVED.items()}

@@ -1,0 +1,100 @@
+"""Profiles of named steps: the ranks' torch profiler traces, and Ray's timeline.
+
+    profiles/step-12-policy-0.json.gz    a Chrome trace: open it in chrome://tracing or ui.perfetto.dev
+    profiles/ray-timeline.json
+
+A profile that cannot be made is named in the log; the step goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.config.run import RunConfig
+from penstock_learner.role_group import RoleGroup, all_ended
+
+logger = logging.getLogger(__name__)
+
+
+def profiles_folder(config: RunConfig) -> Path:
+    return config.folder / "profiles"
+
+
+class StepProfiles:
+    """The controller's side: has the configured ranks of every role record the configured steps."""
+
+    def __init__(self, config: RunConfig, roles: Mapping[str, RoleGroup]) -> None:
+        self.config = config.learner.profile
+        self.folder = profiles_folder(config)
+        self.roles = roles
+
+    @contextlib.asynccontextmanager
+    async def of_step(self, step: int) -> AsyncIterator[None]:
+        """Record what the roles do meanwhile. A step that fails leaves no trace."""
+        if step not in self.config.steps:
+            yield
+            return
+        await self._call("start_profile")
+        yield
+        await self._call("write_profile", self.folder, step)
+
+    async def _call(self, method: str, *arguments: Path | int) -> None:
+        ranks = [(role, rank) for role in self.roles.values() for rank in self.config.ranks if rank < role.num_ranks]
+        await all_ended(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
+
+
+class RankProfiler:
+    """A rank's side. Records the thread that it is started in."""
+
+    def __init__(self, role: str, rank: int) -> None:
+        self.role = role
+        self.rank = rank
+        self.running: profile | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Begin to record; what an earlier step has left is thrown away."""
+        self._end()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        try:
+            self.running = profile(activities=activities)
+            self.running.start()
+        except RuntimeError as error:
+            self.running = None
+            logger.error("profile was not started: %s", error)
+
+    def write(self, folder: Path, step: int) -> None:
+        """End, and write the trace. Nothing where nothing runs: the rank was restarted meanwhile."""
+        ended = self._end()
+        if ended is None:
+            return
+        path = folder / f"step-{step}-{self.role}-{self.rank}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            ended.export_chrome_trace(str(path))
+            logger.info("wrote %s", path)
+        except (OSError, RuntimeError) as error:
+            logger.error("profile %s was not written: %s", path, error)
+
+    def _end(self) -> profile | None:
+        ended, self.running = self.running, None
+        if ended is not None:
+            ended.stop()
+        return ended
+
+
+def write_ray_timeline(path: Path) -> None:
+    """All calls of the cluster so far, as Ray has them."""
+    import ray
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(str(path))
+        logger.info("wrote %s", path)
+    except Exception as error:  # Ray raises what it likes, and a timeline is not worth a run
+        logger.error("Ray's timeline %s was not written: %r", path, error)

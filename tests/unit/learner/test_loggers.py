@@ -1,0 +1,206 @@
+"""Loggers of steps: what each writes, and that none of them can hold up or end training."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.config.loading import validate
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock_learner.loggers.console import ConsoleLogger
+from penstock_learner.loggers.opening import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
+from penstock_learner.loggers.verl_names import VERL_NAMES, under_verl_names
+
+METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def make_config(folder: Path, *loggers: str, **learner: Any) -> RunConfig:
+    settings = {"loggers": list(loggers), **learner}
+    data = {"run": "logged", "run_dir": str(folder), "model": {"path": "none"}, "learner": settings}
+    data["redis"] = {"url": "redis://:secret@localhost:1"}
+    return validate(data, "test")
+
+
+def metrics_of(step: int, **more: float) -> dict[str, float]:
+    return {
+        "step": float(step), "time": 1000.0 + step, "loss": 0.5 * step, "step_s": 2.0, "num_sequences": 4.0,
+        "prompt_tokens": 24.0, "response_tokens": 16.0, "clip_ratio_low": 0.25, "clip_ratio_high": 0.5,
+        "staleness_mean": 1.5, **more,
+    }  # fmt: skip
+
+
+def written(config: RunConfig, *steps: int, resume_step: int = 0) -> None:
+    loggers = open_loggers(config, resume_step)
+    for step in steps:
+        loggers.log(metrics_of(step))
+    loggers.close()
+
+
+def test_numbers_go_under_verls_names() -> None:
+    named = under_verl_names(metrics_of(3, critic_loss=7.0))
+    assert named == {
+        "training/global_step": 3, "actor/pg_loss": 1.5, "critic/vf_loss": 7, "timing_s/step": 2,
+        "actor/pg_clipfrac": 0.75, "prompt_length/mean": 6, "perf/total_num_tokens": 40, "perf/throughput": 20,
+        "penstock/staleness_mean": 1.5, "penstock/num_sequences": 4, "penstock/prompt_tokens": 24,
+        "penstock/response_tokens": 16, "penstock/clip_ratio_low": 0.25, "penstock/clip_ratio_high": 0.5,
+    }  # fmt: skip
+
+
+def test_the_page_has_the_table() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+)` \|", METRICS_PAGE.read_text(), re.MULTILINE))
+    assert VERL_NAMES.items() <= rows.items()
+
+
+def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "jsonl")
+    written(config, 1, 2, 3)
+    written(config, 3, 4, resume_step=2)
+    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [metrics_of(step) for step in (1, 2, 3, 4)]
+
+
+def test_tensorboard_reads_the_events_and_purges_what_comes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = make_config(tmp_path, "tensorboard")
+    written(config, 1, 2, 3)
+    written(config, 3, 4, resume_step=2)
+    events = EventAccumulator(str(config.folder / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("actor/pg_loss")
+    assert [event.step for event in losses] == [1, 2, 3, 4]
+    assert [event.value for event in losses] == [0.5, 1, 1.5, 2]
+    assert losses[0].wall_time == 1001
+    assert "training/global_step" in events.Tags()["scalars"]
+
+
+class StandInRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.is_finished = False
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is not None and not self.is_finished
+        self.logged.append((step, data))
+
+    def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
+        self.is_finished = True
+
+
+class StandInWandb(ModuleType):
+    """The calls of W&B that are used, with its signatures."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.run = StandInRun()
+        self.options: dict[str, Any] = {}
+
+    def init(
+        self, entity: str | None = None, project: str | None = None, dir: str | None = None, id: str | None = None,
+        name: str | None = None, config: dict[str, Any] | str | None = None, mode: str | None = None,
+        resume: bool | str | None = None,
+    ) -> StandInRun:  # fmt: skip
+        assert mode in ("online", "offline", "disabled", "shared") and resume in ("allow", "never", "must", "auto")
+        self.options = {"entity": entity, "project": project, "dir": dir, "id": id, "config": config, "mode": mode}
+        return self.run
+
+
+def test_wandb_gets_steps_and_settings_but_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = StandInWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = make_config(tmp_path, "wandb", wandb={"project": "sums", "mode": "offline"}, lr=0.25)
+    written(config, 1, 2)
+    assert [(step, data["actor/pg_loss"]) for step, data in wandb.run.logged] == [(1, 0.5), (2, 1.0)]
+    assert wandb.run.is_finished
+    sent = wandb.options.pop("config")
+    assert wandb.options == {
+        "entity": None, "project": "sums", "dir": str(config.folder), "id": "logged", "mode": "offline"
+    }  # fmt: skip
+    assert sent["learner"]["lr"] == 0.25 and "secret" not in json.dumps(sent)
+
+
+def test_the_console_shows_a_step_by_groups() -> None:
+    screen = io.StringIO()
+    ConsoleLogger(Console(file=screen, width=200)).log(metrics_of(3))
+    lines = screen.getvalue().splitlines()
+    assert lines[0].strip() == "step 3"
+    assert any(re.match(r"actor +pg_clipfrac 0.75  pg_loss 1.5", line) for line in lines)
+
+
+class Collecting:
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.steps.append(metrics["step"])
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+class Failing(Collecting):
+    def log(self, metrics: Mapping[str, float]) -> None:
+        super().log(metrics)
+        raise ConnectionError("no such server")
+
+
+class Hanging(Collecting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.released.wait(60)
+
+
+def test_a_logger_that_fails_or_hangs_is_dropped_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    good, failing, hanging = Collecting(), Failing(), Hanging()
+
+    def no_opening() -> Collecting:
+        raise OSError("disk full")
+
+    made = {"good": lambda: good, "failing": lambda: failing, "hanging": lambda: hanging, "unopened": no_opening}
+    threads = [LoggerThread(name, make) for name, make in made.items()]
+    loggers = StepLoggers(threads)
+    num_steps = MAX_WAITING + 10
+    try:
+        for step in range(num_steps):
+            loggers.log(metrics_of(step))
+            while len(good.steps) <= step:  # it is fast, as a file is
+                time.sleep(0)
+        loggers.close(timeout_s=0.2)
+    finally:
+        hanging.released.set()
+    assert good.steps == [*range(num_steps), -1]
+    assert failing.steps == [0]
+    for name in ("failing", "hanging", "unopened"):
+        gone = [
+            message for message in caplog.messages if f"logger {name} " in message and "training goes on" in message
+        ]
+        assert len(gone) == 1
+    assert any("logger hanging did not end" in message for message in caplog.messages)
+
+
+def test_a_missing_package_is_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_loggers(["console", "jsonl"])
+    with pytest.raises(ConfigError, match=r"learner\.loggers has wandb, .*pip install wandb$"):
+        check_loggers(["jsonl", "wandb"])
+
+
+def test_an_unknown_logger_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.loggers"):
+        make_config(tmp_path, "papyrus")

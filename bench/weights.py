@@ -5,7 +5,8 @@
 A push is timed from weights in training memory to a version that every member has received, verified and committed:
 staging and sending overlap as they do in a run. Members are processes with the real gRPC service and stage; loading
 into an engine is measured apart, with vLLM. The limits are measured in the same rounds: a memory copy of the same bytes
-for shm, a plain TCP stream of the same bytes between two processes for gloo.
+for shm, a plain TCP stream of the same bytes between two processes for gloo. Copies are made by as many threads as a
+learner's rank has.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from harness import Bar, Measurement, alternate, median_ratio, report
 from member_process import MemberProcess
+from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.publisher import WeightPublisher
@@ -201,6 +203,7 @@ def pause(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 def main() -> int:
     measurements: list[Measurement] = []
     bars: list[Bar] = []
+    torch.set_num_threads(LearnerConfig().threads_per_rank)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         for part in (pause, transfers, flatness):
             measured, judged = part(Path(name))

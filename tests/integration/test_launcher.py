@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import psutil
@@ -15,16 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 def penstock(*words: str) -> tuple[int, str]:
     """Exit code and error output; asserts that no child outlived the command."""
-    before = {process.pid for process in psutil.process_iter()}
+    mark = {"PENSTOCK_TEST_COMMAND": uuid.uuid4().hex}
     result = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *words],
         cwd=ROOT,
+        env={**os.environ, **mark},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and str(ROOT) in str(p.info["cmdline"])]
+    left = [p for p in psutil.process_iter(["environ"]) if mark.items() <= (p.info["environ"] or {}).items()]
     assert left == []
     return result.returncode, result.stderr
 

@@ -101,13 +101,22 @@ def test_both_placements_train_the_same_two_rank_policy(
 def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
 ) -> None:
-    """A rank of the critic dies in step 3, and both roles that train go back to the checkpoint of step 2; then the
-    reward model's rank dies, and is replaced within the step."""
+    """A rank of the critic dies after step 2, and both roles that train go back to its checkpoint; then the reward
+    model's rank dies, and is replaced within the step."""
     config = make_config(
         tmp_path, model, redis_process.url, "ppo-deaths", placement="split-collocate", **ppo(classifier)
     )
-    asyncio.run(fill_queue(config))
-    code, output = run_learner(config, "reward_model.0:4,critic.1:3")
+    asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
+    asyncio.run(hand_in(config, GROUPS_PER_STEP * 2))
+
+    def kill_a_rank(processes: list[psutil.Process]) -> bool:
+        if not list(config.folder.glob("checkpoints/term-*-step-*2")):
+            return False
+        ranks_of("CriticWorker", processes)[-1].kill()
+        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 2)))
+        return True
+
+    code, output = run_learner(config, "reward_model.0:4", kill_a_rank)
     assert code == 0, output[-3000:]
     for role in ("reward_model", "critic"):
         assert output.count(f"the {role} role is restarted") == 1, output[-3000:]

@@ -5,6 +5,7 @@ The last test ends the run."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
 """Of labels that nothing has happened to in this run."""
+CHROMIUM = Path("/usr/bin/chromium")
+SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -228,6 +232,31 @@ def test_top_shows_the_numbers_of_the_metrics(live: DemoProcess, capsys: pytest.
     assert step >= 5 and "state training" in shown and "rollout-0" in shown
     assert re.search(r"reward [\d.]+  staleness [\d.]+  tokens/s [\d.]+", shown)
     assert re.search(r"learner .* [\d.]+ s ago .* 0 ", shown), "its heartbeat, and no restart"
+
+
+def test_the_console_shows_what_top_shows(
+    live: DemoProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if not CHROMIUM.exists():
+        pytest.skip("no /usr/bin/chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    def step_of_top() -> int:
+        assert cli.main(["top", "--once", "--run-dir", str(live.folder)]) == 0
+        return int(re.search(r"step (\d+)", capsys.readouterr().out)[1])  # type: ignore[index]
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 1000})
+        page.set_default_timeout(20_000)
+        before = step_of_top()
+        page.goto(f"http://{endpoint(live, 'gateway')}")
+        shown = page.locator(".fact", has=page.get_by_text("step", exact=True)).locator("b").inner_text()
+        page.get_by_role("cell", name="rollout-0").wait_for()
+        picture = page.screenshot(path=Path(SCREENSHOTS or tmp_path) / "live-console.png")
+        browser.close()
+    assert before <= int(shown.replace(",", "")) <= step_of_top()
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_the_doctor_finds_a_live_run_well(live: DemoProcess, capsys: pytest.CaptureFixture[str]) -> None:

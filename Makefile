@@ -19,7 +19,7 @@ FORKING_TESTS := tests/integration/test_engine_conformance.py tests/integration/
 
 test: setup-dev lint  ## everything that CI checks
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
 
 lint: setup-dev  ## ruff, mypy (strict), import-linter
 	$(VENV)/bin/ruff check $(PYTHON_SOURCES)

@@ -49,6 +49,7 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
     assert mismatches[0] is not None, "the first batch is on policy, so engine and learner can be compared"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("demo", [("--rollout.engine.name", "torch", "--learner.num_steps", "100000")], indirect=True)
 def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoProcess) -> None:

@@ -42,7 +42,7 @@ NUM_ROUNDS = 15
 BATCH = 64
 """Groups that a producer hands in, and a learner reads, at once."""
 PIPELINES = (4, 16, BATCH)
-QUEUED_BATCHES = 2
+QUEUED_BATCHES = 3
 """The bound of a whole cycle: its producer waits while so many batches are not committed."""
 FLAT_GROUPS = 2_048
 SMALL_BYTES = 1024
@@ -106,12 +106,17 @@ class OurQueue:
         return [FinishedGroup(lease, self.payload, 0) for lease in leases]
 
     async def append(self, groups: list[FinishedGroup]) -> None:
+        await self._produce(groups, asyncio.Semaphore(len(groups)), asyncio.Semaphore(0))
+
+    async def _produce(self, groups: list[FinishedGroup], room: asyncio.Semaphore, ready: asyncio.Semaphore) -> None:
         """As a rollout server does: batch after batch, as many under way as its client takes."""
         batches = (groups[start : start + BATCH] for start in range(0, len(groups), BATCH))
 
         async def send() -> None:
             for batch in batches:
+                await room.acquire()
                 await self.producer.append_many(batch)
+                ready.release()
 
         await asyncio.gather(*(send() for _ in range(EXCHANGES_AT_ONCE)))
 
@@ -120,16 +125,9 @@ class OurQueue:
         await self._learn(count, ready, asyncio.Semaphore(0))
 
     async def cycle(self, groups: list[FinishedGroup]) -> None:
-        """Bounded: the producer hands in one batch while the learner reads and commits the one before."""
+        """Bounded: the producer hands in batches while the learner reads and commits those before."""
         room, ready = asyncio.Semaphore(QUEUED_BATCHES), asyncio.Semaphore(0)
-
-        async def produce() -> None:
-            for start in range(0, len(groups), BATCH):
-                await room.acquire()
-                await self.producer.append_many(groups[start : start + BATCH])
-                ready.release()
-
-        await asyncio.gather(produce(), self._learn(len(groups), ready, room))
+        await asyncio.gather(self._produce(groups, room, ready), self._learn(len(groups), ready, room))
 
     async def _learn(self, count: int, ready: asyncio.Semaphore, room: asyncio.Semaphore) -> None:
         """As the learner does: the next batch is read while one is committed, which makes room for another."""

@@ -21,19 +21,11 @@ settings.load_profile("penstock")
 
 
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
-LONGEST = ("test_learner_run.py", "test_demo.py", "test_learner_crashes.py", "test_live_run.py", "test_replay_chaos.py")
-"""Begun first, so that no worker is left alone with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """vLLM on CPU forks its engine off this process, which does not survive threads that torch has started by then."""
-
-    def place(item: pytest.Item) -> tuple[bool, bool, int]:
-        name = item.path.name
-        starts_vllm = name in STARTS_VLLM and "vllm" in item.name
-        return not starts_vllm, name not in STARTS_VLLM, LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
+    items.sort(key=lambda item: (item.path.name not in STARTS_VLLM, "vllm" not in item.name))
 
 
 class RedisProcess:

@@ -158,10 +158,13 @@ class RedisReplayQueue:
         parts = _parts(groups)
         if isinstance(self.client, RedisClusterClient):
             return await self.client.payloads.run(lambda client: _append_one_by_one(client, map(self._append, parts)))
-        # Redis works on one transaction while the next is on its way, and need not hash the script again for that.
-        commands = [self._append(part, by_digest=index > 0) for index, part in enumerate(parts)]
         try:
-            return await self.client.payloads.run(lambda client: _append_at_once(client, commands))
+            # Redis works on one transaction while the next is on its way, and need not hash the script again for that.
+            return await self.client.payloads.run(
+                lambda client: _append_at_once(
+                    client, (self._append(part, by_digest=index > 0) for index, part in enumerate(parts))
+                )
+            )
         except NoScriptError:  # forgotten since the first: what was appended comes back as a duplicate
             return await self.client.payloads.run(lambda client: _append_at_once(client, map(self._append, parts)))
 

@@ -18,6 +18,10 @@ from pathlib import Path
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
 """In the order in which `auto` prefers them."""
+PUBLISHER_RANK = 0
+"""Of every collective; the members' workers are 1, 2, …"""
+GLOO_BROADCASTS_AT_ONCE = 2
+"""One bucket is on its way while the one before is taken."""
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceStream
 from penstock.weights.patience import Patience
+from penstock.weights.transports import PUBLISHER_RANK
 
-PUBLISHER_RANK = 0
 MAX_ENQUEUED = 32
 """Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
 ABORT_TIMEOUT_S = 5.0

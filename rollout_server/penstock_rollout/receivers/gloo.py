@@ -15,11 +15,10 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from penstock.errors import WeightPushFailed
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import POLL_S, Patience
+from penstock.weights.transports import GLOO_BROADCASTS_AT_ONCE, PUBLISHER_RANK
 from penstock_rollout.receivers.reception import Arrived, Reception
 
 CONNECT_RETRY_S = 0.05
-PUBLISHER_RANK = 0
-BROADCASTS_AT_ONCE = 2
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
@@ -86,12 +85,12 @@ def _listens(host: str, port: int, left_s: float) -> bool:
 
 
 def _broadcasts(group: Any, reception: Reception) -> Iterator[Arrived]:
-    """One bucket is on its way while the one before is taken."""
+    """The buckets in order, some under way at once."""
     under_way: deque[tuple[Any, torch.Tensor]] = deque()
     sizes = deque(wire_sizes(reception.manifest))
     try:
         while sizes or under_way:
-            while sizes and len(under_way) < BROADCASTS_AT_ONCE:
+            while sizes and len(under_way) < GLOO_BROADCASTS_AT_ONCE:
                 wire = reception.buffer(sizes.popleft(), torch.device("cpu"))
                 under_way.append((group.broadcast([wire], _from_publisher()), wire))
             work, wire = under_way[0]

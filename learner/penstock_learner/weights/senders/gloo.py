@@ -13,9 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.patience import Patience
+from penstock.weights.transports import GLOO_BROADCASTS_AT_ONCE, PUBLISHER_RANK
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
-
-BROADCASTS_AT_ONCE = 2
 
 
 class GlooSender:
@@ -42,8 +41,8 @@ class GlooSender:
             group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=patience.left_s))
             under_way: deque[Any] = deque()
             for wire in shipment.wires(patience):
-                under_way.append(group.broadcast(wire.cpu(), 0))
-                if len(under_way) == BROADCASTS_AT_ONCE:
+                under_way.append(group.broadcast(wire.cpu(), PUBLISHER_RANK))
+                if len(under_way) == GLOO_BROADCASTS_AT_ONCE:
                     under_way.popleft().wait(timedelta(seconds=patience.left_s))
             for work in under_way:
                 work.wait(timedelta(seconds=patience.left_s))

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+
+class Setting(NamedTuple):
+    """A way to trade time for memory."""
+
+    recomputed: float
+    """Share of the layers that are computed again."""
+    tokens: int
+    """Of a micro-batch."""
+    kept: float = 1.0
+    """Share of a compiled layer's activations."""
+
+    def __str__(self) -> str:
+        return f"{self.recomputed:.0%} recomputed, {self.tokens} tokens, {self.kept:.0%} kept"
 
 
 @dataclass(frozen=True)
@@ -23,9 +37,11 @@ class Shape:
     """Sequences of a padded batch of the baseline."""
     length: int = 4096
     shortest: int = 256
-    settings: tuple[tuple[float, int], ...] = ((0.0, 16384),)
-    """Ways to run ours: share of layers recomputed, and tokens of a micro-batch."""
+    settings: tuple[Setting, ...] = ()
+    """Ways to run ours."""
     mfu_goal: float = 0.0
+    mixed_goal: float = 0.0
+    """Times the padded baseline, on mixed lengths; 0 where its rows are too few to have much padding."""
 
     @property
     def matmul_weights(self) -> int:
@@ -67,8 +83,10 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 128, 2, 2, 1, 512, True, 2, 64, 8, ((0.0, 128), (0.5, 64)), 0.0),
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True, 8, settings=((0.0, 16384), (0.0, 8192)), mfu_goal=0.45),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, True, 4, settings=((0.0, 4096), (0.25, 8192)), mfu_goal=0.55),
-    "7b": Shape(3584, 18944, 28, 28, 4, 152064, False, 2, settings=((0.6, 8192), (0.0, 4096)), mfu_goal=0.60),
+    "tiny": Shape(64, 128, 2, 2, 1, 512, True, 2, 64, 8, (Setting(0.0, 128), Setting(0.5, 64)), 0.0),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True, 8, settings=(Setting(0.0, 16384),), mfu_goal=0.45, mixed_goal=2),
+    "1.5b": Shape(
+        1536, 8960, 28, 12, 2, 151936, True, 4, settings=(Setting(0.25, 8192, 0.7),), mfu_goal=0.55, mixed_goal=2
+    ),
+    "7b": Shape(3584, 18944, 28, 28, 4, 152064, False, 2, settings=(Setting(0.5, 8192, 0.7),), mfu_goal=0.60),
 }

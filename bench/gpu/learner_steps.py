@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from learner_models import Shape
+from learner_models import Setting, Shape
 from torch import Tensor
 
 from penstock.config.learner import LearnerConfig
@@ -79,22 +80,23 @@ class Plain:
         num_tokens = len(batch.loss_mask)
         for first in range(0, batch.num_sequences, self.rows):
             part = batch.select(range(first, min(first + self.rows, batch.num_sequences)))
-            log_probs, mask, old, advantages = self._forward(part)
+            log_probs, mask, old, advantages = self._forward(part, self.model)
             ratio = (log_probs - old).exp()
             (-(ratio * advantages * mask).sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
-    def log_probs(self, batch: SequenceBatch) -> Tensor:
-        """[T] of one row's worth of sequences."""
+    def log_probs(self, batch: SequenceBatch, *, exact: bool = False) -> Tensor:
+        """[T] of one row's worth of sequences; `exact` in float32."""
+        model = copy.deepcopy(self.model).float() if exact else self.model
         with torch.no_grad():
-            log_probs, mask, _, _ = self._forward(batch)
-        return log_probs[mask.bool()]
+            log_probs, mask, _, _ = self._forward(batch, model)
+        return log_probs[mask.bool()].float().cpu()
 
-    def _forward(self, part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _forward(self, part: SequenceBatch, model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probs, mask, behaviour log-probs and advantages, [rows, longest - 1]."""
         ids, mask, old, advantages = (tensor.to(self.device) for tensor in padded(part))
-        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         log_probs = logits.float().log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
         return log_probs, mask[:, 1:], old, advantages
 
@@ -118,15 +120,14 @@ def padded(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 class Ours:
     """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss."""
 
-    def __init__(
-        self, shape: Shape, device: torch.device, masters: str, share: float, tokens: int, compiled: bool
-    ) -> None:
+    def __init__(self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool) -> None:
         attention.register()
         self.learner = LearnerConfig.model_validate(
             {
                 "lr": LR,
-                "activation_checkpointing": share,
-                "micro_batch_tokens": tokens,
+                "activation_checkpointing": setting.recomputed,
+                "activation_memory": setting.kept,
+                "micro_batch_tokens": setting.tokens,
                 "compute_dtype": "bfloat16",
                 "master_dtype": masters,
                 "compile": compiled,

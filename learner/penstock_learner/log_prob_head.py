@@ -1,8 +1,9 @@
 """Log-probs and entropies straight from hidden states: the [tokens, vocabulary] logits are never whole in memory.
 
-They are made, used and dropped a chunk of tokens at a time. Forward keeps one number a token (the log of the softmax's
-denominator); backward makes a chunk's logits again, and from them their gradient, which adds to those of the hidden
-states and, in float32, of the head's weight.
+They are made, used and dropped a part at a time. Forward takes all of the vocabulary for a chunk of tokens, and keeps
+one number a token: the log of the softmax's denominator. Backward takes all tokens for a block of the vocabulary of the
+same size, makes their logits again, and from these their gradient: one product gives the block's rows of the weight's
+gradient, whole, and another adds, in float32, to that of the hidden states.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ALIGNED = 128
+"""Blocks of the vocabulary are multiples of it: products of odd sizes are slow."""
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -51,7 +54,8 @@ def _statistics(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[
 def _logit_gradient(
     logits: Tensor, targets: Tensor, temperatures: Tensor, log_denominator: Tensor, gradient: Tensor
 ) -> Tensor:
-    """[C, V], in the logits' type: gradient · (1[target] - probability) / temperature."""
+    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature. Targets count from the block's
+    first entry."""
     probabilities = (logits.float() / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == targets.unsqueeze(1)
     return ((is_target.float() - probabilities) * (gradient / temperatures).unsqueeze(1)).to(logits.dtype)
@@ -99,25 +103,31 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, targets, temperatures, log_denominator = ctx.saved_tensors
         logit_gradient = _functions(ctx.compiled)[1]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for first in range(0, len(hidden), ctx.chunk_tokens):
-            part = slice(first, first + ctx.chunk_tokens)
-            h = hidden[part]
-            grad_logits = logit_gradient(
-                h @ weight.t(), targets[part], temperatures[part], log_denominator[part], gradient[part]
-            )
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        size = _block_size(len(hidden), len(weight), ctx.chunk_tokens)
+        for first in range(0, len(weight), size):
+            block = weight[first : first + size]
+            grad_logits = logit_gradient(hidden @ block.t(), targets - first, temperatures, log_denominator, gradient)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
+                _add_product(grad_hidden, grad_logits, block)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), h)
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[first : first + size])
             del grad_logits
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _block_size(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
+    """Entries of the vocabulary whose logits, of all tokens, are as many as all logits of a chunk."""
+    num_blocks = max(1, -(-num_tokens // chunk_tokens))
+    return -(-vocabulary // num_blocks // _ALIGNED) * _ALIGNED
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, whatever the type of a and b."""
+    """total += a · b, in the type of `total` even where a and b have fewer bits."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._functorch.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,7 @@ from penstock_learner.attention import Packing
 from penstock_learner.log_prob_head import log_probs_and_entropy
 from penstock_learner.packing import SequenceBatch
 from penstock_learner.sequence_parallel import SequenceParallel
+from penstock_learner.transfer import to_device
 
 if TYPE_CHECKING:
     from penstock_learner.scalar_model import PackedScalarModel
@@ -51,9 +54,9 @@ class ModelInputs:
 
     @classmethod
     def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
-        token_ids = torch.as_tensor(batch.token_ids, device=device)
-        index = torch.as_tensor(batch.response_index, device=device)
-        temperatures = torch.as_tensor(batch.temperatures[batch.sequence_ids], device=device)
+        token_ids = to_device(batch.token_ids, device)
+        index = to_device(batch.response_index, device)
+        temperatures = to_device(batch.temperatures[batch.sequence_ids], device)
         packing = Packing.of(batch.lengths, device, parallel)
         return cls(token_ids, packing, index - 1, token_ids[index], temperatures)
 
@@ -130,6 +133,7 @@ def prepare(
     """Make a loaded model ready to train: what is computed again, what is compiled, and how it is sharded.
 
     Gradients are reduced in float32 whatever the compute type is."""
+    torch._functorch.config.activation_memory_budget = learner.activation_memory
     layers = list(model.lm.model.layers)
     # The first layers' activations live longest, and gradients take the place of what the last ones free.
     num_again = round(len(layers) * learner.activation_checkpointing)
@@ -159,7 +163,16 @@ def shard(
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
 ) -> None:
-    """FSDP2 over the default process group: each decoder layer on its own, then the root with what is left."""
+    """FSDP2 over the default process group: each decoder layer on its own, then the root with what is left.
+
+    One rank has nothing to share: unless weights change their type or place, its model stays as it is."""
+    types = {parameter.dtype for parameter in model.parameters()}
+    if (
+        dist.get_world_size() == 1
+        and types <= {precision.param_dtype or next(iter(types))}
+        and offload == OffloadPolicy()
+    ):
+        return
     for layer in model.lm.model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)

@@ -6,7 +6,10 @@ Knows nothing of Ray, the queue or publication: it needs a model that `prepare` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +33,9 @@ from penstock_learner.model import ModelInputs, PackedCausalLM
 from penstock_learner.optimizer import OptimizerStep, apply_gradients
 from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.sequence_parallel import SequenceParallel
+from penstock_learner.transfer import to_device
+
+T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,21 @@ class UpdateReport:
     statistics: LossStatistics
     correction: CorrectionStatistics
     mismatch: Mismatch
-    step: OptimizerStep | None = None
+    step: OptimizerStep
     """Of the whole model: the same on every rank."""
-    nonfinite: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...]
     """The micro-batches whose loss was not finite."""
 
-    def __add__(self, other: UpdateReport) -> UpdateReport:
-        """Of two micro-batches."""
-        return UpdateReport(
-            self.loss + other.loss,
-            self.kl + other.kl,
-            self.entropy + other.entropy,
-            self.statistics + other.statistics,
-            self.correction.merge(other.correction),
-            self.mismatch + other.mismatch,
-        )
+
+@dataclass(frozen=True)
+class _MicroReport:
+    """Of one micro-batch, on the device: nothing has waited for it."""
+
+    sums: Tensor
+    """[3] loss, penalty and entropy."""
+    statistics: LossStatistics
+    correction: CorrectionStatistics
+    mismatch: Mismatch
 
 
 class PolicyUpdate:
@@ -85,15 +91,23 @@ class PolicyUpdate:
         """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
-        nonfinite = tuple(index for index, report in enumerate(reports) if not math.isfinite(report.loss + report.kl))
+        sums = torch.stack([report.sums for report in reports]).tolist()
+        nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
         hold = step <= self.learner.critic_warmup_steps
         taken = apply_gradients(
             self.model, self.optimizer, self.learner, step, lr=self.learner.lr, is_finite=not nonfinite, hold=hold
         )
-        total = reports[0]
-        for report in reports[1:]:
-            total += report
-        return replace(total, step=taken, nonfinite=nonfinite)
+        loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
+        return UpdateReport(
+            loss,
+            kl,
+            entropy,
+            _on_host(reduce(add, [report.statistics for report in reports])),
+            _on_host(reduce(CorrectionStatistics.merge, [report.correction for report in reports])),
+            _on_host(reduce(add, [report.mismatch for report in reports])),
+            taken,
+            nonfinite,
+        )
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] of every micro-batch under the current weights, without gradient."""
@@ -101,8 +115,10 @@ class PolicyUpdate:
 
     def _accumulate(
         self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
-    ) -> UpdateReport:
-        """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""
+    ) -> _MicroReport:
+        """Forward and backward of one micro-batch; gradients add up to those of the whole batch.
+
+        Nothing is read back, so that the host has the next micro-batch ready for the device when this one ends."""
         config = self.learner.algorithm
         log_probs, entropy = self.model(ModelInputs.of(micro, self.device, self.parallel))
         mask, sequence_ids = self._tensor(micro.loss_mask).bool(), self._tensor(micro.sequence_ids)
@@ -113,21 +129,19 @@ class PolicyUpdate:
         correction = correct(numerator, behaviour, mask, sequence_ids, config.correction)
         mode = config.loss.aggregation_mode
         loss = aggregate(correction.apply(outputs.per_token), mask, sequence_ids, mode, denominators)
-        kl_sum = 0.0
+        kl_sum = torch.zeros_like(loss.detach())
         total = loss
         if micro.reference_log_probs is not None:
             reference = self._tensor(micro.reference_log_probs)
             kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
-            kl_sum = float(kl.detach().sum())
+            kl_sum = kl.detach().sum()
             if config.kl.placement == "loss":
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
         (total * dist.get_world_size()).backward()
         mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.unmixed_versions), version)
-        entropy_sum = float(apply_mask(entropy, mask).sum())
-        return UpdateReport(
-            float(loss.detach()), kl_sum, entropy_sum, outputs.statistics, correction.statistics, mismatch
-        )
+        sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy, mask).sum()])
+        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch)
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
         """`old` of the configured mode."""
@@ -140,7 +154,12 @@ class PolicyUpdate:
 
     def _tensor(self, array: NDArray[np.generic] | None) -> Tensor:
         assert array is not None, "the controller filled in what the algorithm needs"
-        return torch.as_tensor(array, device=self.device)
+        return to_device(array, self.device)
+
+
+def _on_host(statistics: T) -> T:
+    """A dataclass of tensors, where the controller can read it, which may have no GPU."""
+    return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
 
 
 def forward_log_probs(

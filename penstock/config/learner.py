@@ -109,7 +109,7 @@ class LearnerConfig(Config):
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Token budget of one forward and backward pass."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
-    """Tokens whose logits exist at one time."""
+    """Tokens whose logits exist at one time; or as many logits of all tokens."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of forward and backward passes of the roles that train; gradients are reduced in float32 in any case. `auto`:
     float32 where `model.dtype` is, else bfloat16."""
@@ -121,6 +121,9 @@ class LearnerConfig(Config):
     memory, 0 is up to a third faster."""
     compile: bool = False
     """Fuse each layer, and the log-probs, with `torch.compile`: faster on a GPU, after a slow first step."""
+    activation_memory: float = Field(default=1.0, ge=0, le=1)
+    """With `compile`, the share of a layer's activations that is kept where the layer is not computed again as a whole;
+    below 1, those that cost the least time to compute again go first."""
     cpu_offload: bool = False
     """Keep weights and Adam's state in host memory, and step there; layers visit the GPU one by one."""
     sequence_parallel: int = Field(default=1, ge=1)

@@ -18,6 +18,7 @@ from penstock_learner.model import PackedCausalLM, compute_dtype_of, prepare
 from penstock_learner.optimizer import make_optimizer
 from penstock_learner.roles.rank import Rank
 from penstock_learner.scalar_model import PackedScalarModel
+from penstock_learner.transfer import to_device
 from penstock_learner.utilisation import RankUse, rank_use
 
 
@@ -63,4 +64,4 @@ class TrainerRank(Rank):
 
     def tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
         assert array is not None, "the controller filled in what the algorithm needs"
-        return torch.as_tensor(array, device=self.device)
+        return to_device(array, self.device)

@@ -24,15 +24,16 @@ def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]
 
     A layer's gather has finished, on this rank's stream, when its first tensor is yielded."""
     for unit, prefix, module in _units(model):
-        unit.unshard()
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
         for name, parameter in _own_parameters(prefix, module, model):
             yield pushed_name(name), parameter.detach()
-        unit.reshard()
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
-def _units(model: PackedCausalLM) -> Iterator[tuple[FSDPModule, str, torch.nn.Module]]:
-    """The sharded modules, root first: what `shard` in model.py made."""
-    assert isinstance(model, FSDPModule)
+def _units(model: PackedCausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """The modules that `shard` in model.py shards, root first."""
     yield model, "", model.lm
     for index, layer in enumerate(model.lm.model.layers):
         yield layer, f"model.layers.{index}.", layer

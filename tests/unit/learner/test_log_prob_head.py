@@ -47,14 +47,14 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None and weight.grad is None
 
 
-def test_half_precision_sums_the_weights_gradient_in_single() -> None:
+def test_half_precision_sums_gradients_in_single() -> None:
     hidden, weight, targets, temperatures, upstream = inputs(torch.bfloat16)
     log_probs, _ = log_probs_and_entropy(hidden, weight, targets, temperatures, chunk_tokens=1)
-    (gradient,) = torch.autograd.grad((log_probs * upstream).sum(), [weight])
+    gradients = torch.autograd.grad((log_probs * upstream).sum(), [hidden, weight])
     whole, _ = log_probs_and_entropy(hidden, weight, targets, temperatures, chunk_tokens=50)
-    (expected,) = torch.autograd.grad((whole * upstream).sum(), [weight])
-    assert log_probs.dtype == torch.float32 and gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(gradient, expected, atol=0.02, rtol=0.02)
+    expected = torch.autograd.grad((whole * upstream).sum(), [hidden, weight])
+    assert log_probs.dtype == torch.float32 and gradients[0].dtype == gradients[1].dtype == torch.bfloat16
+    torch.testing.assert_close(gradients, expected, atol=0.02, rtol=0.02)
 
 
 def test_large_logits_keep_their_digits() -> None:
@@ -76,4 +76,4 @@ def test_logits_are_never_whole() -> None:
 
     with Watch():
         log_probs_and_entropy(hidden, weight, targets, temperatures, chunk_tokens=20)[0].sum().backward()
-    assert max(num_elements) == 20 * 300
+    assert max(num_elements) == 50 * 128, "a block of the vocabulary is a multiple of 128"

@@ -82,7 +82,6 @@ class PolicyRegistry:
 
     async def kept_versions(self) -> set[int]:
         """Versions whose snapshots may still be asked for."""
-        promoted, held = await guarded(
-            self.client.hmget(f"{self.prefix}counters", ("promoted_version", "held_version"))
-        )
-        return {int(version) for version in (promoted, held) if version} | set((await self.pins()).values())
+        fields = ("promoted_version", "held_version", "roll_back_version")
+        marked = await guarded(self.client.hmget(f"{self.prefix}counters", fields))
+        return {int(version) for version in marked if version} | set((await self.pins()).values())

@@ -3,6 +3,7 @@
 paused         no prompt is leased (lease.lua)
 stop_term      the learner of this term, or an earlier one, ends after its step, with a checkpoint
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
+roll_backs     how many there were; the learner goes back to the weights of roll_back_version once for each
 drained        servers that lease nothing (lease.lua)
 """
 
@@ -16,6 +17,14 @@ import redis.asyncio as redis
 from penstock.redis_errors import guarded
 from penstock.replay.redis_queue import key_prefix
 
+_HOLD = """
+if redis.call('HGET', KEYS[1], 'held_version') ~= ARGV[1] then
+  redis.call('HSET', KEYS[1], 'held_version', ARGV[1], 'roll_back_version', ARGV[1])
+  redis.call('HINCRBY', KEYS[1], 'roll_backs', 1)
+end
+return 1
+"""
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -23,6 +32,9 @@ class Orders:
     stop_term: int = 0
     held_version: int | None = None
     term: int = 0
+    roll_backs: int = 0
+    roll_back_version: int = 0
+    """Of the last one, which a release does not undo."""
 
     @property
     def is_stopped(self) -> bool:
@@ -39,9 +51,10 @@ class RunControl:
         self._drained = f"{key_prefix(run)}drained"
 
     async def orders(self) -> Orders:
-        fields = ("paused", "stop_term", "held_version", "term")
-        paused, stop_term, held, term = await guarded(self.client.hmget(self._counters, fields))
-        return Orders(paused == b"1", int(stop_term or 0), int(held) if held else None, int(term or 0))
+        fields = ("paused", "held_version", "stop_term", "term", "roll_backs", "roll_back_version")
+        paused, held, *numbers = await guarded(self.client.hmget(self._counters, fields))
+        stop_term, term, roll_backs, version = (int(number or 0) for number in numbers)
+        return Orders(paused == b"1", stop_term, int(held) if held else None, term, roll_backs, version)
 
     async def pause(self) -> None:
         await self._set(paused=1)
@@ -54,7 +67,7 @@ class RunControl:
         await self._set(paused=1, stop_term=(await self.orders()).term)
 
     async def hold(self, policy_version: int) -> None:
-        await self._set(held_version=policy_version)
+        await guarded(self.client.eval(_HOLD, 1, self._counters, policy_version))
 
     async def release(self) -> None:
         await guarded(self.client.hdel(self._counters, "held_version"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.codec import decode_group
@@ -17,6 +18,7 @@ from penstock.errors import DeadlineExceeded, PoisonGroup
 from penstock.replay.contract import Delivery, GroupConsumer
 from penstock.trajectory import Group
 from penstock_learner.ledger import Ledger
+from penstock_learner.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -44,13 +46,15 @@ class BatchReader:
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
-        manifests: dict[int, list[int]],
+        manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (),
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
         self.learner = learner
         self.ledger = ledger
         self.manifests = manifests
+        self.roll_backs = roll_backs
+        """Shared with the controller and only read here."""
         self._in_batches: set[int] = set()
         """Handed out, and not yet in the ledger."""
 
@@ -58,6 +62,18 @@ class BatchReader:
         """The batch of `step`: first what an earlier learner had taken for it, then the queue."""
         self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
+        return await self._complete(step, groups, policy_version)
+
+    async def read_again(self, batch: Batch, policy_version: int) -> Batch:
+        """The batch, with others in the place of groups whose versions were given up since it was read."""
+        given_up = [group.prompt_id for group in batch.groups if self._is_given_up(group)]
+        kept = [group for group in batch.groups if group.prompt_id not in given_up]
+        for prompt_id in given_up:
+            self._in_batches.discard(prompt_id)
+            await self.queue.expire(prompt_id)
+        return await self._complete(batch.step, kept, policy_version) if given_up else batch
+
+    async def _complete(self, step: int, groups: list[Group], policy_version: int) -> Batch:
         deadline = time.monotonic() + self.learner.batch_timeout_s
         while (missing := self.replay.groups_per_step - len(groups)) > 0:
             taken = await self.queue.take(step, missing)
@@ -97,14 +113,18 @@ class BatchReader:
             logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
             await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")
             return None
-        staleness = policy_version - group.min_version
-        if self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness:
+        staleness = policy_version - oldest_version(group, self.roll_backs)
+        is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
+        if is_stale or self._is_given_up(group):
             await self.queue.expire(group.prompt_id)
             return None
         if self.replay.dynamic_sampling and not _has_spread(group):
             await self.queue.discard(group.prompt_id, "no_spread")
             return None
         return group
+
+    def _is_given_up(self, group: Group) -> bool:
+        return any(roll_back.gave_up(group) for roll_back in self.roll_backs)
 
 
 def _has_baseline(group: Group) -> bool:

@@ -40,6 +40,10 @@ class TrainerState:
     """Of the queue that the ledger's prompt ids are of."""
     resumed_from: str = ""
     """What `checkpoint.resume` named when this line of checkpoints began; empty where it named none."""
+    num_roll_backs: int = 0
+    """Orders to roll back that the weights have followed."""
+    roll_backs: list[tuple[int, int]] = field(default_factory=list)
+    """Each version that was gone back to, and the one that then had its weights."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
@@ -102,6 +106,11 @@ class CheckpointStore:
             return None
         return finished[-1], read_state(finished[-1])
 
+    def of_version(self, policy_version: int) -> Path | None:
+        """The newest checkpoint with the weights of a version."""
+        found = [path for path in self._finished() if read_state(path).policy_version == policy_version]
+        return found[-1] if found else None
+
     def _finished(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
 
@@ -110,7 +119,8 @@ def read_state(path: Path) -> TrainerState:
     """Of a finished checkpoint."""
     try:
         fields = json.loads((path / TRAINER_FILE).read_text())
-        fields["ledger"] = [(int(first), int(last)) for first, last in fields["ledger"]]
+        for name in ("ledger", "roll_backs"):
+            fields[name] = [(int(first), int(second)) for first, second in fields.get(name, [])]
         return TrainerState(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(

@@ -8,6 +8,8 @@
 Exactly once: a group is acknowledged only when a durable checkpoint's ledger holds its prompt; every call to the queue
 carries this learner's term.
 
+A roll back is followed between two steps (roll_back.py): the weights of the older version get a number of their own.
+
 When a role that trains dies, its ranks are started anew and all that train go back to the checkpoint, under a new term,
 as a new learner process would; the roles that live stay up.
 """
@@ -25,9 +27,10 @@ from penstock.config.run import RunConfig
 from penstock.errors import RoleDied
 from penstock.fleet import Fleet
 from penstock.logs import bind
+from penstock.policies import PolicyRegistry
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
-from penstock.run_control import RunControl
+from penstock.run_control import Orders, RunControl
 from penstock.tracing import Tracing
 from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.batch_reader import Batch, BatchReader
@@ -42,6 +45,7 @@ from penstock_learner.policy_publication import PolicyPublication
 from penstock_learner.profiling import StepProfiles
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.roll_back import RollBack, load_version
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
 from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
@@ -85,6 +89,9 @@ class LearnerController:
         """Set it to stop after the running step, with a checkpoint."""
         self.may_resume = config.learner.checkpoint.resume != "off"
         """Whether the newest checkpoint is one to continue from."""
+        self.control = RunControl(fleet.client, config.run)
+        self.told = asyncio.Event()
+        """Set while a roll back is to be followed."""
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`, through the deaths of roles."""
@@ -115,11 +122,15 @@ class LearnerController:
         self.uncommitted: list[int] = []
         self.kl = make_kl_controller(self.config.learner.algorithm.kl, state.kl_coefficient)
         self.resumed_from = state.resumed_from
+        self.num_roll_backs = state.num_roll_backs
+        self.roll_backs = [RollBack(*versions) for versions in state.roll_backs]
         self.writer = CheckpointWriter(
             self.checkpoints, self.queue, self.trained, self.ledger, self.metrics, self._made_progress
         )
         manifests = await self._take_over(state)
-        reader = BatchReader(self.queue, self.config.replay, self.config.learner, self.ledger, manifests)
+        reader = BatchReader(
+            self.queue, self.config.replay, self.config.learner, self.ledger, manifests, self.roll_backs
+        )
         self.publication = PolicyPublication(
             self.config, self.queue, self.fleet, self.policy, self.term, self.metrics, self.tracing
         )
@@ -141,13 +152,15 @@ class LearnerController:
             await asyncio.to_thread(self.loggers.close)
 
     async def _follow_orders(self) -> None:
-        """For ever: an operator may stop this learner, and those before it."""
-        control = RunControl(self.fleet.client, self.config.run)
+        """For ever: an operator may stop this learner, and those before it, or roll the policy back."""
         while True:
             await asyncio.sleep(ORDERS_S)
-            if not self.stopping.is_set() and (await control.orders()).stop_term >= self.term:
+            orders = await self.control.orders()
+            if not self.stopping.is_set() and orders.stop_term >= self.term:
                 logger.info("told to stop: ending after this step, with a checkpoint")
                 self.stopping.set()
+            if orders.roll_backs > self.num_roll_backs:
+                self.told.set()
 
     def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
         return self.checkpoints.to_resume(self.config.learner.checkpoint.resume) if self.may_resume else None
@@ -193,14 +206,18 @@ class LearnerController:
         reading: asyncio.Task[Batch] | None = None
         try:
             while not self.stopping.is_set() and (num_steps == 0 or step < num_steps):
+                self.told.clear()
+                if (orders := await self.control.orders()).roll_backs > self.num_roll_backs:
+                    version = await self._roll_back(orders, step, version)
                 step += 1
                 started = time.monotonic()
                 reading = reading or asyncio.create_task(reader.read(step, version))
-                batch = await self._batch_or_stop(reading, step - 1, version)
-                wait_s = time.monotonic() - started
+                batch = await self._batch_or_order(reading, step - 1, version)
                 if batch is None:
                     step -= 1
-                    break
+                    continue
+                batch = await reader.read_again(batch, version)
+                wait_s = time.monotonic() - started
                 crash_point("after_read")
                 is_last = step == num_steps
                 reading = None if is_last else asyncio.create_task(reader.read(step + 1, version + 1))
@@ -229,22 +246,35 @@ class LearnerController:
             if reading is not None:
                 await end_task(reading)
 
-    async def _batch_or_stop(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
-        """The batch, or None when the learner is asked to stop while it waits.
+    async def _roll_back(self, orders: Orders, step: int, version: int) -> int:
+        """Follow the order, once, if anything of its version is left. Returns the version of the weights."""
+        self.num_roll_backs = orders.roll_backs
+        policies = PolicyRegistry(self.fleet.client, self.config.run)
+        if not await load_version(orders.roll_back_version, self.trained, self.checkpoints, policies):
+            return version
+        version = await self.queue.allocate_version(version + 1)
+        self.roll_backs.append(RollBack(orders.roll_back_version, version))
+        offer = await self.publication.gather(version, step, parent_version=orders.roll_back_version)
+        offer.metrics.set_result({})
+        return version
+
+    async def _batch_or_order(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+        """The batch, or None when the learner is asked to stop, or to roll back, while it waits.
 
         Groups that no checkpoint covers stay in Redis, where producers may be waiting for their memory. So when none
         comes for long, a checkpoint is made before its time."""
-        batch = await self._or_stop(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
-        if batch is None and not self.stopping.is_set():
+        batch = await self._or_order(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
+        if batch is None and not self.stopping.is_set() and not self.told.is_set():
             await self._checkpoint(trained_step, version)
             await self.writer.settle()
-            batch = await self._or_stop(reading, None)
+            batch = await self._or_order(reading, None)
         return batch
 
-    async def _or_stop(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
-        stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({reading, stop}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
+    async def _or_order(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
+        orders = [asyncio.create_task(event.wait()) for event in (self.stopping, self.told)]
+        await asyncio.wait({reading, *orders}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for order in orders:
+            order.cancel()
         return reading.result() if reading.done() else None
 
     async def _step(self, batch: Batch, step: int, version: int) -> dict[str, float]:
@@ -307,6 +337,8 @@ class LearnerController:
             feed_positions=await self.queue.feed_positions(),
             store_id=self.store_id,
             resumed_from=self.resumed_from,
+            num_roll_backs=self.num_roll_backs,
+            roll_backs=[(each.policy_version, each.new_version) for each in self.roll_backs],
         )
         covered, self.uncommitted = self.uncommitted, []
         await self.writer.begin(state, covered)

@@ -47,6 +47,8 @@ class Offer:
     """Of the step that made it; its record waits for them."""
     trace_parents: tuple[str, ...] = ()
     """Of the groups that it is the first version to contain."""
+    parent_version: int | None = None
+    """Whose weights it began from, where that is not the version before."""
 
 
 class PolicyPublication:
@@ -85,11 +87,13 @@ class PolicyPublication:
         self._failures: dict[str, tuple[int, float]] = {}
         """Failed pushes in a row of a server, and when it may be tried again."""
 
-    async def gather(self, policy_version: int, step: int, trace_parents: tuple[str, ...] = ()) -> Offer:
+    async def gather(
+        self, policy_version: int, step: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
+    ) -> Offer:
         """Stage the policy's weights as a version and offer it. Returns when training may change them again."""
         if self._offer is not None:
             trace_parents += self._offer.trace_parents
-        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents)
+        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
         async with self._changed:
             in_use = {self._pushing, self.current, *self._catching_up.values()}
             if self._offer is not None:
@@ -148,10 +152,11 @@ class PolicyPublication:
         servers = [s for s in reachable if s.server_id not in self._catching_up and not is_held]
         report = await self._push(version, servers, base_version=self._common_base(servers))
         snapshot = await self._snapshot(version, step)
+        before = self.current if step else None
         record = policies_pb2.Policy(
             policy_version=version,
             step=step,
-            parent_version=self.current if step else None,
+            parent_version=before if offer.parent_version is None else offer.parent_version,
             published_at_ms=int(time.time() * 1000),
             weights_digest=report.weights_digest,
             snapshot_path=str(snapshot) if snapshot else "",

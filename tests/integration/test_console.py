@@ -152,7 +152,7 @@ async def test_a_version_is_promoted_and_servers_rolled_back(
     await page.get_by_role("button", name="Release").click()
     await page.get_by_role("button", name="release", exact=True).click()
     await page.get_by_text("Servers are held").wait_for(state="detached")
-    assert await registry.kept_versions() == {40}
+    assert await registry.kept_versions() == {40, 30}, "the learner may have yet to go back to it"
 
 
 async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -1,15 +1,18 @@
-"""A real fleet that is rolled back, released and stopped through the gateway, and generates meanwhile."""
+"""A real fleet and its learner, rolled back, released and stopped through the gateway; it generates meanwhile."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
 
 from conftest import RedisProcess
 from fleet_runs import FleetRun, fleet_config
+from penstock.run_control import RunControl
+from penstock.v1 import policies_pb2
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
@@ -20,11 +23,37 @@ def post(url: str, path: str, **body: Any) -> Any:
     return response.json()
 
 
+def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
+    """The version that the learner made of an older one's weights."""
+    found = [p for p in run.policies().values() if p.parent_version == version and p.policy_version > version + 1]
+    return found[-1] if found else None
+
+
+def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
+    tmp_path: Path, redis_process: RedisProcess
+) -> None:
+    config = fleet_config(tmp_path, redis_process.url, "back-later")
+    with FleetRun(config, redis_process.url) as run:
+        run.start_server("a", "--rollout.engine.name", "torch")
+        learner = run.start_learner()
+        run.until(lambda: run.current > 11, "a checkpoint, of version 10", timeout_s=240)
+        learner.kill()
+        control = lambda client: RunControl(client, config.run)  # noqa: E731
+        run.ask(lambda client: control(client).hold(10))
+        run.ask(lambda client: control(client).release())
+        again = run.start_learner()
+        returned = run.until(lambda: returned_to(run, 10), "the learner to return to version 10", timeout_s=240)
+        assert returned.weights_digest == run.policies()[10].weights_digest
+        assert "rolled back to version 10, from" in again.output() and "checkpoints/term-" in again.output()
+        run.until_serving("a", above=returned.policy_version - 1)
+        assert not any(run.watch.conservation_errors)
+
+
 def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_process: RedisProcess) -> None:
     config = fleet_config(tmp_path, redis_process.url, "rolled-back")
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
-        run.start_learner()
+        run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
         gateway = run._start("gateway", "penstock_services.gateway")
         address = run.config.folder / "gateway.json"
         run.until(address.exists, "the gateway")
@@ -35,10 +64,18 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
         policies = f"/v1/runs/{config.run}/policies"
         held = post(url, f"{policies}/2:rollback")
         assert held["is_held"] and held["snapshot_path"]
+        before = run.current
+        assert post(url, f"{policies}/2:rollback") == held | {"server_ids": ANY}, "once, however often it is said"
         run.until(lambda: run.servers()["a"].policy_version == 2, "the server to return to version 2")
         run.until_serving("a", above=1)
+        returned = run.until(lambda: returned_to(run, 2), "the learner to return to version 2")
+        assert returned.policy_version > before
+        assert returned.weights_digest == run.policies()[2].weights_digest, "every byte of it"
         published = run.current
-        run.until(lambda: run.current > published + 2, "the learner to go on")
+        run.until(lambda: run.current > max(published, returned.policy_version) + 2, "the learner to go on")
+        children = {p.policy_version for p in run.policies().values() if p.parent_version == 2}
+        assert children <= {3, returned.policy_version}, "it went back once"
+        assert run.stat().expired > 0, "groups of the versions between are dropped, and their prompts answered anew"
         assert run.servers()["a"].policy_version == 2, "nothing is pushed meanwhile"
         body = {"model": config.run, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
         assert post(url, "/v1/chat/completions", **body)["policy_version"] == 2

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
+from penstock.weights.snapshot import FILE_NAME, read_manifest
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.model import DTYPES, add_adapter, load_model
 from penstock_learner.packing import RankShard
 from penstock_learner.policy_update import PolicyUpdate, UpdateReport
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.sequence_parallel import make_sequence_parallel
-from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
+from penstock_learner.weights.gathering import gathered_weights, load_gathered, pushed_shapes
 from penstock_learner.weights.publisher import PushReport, WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 
@@ -58,6 +60,13 @@ class PolicyWorker(TrainerRank):
         for name, weight in gathered_weights(self.model):
             if staged is not None:
                 staged.put(name, weight)
+
+    def load_snapshot(self, folder: Path) -> None:
+        """Take over the weights of a snapshot; the optimizer begins anew. Collective."""
+        read_manifest(folder)
+        with safe_open(folder / FILE_NAME, framework="pt") as kept:
+            load_gathered(self.model, kept.get_tensor)
+        self.optimizer.state.clear()
 
     def push(
         self, policy_version: int, targets: list[PushTarget], transport: str | None, base_version: int | None, lane: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock_learner.model import PackedCausalLM, is_pushed, pushed_name
 
@@ -30,6 +31,19 @@ def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]
             yield pushed_name(name), parameter.detach()
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+@torch.no_grad()
+def load_gathered(model: PackedCausalLM, weight_of: Callable[[str], torch.Tensor]) -> None:
+    """The other way: each rank takes its shard of every weight. Collective."""
+    for unit, prefix, module in _units(model):
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+        for name, parameter in _own_parameters(prefix, module, model):
+            whole = weight_of(pushed_name(name)).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            parameter.copy_(whole)
 
 
 def _units(model: PackedCausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:

@@ -13,9 +13,10 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
-from penstock.trajectory import Group
+from penstock.trajectory import Group, VersionSegment
 from penstock_learner.batch_reader import BatchReader
 from penstock_learner.ledger import Ledger
+from penstock_learner.roll_back import RollBack, oldest_version
 
 REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
 
@@ -88,3 +89,33 @@ async def test_groups_without_spread_are_replaced() -> None:
     assert batch.prompt_ids == [2, 3]
     stat = await queue.stat()
     assert (stat.expired, stat.conservation_error) == (1, 0)
+
+
+def made_by(prompt_id: int, *versions: int) -> Group:
+    """A group whose samples' tokens are of these versions, in order."""
+    group = make_group(prompt_id)
+    trajectories = []
+    for trajectory in group.trajectories:
+        ends = [len(trajectory.token_ids) * (i + 1) // len(versions) for i in range(len(versions))]
+        spans = zip([0, *ends[:-1]], ends, versions, strict=True)
+        trajectories.append(replace(trajectory, segments=tuple(VersionSegment(*span) for span in spans)))
+    return replace(group, trajectories=tuple(trajectories))
+
+
+async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
+    replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 2})
+    groups = [made_by(1, 8), made_by(2, 3, 5), made_by(3, 9), made_by(4, 3), made_by(5, 3)]
+    queue = await queue_with(groups, replay)  # type: ignore[arg-type]
+    reader = reader_of(queue, replay)
+    roll_backs: list[RollBack] = []
+    reader.roll_backs = roll_backs
+    batch = await reader.read(1, 4)
+    assert batch.prompt_ids == [1, 2]
+    roll_backs.append(RollBack(policy_version=3, new_version=9))
+    batch = await reader.read_again(batch, 9)
+    assert batch.prompt_ids == [3, 4], "version 3 is no older than 9, whose weights are its own"
+    assert await reader.read_again(batch, 9) is batch
+    stat = await queue.stat()
+    assert (stat.pending, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
+    roll_backs.clear()
+    assert oldest_version(groups[3], roll_backs) == 3  # type: ignore[arg-type]

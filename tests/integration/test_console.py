@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import redis.asyncio as redis
 
+from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group
@@ -22,10 +22,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2
 from scripted_engine import make_tokenizer_folder, spelled
 
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
-SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
-"""A folder to keep screenshots in."""
+pytestmark = needs_chromium
 
 
 async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str]) -> None:
@@ -84,7 +81,7 @@ async def page(gateway: Gateway, secret: str) -> AsyncIterator[Any]:
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(**LAUNCH)
         made = await browser.new_page(viewport={"width": 1200, "height": 900})
         made.set_default_timeout(15_000)
         problems: list[str] = []

@@ -5,7 +5,6 @@ The last test ends the run."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -26,6 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
+from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from demo_process import ROOT, DemoProcess
 from penstock.cli import main as cli
 from penstock.metrics import serve_metrics
@@ -35,8 +35,6 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
 """Of labels that nothing has happened to in this run."""
-CHROMIUM = Path("/usr/bin/chromium")
-SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -234,11 +232,10 @@ def test_top_shows_the_numbers_of_the_metrics(live: DemoProcess, capsys: pytest.
     assert re.search(r"learner .* [\d.]+ s ago .* 0 ", shown), "its heartbeat, and no restart"
 
 
+@needs_chromium
 def test_the_console_shows_what_top_shows(
     live: DemoProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    if not CHROMIUM.exists():
-        pytest.skip("no /usr/bin/chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     def step_of_top() -> int:
@@ -246,7 +243,7 @@ def test_the_console_shows_what_top_shows(
         return int(re.search(r"step (\d+)", capsys.readouterr().out)[1])  # type: ignore[index]
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(**LAUNCH)
         page = browser.new_page(viewport={"width": 1200, "height": 1000})
         page.set_default_timeout(20_000)
         before = step_of_top()

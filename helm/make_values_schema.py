@@ -16,7 +16,7 @@ from penstock.config.run import RunConfig
 
 SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
 DECIDED_BY_CHART = {
-    "RunConfig": ("run_dir", "demo"),
+    "RunConfig": ("run_dir", "launcher", "demo"),
     "RedisConfig": ("url",),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),

@@ -24,6 +24,8 @@ A message is one line: what happened, then what to do.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class PenstockError(Exception):
     """Base of the tree. `reason` is machine-readable and stable; the message is for people."""
@@ -49,6 +51,11 @@ class InvalidInput(PenstockError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
+
+    def under(self, path: str) -> Self:
+        """The same, of a field inside another: its path is known only where it went wrong."""
+        return type(self)(f"{path}.{self.field}" if self.field else path, self.message)
 
 
 class PromptTooLong(InvalidInput):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio as redis
@@ -15,6 +16,9 @@ from penstock.ports import free_port, wait_for_port
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_services.local.private_redis import find_redis_server, write_config
+
+if TYPE_CHECKING:
+    from gateways import Gateway
 
 settings.register_profile("penstock", deadline=None)  # a busy machine must not fail a property
 settings.load_profile("penstock")
@@ -71,3 +75,14 @@ async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
     return RedisReplayQueue(
         redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=30)
     )
+
+
+@pytest.fixture
+async def gateway(redis_process: RedisProcess, redis_client: redis.Redis, tmp_path: Path) -> AsyncIterator[Gateway]:
+    """On real ports, with a tokenizer and without keys."""
+    from gateways import run_config, running
+    from scripted_engine import make_tokenizer_folder
+
+    make_tokenizer_folder(tmp_path)
+    async with running(run_config(redis_process.url, tmp_path)) as started:
+        yield started

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,6 +44,15 @@ def validate(data: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def validate_field(data: dict[str, Any], field: str) -> RunConfig:
+    """As `validate`, for a config that came as a request's field."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        path = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise InvalidInput(f"{field}.{path}".rstrip("."), _explain(error).removeprefix(f"{path}: ")) from error
 
 
 def dump_config(config: RunConfig) -> str:

@@ -129,6 +129,15 @@ class GatewayConfig(Config):
         return self
 
 
+class LauncherConfig(Config):
+    """What a machine carries of the runs that are created through the gateway."""
+
+    max_runs: int = Field(default=0, ge=0)
+    """Runs at once. 0: none, and `penstock up` starts no launcher."""
+    launcher_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
+    """Names the launcher: runs go back to the one of this name when it is started again. Empty: the host's name."""
+
+
 class DemoConfig(Config):
     """What `penstock demo` submits. A service run submits its own prompts and ignores this."""
 

@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CreateRunRequest(_message.Message):
+    __slots__ = ("config_json",)
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    config_json: str
+    def __init__(self, config_json: _Optional[str] = ...) -> None: ...
+
 class ListRunsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -124,17 +130,23 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Run.State]
         RUNNING: _ClassVar[Run.State]
         PAUSED: _ClassVar[Run.State]
         STOPPED: _ClassVar[Run.State]
+        CREATED: _ClassVar[Run.State]
+        FINISHED: _ClassVar[Run.State]
+        FAILED: _ClassVar[Run.State]
     STATE_UNSPECIFIED: Run.State
     RUNNING: Run.State
     PAUSED: Run.State
     STOPPED: Run.State
+    CREATED: Run.State
+    FINISHED: Run.State
+    FAILED: Run.State
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +163,8 @@ class Run(_message.Message):
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     policy_version: int
@@ -160,7 +174,9 @@ class Run(_message.Message):
     servers: _containers.RepeatedCompositeFieldContainer[Server]
     state: Run.State
     held_version: int
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ...) -> None: ...
+    launcher_id: str
+    detail: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class QueueStat(_message.Message):
     __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted")

@@ -54,6 +54,11 @@ class RunServiceStub:
                 request_serializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
                 _registered_method=True)
+        self.CreateRun = channel.unary_unary(
+                '/penstock.v1.RunService/CreateRun',
+                request_serializer=penstock_dot_v1_dot_runs__pb2.CreateRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/penstock.v1.RunService/ListRuns',
                 request_serializer=penstock_dot_v1_dot_runs__pb2.ListRunsRequest.SerializeToString,
@@ -129,8 +134,15 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateRun(self, request, context):
+        """A launcher starts the run. The name is in the config: repeating the call with the same one changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRuns(self, request, context):
-        """The runs of this gateway: it serves one.
+        """The gateway's own run first, then those that were created.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,6 +224,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.GetEvaluation,
                     request_deserializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_runs__pb2.Evaluation.SerializeToString,
+            ),
+            'CreateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRun,
+                    request_deserializer=penstock_dot_v1_dot_runs__pb2.CreateRunRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_runs__pb2.Run.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -367,6 +384,33 @@ class RunService:
             '/penstock.v1.RunService/GetEvaluation',
             penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
             penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.RunService/CreateRun',
+            penstock_dot_v1_dot_runs__pb2.CreateRunRequest.SerializeToString,
+            penstock_dot_v1_dot_runs__pb2.Run.FromString,
             options,
             channel_credentials,
             insecure,

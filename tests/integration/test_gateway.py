@@ -72,9 +72,10 @@ async def test_rest_and_grpc_give_the_same_answers(gateway: Gateway, queue: Redi
     submitted = (await post(gateway, PROMPT, PROMPT, idempotency_key="a")).json()
     assert submitted == {"prompt_ids": [1, 2], "replayed": False}
     prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
-    body = prompt_bodies.PromptBody.model_validate(PROMPT)
+    body = prompts_pb2.Prompt()
+    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
     again = await prompt_service.SubmitPrompts(
-        prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body.to_proto("")] * 2)
+        prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body] * 2)
     )
     assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True}
 

@@ -21,7 +21,9 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from penstock.config.loading import load_config
+from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.created_runs import CreatedRuns
 from penstock.errors import PenstockError
 from penstock.fleet import Fleet, ServerRecord
 from penstock.heartbeats import Heartbeats
@@ -331,6 +333,10 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
         snapshot = await RunSnapshot.take(gateway, fleets["gateway"], Heartbeats(clients["gateway"], RUN))
     assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {"e": 1.0}
     assert snapshot.restarts == {"r0": 0, "learner": 0}
+    created = CreatedRuns(clients["gateway"])
+    assert await created.create(RunConfig(run="created", model=ModelConfig(path=Path("m")))) == await created.get(
+        "created"
+    )
     for role in ("gateway", "rollout"):
         assert (await PolicyRegistry(clients[role], RUN).get()).policy_version == 0
         assert await clients[role].ping()

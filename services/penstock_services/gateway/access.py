@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.api_keys import ROLES, ApiKey, Role, digest_of, find_key, read_keys
@@ -23,8 +23,11 @@ class Caller:
     role: Role = "admin"
     request_id: str = ""
 
+    def asking(self, request_id: str) -> Caller:
+        return Caller(self.name, self.role, request_id)
+
     def check(self, role: Role, operation: str) -> None:
-        if ROLES.index(self.role) < ROLES.index(role):
+        if self.role != role and ROLES.index(self.role) < ROLES.index(role):
             raise PermissionDenied(f"{operation} needs the role {role}; the key {self.name!r} has {self.role}")
 
 
@@ -54,7 +57,7 @@ class Access:
             key = find_key(self.keys, given.strip())
             if scheme.lower() != "bearer" or key is None:
                 raise Unauthenticated("this gateway needs its key; send `Authorization: Bearer <key>`")
-            caller = replace(caller, name=key.name, role=key.role)
+            caller = Caller(key.name, key.role)
         if self.config.requests_per_s:
             bucket = self._buckets.setdefault(caller.name, _Bucket(self.config.burst_requests))
             bucket.take(self.config.requests_per_s, self.config.burst_requests)

@@ -20,7 +20,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.operations import Operating, operation
 
 FORMATS = ("jsonl", "parquet")
 SUBMITTED_AT_ONCE = 256
@@ -29,10 +29,10 @@ READ_TIMEOUT_S = 60.0
 
 
 class DatasetHandlers:
-    def __init__(self, config: RunConfig, queue: RedisReplayQueue, audit: AuditLog) -> None:
+    def __init__(self, config: RunConfig, operating: Operating, queue: RedisReplayQueue) -> None:
         self.config = config
+        self.operating = operating
         self.queue = queue
-        self.audit = audit
         self.folder = config.folder / "datasets"
 
     @operation("submit", timeout_s=READ_TIMEOUT_S)
@@ -53,7 +53,7 @@ class DatasetHandlers:
         path = self._find(request.name)
         if not 1 <= request.num_samples <= validation.MAX_NUM_SAMPLES:
             raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")
-        validation.check_sampling(request.sampling, "sampling")
+        validation.check_sampling(request.sampling)
         sampling = sampling_from_proto(request.sampling)
         prompts = await asyncio.to_thread(_read, path, request.num_samples, sampling)
         name, digest = self._feed_name(path), await asyncio.to_thread(_digest, path)

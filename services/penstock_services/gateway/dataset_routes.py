@@ -51,7 +51,6 @@ class DatasetRoutes:
 
     async def submit_dataset(self, run: str, name: str, body: SubmitDatasetBody) -> Response:
         """Submit every prompt of the dataset, once."""
-        request = datasets_pb2.SubmitDatasetRequest(
-            run=run_name(run), name=name, num_samples=body.num_samples, sampling=body.sampling.to_proto()
-        )
+        request = datasets_pb2.SubmitDatasetRequest(run=run_name(run), name=name, num_samples=body.num_samples)
+        body.sampling.fill(request.sampling)
         return JSONResponse(plain_fields(await self.handlers.submit_dataset(request)))

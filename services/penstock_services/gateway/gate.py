@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
-import uuid
-from dataclasses import replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -31,7 +30,7 @@ def is_open(path: str) -> bool:
 
 def request_id_of(given: str) -> str:
     """The client's own, where it sent a usable one."""
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
 
 
 class Gate:
@@ -63,7 +62,7 @@ class Gate:
         if not is_open(scope["path"]):
             try:
                 caller = self.access.admit(headers.get("authorization", ""))
-                CALLER.set(replace(caller, request_id=request_id))
+                CALLER.set(caller.asking(request_id))
             except PenstockError as error:
                 return problems.from_error(error), b""
         try:

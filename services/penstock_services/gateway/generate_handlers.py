@@ -27,7 +27,7 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import call_metadata
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import CALLER, Caller
-from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.operations import Operating, operation
 from penstock_services.gateway.sessions import Sessions
 
 MAX_STOP_TEXTS = 4
@@ -39,15 +39,15 @@ class GenerateHandlers:
     """Channels to servers are kept open; `close` ends them."""
 
     def __init__(
-        self, config: RunConfig, fleet: Fleet, policies: PolicyRegistry, control: RunControl, sessions: Sessions,
-        audit: AuditLog,
+        self, config: RunConfig, operating: Operating, fleet: Fleet, policies: PolicyRegistry, control: RunControl,
+        sessions: Sessions,
     ) -> None:  # fmt: skip
         self.config = config
+        self.operating = operating
         self.fleet = fleet
         self.policies = policies
         self.control = control
         self.sessions = sessions
-        self.audit = audit
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._running: Counter[str] = Counter()
 
@@ -166,7 +166,7 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
         raise InvalidInput("policy_version", "must not be negative")
     if request.session_id:
         validation.check_name("session_id", request.session_id)
-    validation.check_sampling(request.sampling, "sampling")
+    validation.check_sampling(request.sampling)
 
 
 def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:

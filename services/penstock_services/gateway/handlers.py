@@ -1,14 +1,15 @@
-"""What the gateway does, whatever the protocol: the handlers of every resource of one run."""
+"""What the gateway does, whatever the protocol: the handlers of every resource of a run."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
 from penstock.config.run import RunConfig
+from penstock.created_runs import CreatedRuns
 from penstock.errors import Unavailable
 from penstock.fleet import Fleet
 from penstock.heartbeats import Heartbeats
@@ -19,14 +20,16 @@ from penstock.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock_services.gateway.dataset_handlers import DatasetHandlers
 from penstock_services.gateway.generate_handlers import GenerateHandlers
-from penstock_services.gateway.operations import AuditLog
+from penstock_services.gateway.operations import AuditLog, Operating
 from penstock_services.gateway.policy_handlers import PolicyHandlers
 from penstock_services.gateway.prompt_handlers import PromptHandlers
 from penstock_services.gateway.run_handlers import RunHandlers
+from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.sessions import Sessions
 from penstock_services.gateway.token_text import TokenText
 
 READY_TIMEOUT_S = 2.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,28 +44,42 @@ class Handlers:
     generation: GenerateHandlers
     datasets: DatasetHandlers
     texts: TokenText
+    served: ServedRuns
     stopping: asyncio.Event
     """Set when the gateway drains: streams end."""
 
     @classmethod
-    def over(cls, client: RedisClient, config: RunConfig, tracing: Tracing | None = None) -> Handlers:
+    async def over(cls, client: RedisClient, config: RunConfig, tracing: Tracing | None = None) -> Handlers:
+        """Those of the gateway's own run, from which those of the others are found."""
+        audit, stopping = AuditLog(config.folder / "audit.jsonl"), asyncio.Event()
+        served = ServedRuns(
+            config, CreatedRuns(client), lambda of: cls._of(client, of, Operating(served, audit, stopping), tracing)
+        )
+        return await served.find(config.run)
+
+    @classmethod
+    def _of(cls, client: RedisClient, config: RunConfig, operating: Operating, tracing: Tracing | None) -> Handlers:
         queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
         registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
-        audit, stopping = AuditLog(config.folder / "audit.jsonl"), asyncio.Event()
         texts = TokenText.load(config.model.path)
         return cls(
             config,
             queue,
             fleet,
             Heartbeats(client, config.run),
-            PromptHandlers(config, queue, audit, texts, stopping, tracing),
-            PolicyHandlers(config, registry, fleet, control, audit, stopping),
-            RunHandlers(config, queue, registry, fleet, control, audit),
-            GenerateHandlers(config, fleet, registry, control, Sessions(config, queue), audit),
-            DatasetHandlers(config, queue, audit),
+            PromptHandlers(config, operating, queue, texts, tracing),
+            PolicyHandlers(config, operating, registry, fleet, control),
+            RunHandlers(config, operating, queue, registry, fleet, control),
+            GenerateHandlers(config, operating, fleet, registry, control, Sessions(config, queue)),
+            DatasetHandlers(config, operating, queue),
             texts,
-            stopping,
+            operating.served,
+            operating.stopping,
         )
+
+    def of_kind(self, kind: type[T]) -> T:
+        """The one of these handlers that is of a class."""
+        return next(handlers for handlers in vars(self).values() if isinstance(handlers, kind))
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless Redis answers at once, and the gateway is not about to end."""

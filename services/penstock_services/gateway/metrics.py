@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,13 +27,27 @@ _EXPIRED_REASONS = ("stale", "no_spread")
 """Reasons that are known beforehand: their series start at 0."""
 
 
-@dataclass
 class Observation:
-    """What becomes known of a request while it is served."""
+    """One request being answered, as a `with` block; route and code are set when they become known."""
 
-    route: str = "unmatched"
-    """The template, never the path: labels stay few."""
-    code: str = "INTERNAL"
+    def __init__(self, metrics: GatewayMetrics, protocol: str) -> None:
+        self.route = "unmatched"
+        """The template, never the path: labels stay few."""
+        self.code = "INTERNAL"
+        self._metrics = metrics
+        self._protocol = protocol
+
+    def __enter__(self) -> Self:
+        self._started = time.perf_counter()
+        self._inflight = self._metrics.child(self._metrics.inflight, self._protocol)
+        self._inflight.inc()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        metrics, protocol = self._metrics, self._protocol
+        self._inflight.dec()
+        metrics.child(metrics.requests, protocol, self.route, self.code).inc()
+        metrics.child(metrics.duration, protocol, self.route).observe(time.perf_counter() - self._started)
 
 
 @dataclass(frozen=True)
@@ -75,20 +88,11 @@ class GatewayMetrics:
         self.run = RunCollector(facts)
         registry.register(self.run)
 
-    @contextmanager
-    def observe(self, protocol: str) -> Iterator[Observation]:
-        seen = Observation()
-        started = time.perf_counter()
-        inflight = self._child(self.inflight, protocol)
-        inflight.inc()
-        try:
-            yield seen
-        finally:
-            inflight.dec()
-            self._child(self.requests, protocol, seen.route, seen.code).inc()
-            self._child(self.duration, protocol, seen.route).observe(time.perf_counter() - started)
+    def observe(self, protocol: str) -> Observation:
+        """A `with` block that counts and times one request."""
+        return Observation(self, protocol)
 
-    def _child(self, metric: Any, *labels: str) -> Any:
+    def child(self, metric: Any, *labels: str) -> Any:
         """As `metric.labels`, which takes a lock and copies its labels for every call."""
         key: tuple[int | str, ...] = (id(metric), *labels)
         if key not in self._children:

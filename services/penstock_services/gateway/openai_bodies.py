@@ -37,11 +37,13 @@ class OpenAIBody(BaseModel):
     def includes_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def to_proto(self, index: int, session_id: str, run: str) -> generate_pb2.GenerateRequest:
+    def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
         """The request of choice `index`, without what is to be answered."""
         if session_id and (self.n or 1) > 1:
             raise InvalidInput("n", "must be 1 in a session: one answer is what the conversation goes on with")
+        run, version = self._model()
         return generate_pb2.GenerateRequest(
+            run=run,
             sampling=prompts_pb2.Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_p=1.0 if self.top_p is None else self.top_p,
@@ -51,8 +53,19 @@ class OpenAIBody(BaseModel):
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             stream=bool(self.stream),
             session_id=session_id,
-            policy_version=_version_of(self.model, run),
+            policy_version=version,
         )
+
+    @property
+    def run(self) -> str:
+        return self._model()[0]
+
+    def _model(self) -> tuple[str, int | None]:
+        """`RUN` is whatever a server serves, `RUN@7` version 7 only."""
+        name, at, version = self.model.partition("@")
+        if not name or (at and not (version.isdecimal() and len(version) < 19)):
+            raise InvalidInput("model", f"must be RUN or RUN@VERSION, not {self.model!r}")
+        return name, int(version) if at else None
 
     def _max_tokens(self) -> int:
         return self.max_tokens or 2**31 - 1
@@ -77,12 +90,12 @@ class ChatBody(OpenAIBody):
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
-    def to_proto(self, index: int, session_id: str, run: str) -> generate_pb2.GenerateRequest:
+    def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
         if self.tools:
             raise InvalidInput("tools", "are not offered here; agents with tools run as prompts of the run")
         if self.response_format and self.response_format.get("type") != "text":
             raise InvalidInput("response_format", "only text is offered")
-        request = super().to_proto(index, session_id, run)
+        request = super().to_proto(index, session_id)
         request.messages.extend(prompts_pb2.Message(role=m.role, content=_content(m.content)) for m in self.messages)
         return request
 
@@ -96,12 +109,12 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     echo: bool | None = None
 
-    def to_proto(self, index: int, session_id: str, run: str) -> generate_pb2.GenerateRequest:
+    def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
         if self.echo:
             raise InvalidInput("echo", "is not offered")
         if not self.prompt:
             raise InvalidInput("prompt", "must not be empty")
-        request = super().to_proto(index, session_id, run)
+        request = super().to_proto(index, session_id)
         if isinstance(self.prompt, str):
             request.text = self.prompt
         else:
@@ -114,6 +127,8 @@ class RewardBody(BaseModel):
 
     reward: float
     reward_parts: dict[str, float] = {}
+    run: str = ""
+    """Of the session's calls; empty: the gateway's own."""
 
 
 class Choice:
@@ -168,11 +183,3 @@ def log_probs_of(choice: Choice, start: int, tokens: list[str]) -> Json:
 
 def _content(content: str | list[TextPart] | None) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
-
-
-def _version_of(model: str, run: str) -> int | None:
-    """`RUN` is whatever a server serves, `RUN@7` version 7 only."""
-    name, at, version = model.partition("@")
-    if name != run or (at and not (version.isdecimal() and len(version) < 19)):
-        raise InvalidInput("model", f"must be {run} or {run}@VERSION, not {model!r}")
-    return int(version) if at else None

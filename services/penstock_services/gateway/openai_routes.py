@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Header
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from penstock.errors import PenstockError
+from penstock.errors import InvalidInput, NotFound, PenstockError
 from penstock.v1 import generate_pb2
 from penstock_services.gateway import openai_bodies as bodies
 from penstock_services.gateway.bodies import Json
@@ -26,9 +26,9 @@ Session = Annotated[str, Header(alias="X-Penstock-Session")]
 
 
 class OpenAIRoutes:
-    def __init__(self, handlers: GenerateHandlers, texts: TokenText) -> None:
+    def __init__(self, handlers: GenerateHandlers) -> None:
         self.handlers = handlers
-        self.texts = texts
+        self.served = handlers.operating.served
         self.run = handlers.config.run
 
     def router(self) -> APIRouter:
@@ -42,31 +42,44 @@ class OpenAIRoutes:
 
     async def complete_chat(self, body: bodies.ChatBody, session_id: Session = "") -> Response:
         """As OpenAI's, answered by the rollout fleet. The header X-Penstock-Session records the call."""
-        return await self._answer(body, session_id, ChatForm(bool(body.logprobs), self.texts))
+        return await self._answer(body, session_id, ChatForm(bool(body.logprobs), await self._texts(body)))
 
     async def complete(self, body: bodies.CompletionBody, session_id: Session = "") -> Response:
-        return await self._answer(body, session_id, TextForm(body.logprobs is not None, self.texts))
+        return await self._answer(body, session_id, TextForm(body.logprobs is not None, await self._texts(body)))
 
     async def list_models(self) -> Response:
-        """The run, which any server answers, and each version that is served now."""
-        versions = await self.handlers.served_versions()
-        models: list[Json] = [{"id": self.run, "policy_version": max(versions, default=None), "server_ids": []}]
-        models += [
-            {"id": f"{self.run}@{version}", "policy_version": version, "server_ids": server_ids}
-            for version, server_ids in sorted(versions.items())
-        ]
+        """Each run that is up, which any of its servers answers, and each version that is served now."""
+        started = [created.run for created in await self.served.created.list() if created.state == "STARTED"]
+        models: list[Json] = []
+        for run in (self.run, *(run for run in started if run != self.run)):
+            versions = await (await self.served.find(run)).generation.served_versions()
+            models.append({"id": run, "policy_version": max(versions, default=None), "server_ids": []})
+            models += [
+                {"id": f"{run}@{version}", "policy_version": version, "server_ids": server_ids}
+                for version, server_ids in sorted(versions.items())
+            ]
         described = [model | {"object": "model", "created": 0, "owned_by": "penstock"} for model in models]
         return JSONResponse({"object": "list", "data": described})
 
     async def reward_session(self, session_id: str, body: bodies.RewardBody) -> Response:
         """The session's recorded calls become training data with this reward."""
         answer = await self.handlers.reward_session(
-            generate_pb2.RewardSessionRequest(session_id=session_id, reward=body.reward, reward_parts=body.reward_parts)
+            generate_pb2.RewardSessionRequest(
+                run=body.run, session_id=session_id, reward=body.reward, reward_parts=body.reward_parts
+            )
         )
         return JSONResponse({"prompt_ids": list(answer.prompt_ids), "replayed": answer.replayed})
 
+    async def _texts(self, body: bodies.OpenAIBody) -> TokenText:
+        """Of the run that is the call's model."""
+        try:
+            return (await self.served.find(body.run)).texts
+        except NotFound as error:
+            wanted = f"must be {self.run} or {self.run}@VERSION, or another run that is served here, not {body.model!r}"
+            raise InvalidInput("model", wanted) from error
+
     async def _answer(self, body: bodies.OpenAIBody, session_id: str, form: ChatForm) -> Response:
-        requests = [body.to_proto(index, session_id, self.run) for index in range(body.n or 1)]
+        requests = [body.to_proto(index, session_id) for index in range(body.n or 1)]
         streams = [await self.handlers.generate(request) for request in requests]
         answer_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         choices = [bodies.Choice(index) for index in range(len(streams))]

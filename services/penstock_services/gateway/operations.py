@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,8 +20,9 @@ from redis.exceptions import RedisError
 
 from penstock.api_keys import Role
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
+from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock_services.gateway.access import CALLER, Caller
+from penstock_services.gateway.served_runs import ServedRuns
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class AuditLog:
 
     def write(self, caller: Caller, operation: str, request: Any, outcome: str) -> None:
         fields = {field.name: _plain(value) for field, value in request.ListFields()}
+        if "config_json" in fields:  # it may hold passwords
+            fields = {"run": _named_in(fields["config_json"])}
         entry = {
             "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
@@ -44,14 +48,24 @@ class AuditLog:
             logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
 
 
+@dataclass(frozen=True)
+class Operating:
+    """What the handlers of every run share in one gateway."""
+
+    served: ServedRuns
+    audit: AuditLog
+    stopping: asyncio.Event
+    """Ends streams: a gateway that drains does not wait for its watchers."""
+
+
 class Handling(Protocol):
-    """What the decorator needs of the object whose method it wraps."""
+    """What the decorator needs of the object whose method it wraps: handlers of one run."""
 
     @property
     def config(self) -> RunConfig: ...
 
     @property
-    def audit(self) -> AuditLog: ...
+    def operating(self) -> Operating: ...
 
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -59,7 +73,8 @@ H = TypeVar("H", bound=Handler)
 
 
 def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
-    """Guard a handler. `timeout_s` is its deadline; without one it is that of two Redis commands."""
+    """Guard a handler, and hand a request for another run to that run's. `timeout_s` is the deadline; without one it is
+    that of two Redis commands."""
 
     def decorate(method: H) -> H:
         name = method.__name__
@@ -70,9 +85,10 @@ def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
             outcome = "OK"
             try:
                 caller.check(role, name)
-                if hasattr(request, "run"):
-                    check_run(self.config, request.run)
-                return await bounded(method(self, request), timeout_s or 2 * self.config.redis.timeout_s)
+                deadline_s, asked = 2 * self.config.redis.timeout_s, self
+                if getattr(request, "run", "") not in ("", self.config.run):
+                    asked = await bounded(self.operating.served.peer_of(self, request.run), deadline_s)
+                return await bounded(method(asked, request), timeout_s or deadline_s)
             except PenstockError as error:
                 outcome = error.reason
                 raise
@@ -81,7 +97,7 @@ def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
                 raise
             finally:
                 if role == "admin":
-                    self.audit.write(caller, name, request, outcome)
+                    self.operating.audit.write(caller, name, request, outcome)
 
         return call  # type: ignore[return-value]
 
@@ -98,9 +114,11 @@ async def bounded(call: Awaitable[Any], deadline_s: float) -> Any:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
 
 
-def check_run(config: RunConfig, run: str) -> None:
-    if run not in ("", config.run):
-        raise NotFound(f"run {run!r} is not served here; this gateway serves {config.run!r}")
+def _named_in(config_json: str) -> str:
+    try:
+        return str(json.loads(config_json)["run"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
 
 
 def _plain(value: Any) -> Any:

@@ -12,22 +12,20 @@ from penstock.policies import PolicyRegistry
 from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.operations import Operating, bounded, operation
 
 POLL_S = 0.25
 
 
 class PolicyHandlers:
     def __init__(
-        self, config: RunConfig, policies: PolicyRegistry, fleet: Fleet, control: RunControl, audit: AuditLog,
-        stopping: asyncio.Event,
-    ) -> None:  # fmt: skip
+        self, config: RunConfig, operating: Operating, policies: PolicyRegistry, fleet: Fleet, control: RunControl
+    ) -> None:
         self.config = config
+        self.operating = operating
         self.policies = policies
         self.fleet = fleet
         self.control = control
-        self.audit = audit
-        self.stopping = stopping
 
     @operation("read")
     async def list_policies(self, request: policies_pb2.ListPoliciesRequest) -> policies_pb2.ListPoliciesResponse:
@@ -51,7 +49,7 @@ class PolicyHandlers:
 
     async def _changes(self) -> AsyncIterator[policies_pb2.Policy]:
         last: bytes | None = None
-        while not self.stopping.is_set():
+        while not self.operating.stopping.is_set():
             try:
                 policy = await bounded(self._policy(None), 2 * self.config.redis.timeout_s)
             except NotFound:

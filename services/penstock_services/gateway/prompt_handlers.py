@@ -19,7 +19,7 @@ from penstock.tracing import Tracing
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.operations import Operating, bounded, operation
 from penstock_services.gateway.token_text import TokenText
 
 POLL_S = 0.1
@@ -38,22 +38,14 @@ _STATE_NAMES = {number: name for name, number in _STATES.items()}
 
 
 class PromptHandlers:
-    """`stopping` ends streams: a gateway that drains does not wait for its watchers."""
-
     def __init__(
-        self,
-        config: RunConfig,
-        queue: RedisReplayQueue,
-        audit: AuditLog,
-        texts: TokenText,
-        stopping: asyncio.Event,
+        self, config: RunConfig, operating: Operating, queue: RedisReplayQueue, texts: TokenText,
         tracing: Tracing | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config = config
+        self.operating = operating
         self.queue = queue
-        self.audit = audit
         self.texts = texts
-        self.stopping = stopping
         self.tracing = tracing or Tracing()
         self.book = PromptBook(queue)
         self.submissions = JoinedSubmissions(queue)
@@ -123,7 +115,7 @@ class PromptHandlers:
         deadline = time.monotonic() + request.timeout_s
         while True:
             status = await self.queue.get_prompt(request.prompt_id)
-            if status.state in _FINISHED or time.monotonic() >= deadline or self.stopping.is_set():
+            if status.state in _FINISHED or time.monotonic() >= deadline or self.operating.stopping.is_set():
                 return _to_proto(status)
             await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
 
@@ -137,7 +129,7 @@ class PromptHandlers:
         self, cursor: str, wanted: frozenset[int], with_groups: bool
     ) -> AsyncIterator[prompts_pb2.Result]:
         deadline_s = 2 * self.config.redis.timeout_s
-        while not self.stopping.is_set():
+        while not self.operating.stopping.is_set():
             found: list[PromptResult] = await bounded(self.book.after(cursor), deadline_s)
             shown = [result for result in found if not wanted or result.prompt_id in wanted]
             groups = await bounded(self._groups(shown), deadline_s) if with_groups else {}

@@ -42,7 +42,7 @@ def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetric
         PolicyRoutes(handlers.policies),
         RunRoutes(handlers.runs),
         DatasetRoutes(handlers.datasets),
-        OpenAIRoutes(handlers.generation, handlers.texts),
+        OpenAIRoutes(handlers.generation),
         ServiceRoutes(handlers, metrics),
         ConsoleRoutes(),
     ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -97,6 +97,7 @@ def services_of(h: Handlers) -> dict[str, dict[str, Method]]:
         },
         "penstock.v1.RunService": {
             "GetRun": Answer(h.runs.get_run, runs_pb2.GetRunRequest),
+            "CreateRun": Answer(h.runs.create_run, runs_pb2.CreateRunRequest),
             "ListRuns": Answer(h.runs.list_runs, runs_pb2.ListRunsRequest),
             "PauseRun": Answer(h.runs.pause_run, runs_pb2.ChangeRunRequest),
             "ResumeRun": Answer(h.runs.resume_run, runs_pb2.ChangeRunRequest),
@@ -209,12 +210,12 @@ class Servicers:
         return behaviour
 
     def _admit(self, context: Context) -> None:
-        metadata = {name: str(value) for name, value in context.invocation_metadata() or ()}
-        request_id = request_id_of(metadata.get("x-request-id", ""))
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+        request_id = request_id_of(str(metadata.get("x-request-id", "")))
         context.set_trailing_metadata((("x-request-id", request_id),))
         bind(request_id=request_id)
-        caller = self.access.admit(metadata.get("authorization", ""))
-        CALLER.set(replace(caller, request_id=request_id))
+        caller = self.access.admit(str(metadata.get("authorization", "")))
+        CALLER.set(caller.asking(request_id))
 
 
 def _failure(route: str, error: Exception) -> PenstockError:

@@ -1,10 +1,20 @@
-"""JSON of the run, its servers, evaluations and dead letters."""
+"""JSON of runs, their servers, evaluations and dead letters."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.v1 import runs_pb2
-from penstock_services.gateway.bodies import Body, Json, finite, plain_fields
-from penstock_services.gateway.prompt_bodies import PromptBody, prompts_to_proto
+from penstock_services.gateway.bodies import Body, Json, finite, plain_fields, to_json_text
+from penstock_services.gateway.prompt_bodies import PromptBody, fill_prompts
+
+
+class CreateRunBody(Body):
+    config: dict[str, Any]
+    """As the run's YAML file has it. What it says of `redis`, `gateway`, `launcher` and `run_dir` is not used."""
+
+    def to_proto(self) -> runs_pb2.CreateRunRequest:
+        return runs_pb2.CreateRunRequest(config_json=to_json_text(self.config, "config"))
 
 
 class CreateEvaluationBody(Body):
@@ -12,9 +22,9 @@ class CreateEvaluationBody(Body):
     prompts: list[PromptBody]
 
     def to_proto(self, run: str) -> runs_pb2.CreateEvaluationRequest:
-        return runs_pb2.CreateEvaluationRequest(
-            run=run, evaluation_id=self.evaluation_id, prompts=prompts_to_proto(self.prompts)
-        )
+        request = runs_pb2.CreateEvaluationRequest(run=run, evaluation_id=self.evaluation_id)
+        fill_prompts(request.prompts, self.prompts)
+        return request
 
 
 def run_to_json(run: runs_pb2.Run) -> Json:
@@ -28,6 +38,8 @@ def run_to_json(run: runs_pb2.Run) -> Json:
         "servers": [server_to_json(server) for server in run.servers],
         "state": runs_pb2.Run.State.Name(run.state),
         "held_version": run.held_version if run.HasField("held_version") else None,
+        "launcher_id": run.launcher_id,
+        "detail": run.detail,
     }
 
 

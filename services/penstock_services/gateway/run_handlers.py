@@ -1,34 +1,52 @@
-"""The run: its state and history, its servers, its evaluations and its dead letters."""
+"""Runs: how they are created, their state and history, their servers, evaluations and dead letters."""
 
 from __future__ import annotations
 
 from penstock.config.run import RunConfig
-from penstock.errors import NotFound
+from penstock.created_runs import ENDING, WAITS, CreatedRun, CreatedState
+from penstock.errors import ConfigError, Conflict, NotFound
 from penstock.fleet import Fleet, ServerRecord
 from penstock.policies import PolicyRegistry
 from penstock.replay.contract import Evaluation, QueueStat
 from penstock.replay.inspection import DeadLetter, QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_control import RunControl
+from penstock.run_control import Orders, RunControl
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.operations import Operating, operation
 
 _LETTER = r"[0-9]{1,19}-[0-9]{1,19}"
+_CREATED_STATES: dict[CreatedState, runs_pb2.Run.State] = {
+    "CREATED": runs_pb2.Run.CREATED,
+    "STOPPING": runs_pb2.Run.STOPPED,
+    "STOPPED": runs_pb2.Run.STOPPED,
+    "FINISHED": runs_pb2.Run.FINISHED,
+    "FAILED": runs_pb2.Run.FAILED,
+}
 
 
 class RunHandlers:
     def __init__(
-        self, config: RunConfig, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet, control: RunControl,
-        audit: AuditLog,
+        self, config: RunConfig, operating: Operating, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet,
+        control: RunControl,
     ) -> None:  # fmt: skip
         self.config = config
+        self.operating = operating
         self.queue = queue
         self.policies = policies
         self.fleet = fleet
         self.control = control
-        self.audit = audit
+        self.created = operating.served.created
         self.inspector = QueueInspector(queue.client, config.run, config.replay)
+
+    @operation("admin")
+    async def create_run(self, request: runs_pb2.CreateRunRequest) -> runs_pb2.Run:
+        config = validation.checked_config(request.config_json)
+        if config.run == self.operating.served.config.run:
+            raise Conflict(f"run {config.run!r} is the gateway's own; choose another name")
+        created = await self.created.create(config)
+        handlers = await self.operating.served.find(created.run)
+        return await handlers.runs._run()
 
     @operation("read")
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
@@ -38,7 +56,15 @@ class RunHandlers:
     @operation("read")
     async def list_runs(self, request: runs_pb2.ListRunsRequest) -> runs_pb2.ListRunsResponse:
         del request
-        return runs_pb2.ListRunsResponse(runs=[await self._run()])
+        served = self.operating.served
+        runs = [await self._run()]
+        for created in await self.created.list():
+            if created.run != self.config.run:
+                try:
+                    runs.append(await (await served.find(created.run)).runs._run())
+                except ConfigError as error:  # of another version of Penstock
+                    runs.append(runs_pb2.Run(run=created.run, state=runs_pb2.Run.FAILED, detail=str(error)))
+        return runs_pb2.ListRunsResponse(runs=runs)
 
     @operation("admin")
     async def pause_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
@@ -49,13 +75,22 @@ class RunHandlers:
     @operation("admin")
     async def resume_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
+        created = await self.created.get(self.config.run)
+        if created is not None and created.state == "STOPPING":
+            raise Conflict(f"run {created.run!r} is about to stop; resume it once it is stopped")
         await self.control.resume()
+        if created is not None and created.state in ("STOPPED", "FAILED"):
+            # It goes back to where its checkpoints are.
+            await self.created.move(created, "CREATED", detail=WAITS)
         return await self._run()
 
     @operation("admin")
     async def stop_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
         await self.control.stop()
+        while (created := await self.created.get(self.config.run)) and created.state in ("CREATED", "STARTED"):
+            is_up = created.state == "STARTED"
+            await self.created.move(created, "STOPPING" if is_up else "STOPPED", detail=ENDING if is_up else "")
         return await self._run()
 
     @operation("read")
@@ -141,8 +176,8 @@ class RunHandlers:
 
     async def _run(self) -> runs_pb2.Run:
         stat, orders = await self.queue.stat(), await self.control.orders()
+        created = await self.created.get(self.config.run)
         newest = await self.policies.newest_first(None, 1)
-        running, paused, stopped = runs_pb2.Run.RUNNING, runs_pb2.Run.PAUSED, runs_pb2.Run.STOPPED
         return runs_pb2.Run(
             run=self.config.run,
             step=stat.step,
@@ -151,8 +186,10 @@ class RunHandlers:
             queue=_stat_to_proto(stat),
             metrics=newest[0].metrics if newest else {},
             servers=await self._servers(),
-            state=stopped if orders.is_stopped else paused if orders.is_paused else running,
+            state=_state(orders, created),
             held_version=orders.held_version,
+            launcher_id=created.launcher_id if created else "",
+            detail=created.detail if created else "",
         )
 
     async def _servers(self) -> list[runs_pb2.Server]:
@@ -164,6 +201,15 @@ class RunHandlers:
             if server.server_id == server_id:
                 return server
         raise NotFound(f"there is no rollout server {server_id!r}; list the servers")
+
+
+def _state(orders: Orders, created: CreatedRun | None) -> runs_pb2.Run.State:
+    """Of a created run, what its launcher says; while it is up, and of any other, what it was told."""
+    if created is not None and created.state != "STARTED":
+        return _CREATED_STATES[created.state]
+    if orders.is_stopped:
+        return runs_pb2.Run.STOPPED
+    return runs_pb2.Run.PAUSED if orders.is_paused else runs_pb2.Run.RUNNING
 
 
 def _position(stream_id: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""REST routes of the run, its servers, evaluations and dead letters."""
+"""REST routes of runs, their servers, evaluations and dead letters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class RunRoutes:
         return add_routes(
             "runs",
             ("GET", "/v1/runs", self.list_runs),
+            ("POST", "/v1/runs", self.create_run),
             ("POST", f"{run}:pause", self.pause_run),
             ("POST", f"{run}:resume", self.resume_run),
             ("POST", f"{run}:stop", self.stop_run),
@@ -38,6 +39,10 @@ class RunRoutes:
 
     async def get_run(self, run: str) -> Response:
         return JSONResponse(bodies.run_to_json(await self.handlers.get_run(runs_pb2.GetRunRequest(run=run_name(run)))))
+
+    async def create_run(self, body: bodies.CreateRunBody) -> Response:
+        """A launcher starts the run. The same config again changes nothing; another one of the same name conflicts."""
+        return JSONResponse(bodies.run_to_json(await self.handlers.create_run(body.to_proto())))
 
     async def list_runs(self) -> Response:
         return JSONResponse(bodies.runs_to_json(await self.handlers.list_runs(runs_pb2.ListRunsRequest())))

@@ -57,8 +57,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         stack.push_async_callback(client.aclose)
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
-        handlers = Handlers.over(client, config, tracing)
-        stack.push_async_callback(handlers.generation.close)
+        handlers = await Handlers.over(client, config, tracing)
+        stack.push_async_callback(handlers.served.close)
         metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
         host = config.gateway.host
 

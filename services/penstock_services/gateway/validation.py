@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from penstock.codec import prompt_to_proto
+from penstock.config.loading import validate_field
+from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
@@ -41,17 +43,26 @@ def checked_prompts(
         raise InvalidInput("prompts", f"{len(prompts)} are more than the {max_prompts} of one request; split it")
     checked = []
     for index, prompt in enumerate(prompts):
-        path = f"prompts[{index}]"
         complete = prompt if _is_complete(prompt) else _with_defaults(prompt)
-        _check_prompt(complete, path)
-        if complete.evaluation_id not in ("", evaluation_id):
-            raise InvalidInput(f"{path}.evaluation_id", "leave it empty; create an evaluation for held-out prompts")
-        if complete.evaluation_id != evaluation_id:
+        try:
+            _check_prompt(complete, evaluation_id)
+        except InvalidInput as error:
+            raise error.under(f"prompts[{index}]") from error
+        if evaluation_id:
             if complete is prompt:
                 complete = _with_defaults(prompt)
             complete.evaluation_id = evaluation_id
         checked.append(complete)
     return checked
+
+
+def checked_config(text: str) -> RunConfig:
+    data = _check_json(text, "config")
+    if not isinstance(data, dict):
+        raise InvalidInput("config", "must be a JSON object with at least `run` and `model`")
+    if "run" not in data:
+        raise InvalidInput("config.run", "is missing: it names the run")
+    return validate_field(data, "config")
 
 
 def check_idempotency_key(key: str) -> None:
@@ -115,46 +126,43 @@ def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     return complete
 
 
-def _check_prompt(prompt: prompts_pb2.Prompt, path: str) -> None:
-    if bool(prompt.messages) == bool(prompt.token_ids):
-        raise InvalidInput(path, "give exactly one of messages and token_ids")
-    for index, message in enumerate(prompt.messages):
+def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
+    messages, token_ids = prompt.messages, prompt.token_ids
+    if bool(messages) == bool(token_ids):
+        raise InvalidInput("", "give exactly one of messages and token_ids")
+    for index, message in enumerate(messages):
         if not message.role.strip():
-            raise InvalidInput(f"{path}.messages[{index}].role", "must not be empty")
-    if len(prompt.token_ids) % 4:
-        raise InvalidInput(f"{path}.token_ids", "must be little-endian int32, 4 bytes a token")
-    if prompt.token_ids and (np.frombuffer(prompt.token_ids, dtype="<i4") < 0).any():
-        raise InvalidInput(f"{path}.token_ids", "must not be negative")
+            raise InvalidInput(f"messages[{index}].role", "must not be empty")
+    if token_ids:
+        if len(token_ids) % 4:
+            raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+        if (np.frombuffer(token_ids, dtype="<i4") < 0).any():
+            raise InvalidInput("token_ids", "must not be negative")
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
-        raise InvalidInput(f"{path}.num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
-    if abs(prompt.priority) > MAX_PRIORITY:
-        raise InvalidInput(f"{path}.priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    check_sampling(prompt.sampling, f"{path}.sampling")
-    _check_json(prompt.ground_truth_json, f"{path}.ground_truth_json")
-    if not isinstance(_check_json(prompt.extra_info_json, f"{path}.extra_info_json"), dict):
-        raise InvalidInput(f"{path}.extra_info_json", "must be a JSON object")
+        raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
+    if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
+        raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    check_sampling(prompt.sampling)
+    _check_json(prompt.ground_truth_json, "ground_truth_json")
+    if not isinstance(_check_json(prompt.extra_info_json, "extra_info_json"), dict):
+        raise InvalidInput("extra_info_json", "must be a JSON object")
+    if prompt.evaluation_id not in ("", evaluation_id):
+        raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
-def check_sampling(sampling: prompts_pb2.Sampling, path: str) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidInput(f"{path}.temperature", "must be a finite number, 0 or more")
+def check_sampling(sampling: prompts_pb2.Sampling) -> None:
+    if not 0 <= sampling.temperature < math.inf:
+        raise InvalidInput("sampling.temperature", "must be a finite number, 0 or more")
     if not 0 < sampling.top_p <= 1:
-        raise InvalidInput(f"{path}.top_p", "must be above 0 and at most 1")
+        raise InvalidInput("sampling.top_p", "must be above 0 and at most 1")
     if sampling.max_tokens < 1:
-        raise InvalidInput(f"{path}.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+        raise InvalidInput("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
 
 
 def _check_json(text: str, path: str) -> Any:
     if text == "{}":
         return {}
     try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -21,6 +21,7 @@ from penstock_services.local.processes import Child, ProcessGroup
 
 LEARNER = "learner"
 FEED = "feed"
+LAUNCHER_STOP_S = 240.0
 
 
 class LocalRun:
@@ -63,6 +64,8 @@ class LocalRun:
             self._start_part(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
             self._start_part(FEED, "penstock.cli.feed")
+        if self.config.launcher.max_runs:
+            self._start_part("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 
     def check(self) -> None:
         """Raise ProcessDied when a part died. The learner and the feed may finish."""

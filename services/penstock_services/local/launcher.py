@@ -1,0 +1,168 @@
+"""`penstock launcher --config FILE`: start the runs that are created through the gateway, on this machine.
+
+Each is a `penstock up` of its own, with the launcher's Redis, under the launcher's `run_dir`. A launcher that is
+started again starts those anew that it had: they continue where their checkpoints are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config.checks import check_redis, check_run_folder
+from penstock.config.loading import dump_config, load_config
+from penstock.config.run import RunConfig
+from penstock.config.service import GatewayConfig, LauncherConfig
+from penstock.created_runs import CreatedRun, CreatedRuns
+from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
+from penstock.heartbeats import Heartbeats
+from penstock.logs import setup_logging
+from penstock.redis_client import connect
+from penstock_services.local.processes import Child, ProcessGroup
+
+logger = logging.getLogger(__name__)
+NAME = "launcher"
+FOLDER = "_launcher"
+"""Under `run_dir`: no run can have this name."""
+POLL_S = 0.5
+STOP_TIMEOUT_S = 180.0
+"""Of one run: its learner writes a checkpoint."""
+
+
+class Launcher:
+    """Takes created runs while there is room, and says in the registry what becomes of them."""
+
+    def __init__(self, config: RunConfig, runs: CreatedRuns, processes: ProcessGroup) -> None:
+        self.config = config
+        self.runs = runs
+        self.processes = processes
+        self.launcher_id = config.launcher.launcher_id or socket.gethostname()
+        self.children: dict[str, Child] = {}
+        self._told: set[str] = set()
+        """Runs that were sent SIGTERM."""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`. Then the runs end, with checkpoints, and stay this launcher's."""
+        try:
+            while not stopping.is_set():
+                try:
+                    for created in await self.runs.list():
+                        await self._attend(created)
+                except (Unavailable, QueueFull) as error:
+                    logger.warning("cannot follow the created runs: %s", error)
+                await asyncio.sleep(POLL_S)
+        finally:
+            for child in self.children.values():
+                child.process.terminate()
+            await asyncio.to_thread(self.processes.stop)
+
+    async def _attend(self, created: CreatedRun) -> None:
+        child = self.children.get(created.run)
+        if created.launcher_id not in ("", self.launcher_id):
+            return
+        if child is not None and child.exit_code is not None:
+            await self._note_end(created, child)
+        elif child is not None and created.state == "STOPPING":
+            if created.run not in self._told:
+                self._told.add(created.run)
+                child.process.terminate()
+        elif child is None and created.state == "STOPPING":
+            await self.runs.move(created, "STOPPED")
+        elif child is None and created.state in ("CREATED", "STARTED"):
+            await self._take(created)
+
+    async def _take(self, created: CreatedRun) -> None:
+        """Start a run that is new, was resumed, or was this launcher's when it ended."""
+        if len(self.children) >= self.config.launcher.max_runs:
+            return
+        taken = await self.runs.move(created, "STARTED", launcher_id=self.launcher_id)
+        if taken is None:
+            return
+        try:
+            config_file = self._write_config(taken)
+        except (ConfigError, OSError) as error:
+            await self.runs.move(taken, "FAILED", detail=str(error))
+            return
+        command = [sys.executable, "-m", "penstock.cli.main", "up", str(config_file)]
+        self.children[created.run] = self.processes.start(created.run, command, stop_timeout_s=STOP_TIMEOUT_S)
+        logger.info("run %s is started; log: %s", created.run, self.children[created.run].log)
+
+    async def _note_end(self, created: CreatedRun, child: Child) -> None:
+        if created.state == "STOPPING":
+            noted = await self.runs.move(created, "STOPPED")
+        elif child.exit_code == 0:
+            noted = await self.runs.move(created, "FINISHED")
+        else:
+            noted = await self.runs.move(created, "FAILED", detail=str(child.error()))
+        if noted is not None:
+            logger.info("run %s is %s %s", noted.run, noted.state.lower(), noted.detail)
+            self.processes.children.remove(child)
+            del self.children[created.run]
+            self._told.discard(created.run)
+
+    def _write_config(self, created: CreatedRun) -> Path:
+        """Readable by its owner only: it may hold Redis' password. The run's own gateway stays on loopback."""
+        config = created.config_at(self.config)
+        config = config.model_copy(update={"gateway": GatewayConfig(), "launcher": LauncherConfig()})
+        check_run_folder(config)
+        path = config.folder / "created.yaml"
+        path.touch(mode=0o600)
+        path.write_text(dump_config(config))
+        return path
+
+
+async def serve(config: RunConfig) -> None:
+    """Run a launcher until SIGTERM or SIGINT."""
+    folder = config.run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    client = connect(config.redis)
+    try:
+        with (folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"a launcher is running in {config.run_dir}; stop it, or set run_dir") from error
+            async with Heartbeats(client, config.run).beating(NAME):
+                await Launcher(config, CreatedRuns(client), ProcessGroup(folder)).run(stopping)
+    finally:
+        await client.aclose()
+
+
+def check(config: RunConfig) -> None:
+    if not config.launcher.max_runs:
+        raise ConfigError("launcher.max_runs is 0: say how many created runs this machine may carry at once")
+    check_redis(config.redis)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="penstock launcher", description="Start the runs that are created through the gateway, on this machine."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the gateway's YAML file")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    args, overrides = parser.parse_known_args(argv)
+    config = load_config(args.config, overrides)
+    check(config)
+    if args.check:
+        print(f"{args.config}: ok")
+        return 0
+    setup_logging(NAME, config.run)
+    asyncio.run(serve(config))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PenstockError as error:
+        sys.exit(f"penstock launcher: error: {error}")

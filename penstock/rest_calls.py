@@ -9,7 +9,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import httpx
 
+from penstock import answers
 from penstock.errors import (
     ERRORS_BY_REASON,
     ConfigError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 T = TypeVar("T")
+A = TypeVar("A", bound=answers.Answer)
 
 CONFIGURED_RUN = "-"
 """Names whichever run the gateway serves."""
@@ -85,73 +87,85 @@ class GatewayAddress:
         body = {"prompts": [prompt_to_json(p) for p in prompts], "idempotency_key": idempotency_key or uuid.uuid4().hex}
         return Call("POST", self._path("prompts"), _parse_submission, body)
 
-    def get_prompt(self, prompt_id: int) -> Call[Json]:
-        return Call("GET", self._path("prompts", prompt_id), dict)
+    def get_prompt(self, prompt_id: int) -> Call[answers.PromptRecord]:
+        return Call("GET", self._path("prompts", prompt_id), answers.PromptRecord.model_validate)
 
-    def prompts(self, state: str, data_source: str, page_size: int, page_token: str) -> Call[Json]:
+    def prompts(self, state: str, data_source: str, page_size: int, page_token: str) -> Call[answers.PromptPage]:
         query = {"state": state, "data_source": data_source, "page_size": str(page_size), "page_token": page_token}
-        return Call("GET", self._path("prompts"), dict, query=query)
+        return Call("GET", self._path("prompts"), answers.PromptPage.model_validate, query=query)
 
-    def cancel(self, prompt_ids: Sequence[int]) -> Call[list[Json]]:
+    def cancel(self, prompt_ids: Sequence[int]) -> Call[list[answers.PromptRecord]]:
         body = {"prompt_ids": list(prompt_ids)}
-        return Call("POST", self._path("prompts") + ":cancel", lambda answer: list(answer["prompts"]), body)
+        return Call("POST", self._path("prompts") + ":cancel", each(answers.PromptRecord, "prompts"), body)
 
-    def wait_prompt(self, prompt_id: int, timeout_s: float) -> Call[Json]:
+    def wait_prompt(self, prompt_id: int, timeout_s: float) -> Call[answers.PromptRecord]:
         query = {"timeout_s": str(timeout_s)}
-        return Call("GET", self._path("prompts", prompt_id) + ":wait", dict, query=query)
+        return Call("GET", self._path("prompts", prompt_id) + ":wait", answers.PromptRecord.model_validate, query=query)
 
     def results(self, cursor: str, prompt_ids: Sequence[int], with_groups: bool) -> tuple[str, dict[str, Any]]:
         """Path and query of the stream of results."""
         return self._path("results"), {"cursor": cursor, "with_groups": with_groups, "prompt_id": list(prompt_ids)}
 
-    def groups(self, page_size: int, page_token: str) -> Call[Json]:
+    def groups(self, page_size: int, page_token: str) -> Call[answers.GroupPage]:
         query = {"page_size": str(page_size), "page_token": page_token}
-        return Call("GET", self._path("groups"), dict, query=query)
+        return Call("GET", self._path("groups"), answers.GroupPage.model_validate, query=query)
 
-    def get_group(self, prompt_id: int) -> Call[Json]:
-        return Call("GET", self._path("groups", prompt_id), dict)
+    def get_group(self, prompt_id: int) -> Call[answers.Group]:
+        return Call("GET", self._path("groups", prompt_id), answers.Group.model_validate)
 
-    def get_run(self) -> Call[Json]:
-        return Call("GET", self._path(), dict)
+    def get_run(self) -> Call[answers.Run]:
+        return Call("GET", self._path(), answers.Run.model_validate)
 
-    def policies(self, page_size: int, page_token: str) -> Call[Json]:
+    def policies(self, page_size: int, page_token: str) -> Call[answers.PolicyPage]:
         query = {"page_size": str(page_size), "page_token": page_token}
-        return Call("GET", self._path("policies"), dict, query=query)
+        return Call("GET", self._path("policies"), answers.PolicyPage.model_validate, query=query)
 
-    def policy(self, version: int | None) -> Call[Json]:
-        return Call("GET", self._path("policies", "latest" if version is None else version), dict)
+    def policy(self, version: int | None) -> Call[answers.Policy]:
+        return Call(
+            "GET", self._path("policies", "latest" if version is None else version), answers.Policy.model_validate
+        )
 
-    def compare_policies(self, version: int, other: int) -> Call[Json]:
+    def compare_policies(self, version: int, other: int) -> Call[answers.PolicyComparison]:
         query = {"policy_version": str(version), "other_version": str(other)}
-        return Call("GET", self._path("policies") + ":compare", dict, query=query)
+        return Call("GET", self._path("policies") + ":compare", answers.PolicyComparison.model_validate, query=query)
 
-    def change_policy(self, version: int | None, verb: str) -> Call[Json]:
+    def change_policy(self, version: int | None, verb: str) -> Call[answers.Policy]:
         """`verb` is promote, rollback or retire."""
-        return Call("POST", self._path("policies", "latest" if version is None else version) + f":{verb}", dict)
+        return Call(
+            "POST",
+            self._path("policies", "latest" if version is None else version) + f":{verb}",
+            answers.Policy.model_validate,
+        )
 
-    def release_policy(self) -> Call[Json]:
-        return Call("POST", self._path("policies") + ":release", dict)
+    def release_policy(self) -> Call[answers.Policy]:
+        return Call("POST", self._path("policies") + ":release", answers.Policy.model_validate)
 
-    def pin_policy(self, pin: str, version: int) -> Call[Json]:
-        return Call("PUT", self._path("pins", pin), dict, {"policy_version": version})
+    def pin_policy(self, pin: str, version: int) -> Call[answers.Policy]:
+        return Call("PUT", self._path("pins", pin), answers.Policy.model_validate, {"policy_version": version})
 
     def unpin_policy(self, pin: str) -> Call[bool]:
         return Call("DELETE", self._path("pins", pin), lambda answer: bool(answer["was_pinned"]))
 
-    def change_run(self, verb: str) -> Call[Json]:
+    def runs(self) -> Call[list[answers.Run]]:
+        return Call("GET", "/v1/runs", each(answers.Run, "runs"))
+
+    def create_run(self, config: Mapping[str, Any]) -> Call[answers.Run]:
+        return Call("POST", "/v1/runs", answers.Run.model_validate, {"config": dict(config)})
+
+    def change_run(self, verb: str) -> Call[answers.Run]:
         """`verb` is pause, resume or stop."""
-        return Call("POST", f"{self._path()}:{verb}", dict)
+        return Call("POST", f"{self._path()}:{verb}", answers.Run.model_validate)
 
-    def metrics(self, page_size: int, names: Sequence[str]) -> Call[list[Json]]:
+    def metrics(self, page_size: int, names: Sequence[str]) -> Call[list[answers.StepMetrics]]:
         query: Any = {"page_size": str(page_size), "name": list(names)}
-        return Call("GET", self._path("metrics"), lambda answer: list(answer["steps"]), query=query)
+        return Call("GET", self._path("metrics"), each(answers.StepMetrics, "steps"), query=query)
 
-    def change_server(self, server_id: str, verb: str) -> Call[Json]:
+    def change_server(self, server_id: str, verb: str) -> Call[answers.Server]:
         """`verb` is drain or undrain."""
-        return Call("POST", self._path("servers", server_id) + f":{verb}", dict)
+        return Call("POST", self._path("servers", server_id) + f":{verb}", answers.Server.model_validate)
 
-    def servers(self) -> Call[list[Json]]:
-        return Call("GET", self._path("servers"), lambda answer: list(answer["servers"]))
+    def servers(self) -> Call[list[answers.Server]]:
+        return Call("GET", self._path("servers"), each(answers.Server, "servers"))
 
     def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Call[Evaluation]:
         body = {"evaluation_id": evaluation_id, "prompts": [prompt_to_json(p) for p in prompts]}
@@ -213,6 +227,11 @@ def prompt_to_json(prompt: Prompt) -> Json:
     if prompt.token_ids:
         body["token_ids"] = list(prompt.token_ids)
     return body
+
+
+def each(kind: type[A], name: str) -> Callable[[Json], list[A]]:
+    """Reads a list in an answer."""
+    return lambda answer: [kind.model_validate(item) for item in answer[name]]
 
 
 def read_answer(call: Call[T], response: httpx.Response) -> T:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import ssl
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from penstock import answers
 from penstock.errors import DeadlineExceeded
+from penstock.gateway_connection import GatewayConnection
 from penstock.replay.contract import Evaluation, Submission
 from penstock.rest_calls import (
-    CONFIGURED_RUN,
     FINISHED_STATES,
     STREAM_SILENCE_S,
     WAIT_S,
-    Attempts,
     Call,
-    GatewayAddress,
-    Json,
     failure_of,
     poll_pause,
     read_answer,
@@ -34,31 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SyncPenstockClient:
+class SyncPenstockClient(GatewayConnection):
     """The same calls for code without an event loop. Use as `with`, or call `close`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        run: str = CONFIGURED_RUN,
-        api_key: str = "",
-        timeout_s: float = 30.0,
-        deadline_s: float = 60.0,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self.address = GatewayAddress(url, run, api_key)
-        self.timeout_s = timeout_s
-        self.deadline_s = deadline_s
-        self._http = httpx.Client(
-            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
-        )
-
-    @classmethod
-    def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> SyncPenstockClient:
-        address = GatewayAddress.from_run_dir(folder, api_key)
-        return cls(address.url, run=address.run, api_key=api_key, **options)
+    http_class = httpx.Client
+    _http: httpx.Client
 
     def __enter__(self) -> SyncPenstockClient:
         return self
@@ -72,22 +48,22 @@ class SyncPenstockClient:
     def submit(self, prompts: Sequence[Prompt], idempotency_key: str | None = None) -> Submission:
         return self._send(self.address.submit(prompts, idempotency_key))
 
-    def get_prompt(self, prompt_id: int) -> Json:
+    def get_prompt(self, prompt_id: int) -> answers.PromptRecord:
         return self._send(self.address.get_prompt(prompt_id))
 
-    def get_group(self, prompt_id: int) -> Json:
+    def get_group(self, prompt_id: int) -> answers.Group:
         return self._send(self.address.get_group(prompt_id))
 
-    def get_run(self) -> Json:
+    def get_run(self) -> answers.Run:
         return self._send(self.address.get_run())
 
-    def policies(self, page_size: int = 50, page_token: str = "") -> Json:
+    def policies(self, page_size: int = 50, page_token: str = "") -> answers.PolicyPage:
         return self._send(self.address.policies(page_size, page_token))
 
-    def policy(self, version: int | None = None) -> Json:
+    def policy(self, version: int | None = None) -> answers.Policy:
         return self._send(self.address.policy(version))
 
-    def servers(self) -> list[Json]:
+    def servers(self) -> list[answers.Server]:
         return self._send(self.address.servers())
 
     def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
@@ -96,74 +72,84 @@ class SyncPenstockClient:
     def get_evaluation(self, evaluation_id: str) -> Evaluation:
         return self._send(self.address.get_evaluation(evaluation_id))
 
-    def prompts(self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = "") -> Json:
+    def prompts(
+        self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = ""
+    ) -> answers.PromptPage:
         """One page by id, oldest first: `prompts` and `next_page_token`."""
         return self._send(self.address.prompts(state, data_source, page_size, page_token))
 
-    def cancel(self, prompt_ids: Sequence[int]) -> list[Json]:
+    def cancel(self, prompt_ids: Sequence[int]) -> list[answers.PromptRecord]:
         """Take back prompts that are not yet being trained; answers what each is now."""
         return self._send(self.address.cancel(prompt_ids))
 
-    def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> Json:
+    def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> answers.PromptRecord:
         """Return once the prompt is finished; DeadlineExceeded says where it is."""
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             record = self._send(self.address.wait_prompt(prompt_id, min(left_s, WAIT_S, self.timeout_s / 2)))
-            if record["state"] in FINISHED_STATES:
+            if record.state in FINISHED_STATES:
                 return record
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"prompt {prompt_id} is {record['state']} after {timeout_s:g} s")
+                raise DeadlineExceeded(f"prompt {prompt_id} is {record.state} after {timeout_s:g} s")
 
-    def groups(self, page_size: int = 50, page_token: str = "") -> Json:
+    def groups(self, page_size: int = 50, page_token: str = "") -> answers.GroupPage:
         return self._send(self.address.groups(page_size, page_token))
 
-    def compare_policies(self, version: int, other: int) -> Json:
+    def compare_policies(self, version: int, other: int) -> answers.PolicyComparison:
         return self._send(self.address.compare_policies(version, other))
 
-    def promote_policy(self, version: int | None = None) -> Json:
+    def promote_policy(self, version: int | None = None) -> answers.Policy:
         return self._send(self.address.change_policy(version, "promote"))
 
-    def roll_back_policy(self, version: int) -> Json:
+    def roll_back_policy(self, version: int) -> answers.Policy:
         """Hold every rollout server at a version, from its snapshot, until `release_policy`."""
         return self._send(self.address.change_policy(version, "rollback"))
 
-    def retire_policy(self, version: int) -> Json:
+    def retire_policy(self, version: int) -> answers.Policy:
         return self._send(self.address.change_policy(version, "retire"))
 
-    def release_policy(self) -> Json:
+    def release_policy(self) -> answers.Policy:
         return self._send(self.address.release_policy())
 
-    def pin_policy(self, pin: str, version: int) -> Json:
+    def pin_policy(self, pin: str, version: int) -> answers.Policy:
         return self._send(self.address.pin_policy(pin, version))
 
     def unpin_policy(self, pin: str) -> bool:
         return self._send(self.address.unpin_policy(pin))
 
-    def pause_run(self) -> Json:
+    def runs(self) -> list[answers.Run]:
+        return self._send(self.address.runs())
+
+    def create_run(self, config: Mapping[str, Any]) -> answers.Run:
+        return self._send(self.address.create_run(config))
+
+    def pause_run(self) -> answers.Run:
         return self._send(self.address.change_run("pause"))
 
-    def resume_run(self) -> Json:
+    def resume_run(self) -> answers.Run:
         return self._send(self.address.change_run("resume"))
 
-    def stop_run(self) -> Json:
+    def stop_run(self) -> answers.Run:
         return self._send(self.address.change_run("stop"))
 
-    def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[Json]:
+    def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[answers.StepMetrics]:
         """Of the steps that made the newest versions, oldest first."""
         return self._send(self.address.metrics(page_size, names))
 
-    def drain_server(self, server_id: str) -> Json:
+    def drain_server(self, server_id: str) -> answers.Server:
         return self._send(self.address.change_server(server_id, "drain"))
 
-    def undrain_server(self, server_id: str) -> Json:
+    def undrain_server(self, server_id: str) -> answers.Server:
         return self._send(self.address.change_server(server_id, "undrain"))
 
-    def results(self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False) -> Iterator[Json]:
+    def results(
+        self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False
+    ) -> Iterator[answers.Result]:
         """Every prompt that finishes, from `cursor` on (empty: from now; "0": from the oldest that is kept), for ever.
 
         A connection that breaks is made again from the last result: none is missed, none comes twice."""
-        attempts = Attempts(self.timeout_s, self.deadline_s)
+        attempts = self._attempts()
         while True:
             path, query = self.address.results(cursor, prompt_ids, with_groups)
             timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
@@ -176,8 +162,8 @@ class SyncPenstockClient:
                                 if "cursor" not in result:
                                     break  # a problem, which ends the stream
                                 cursor = result["cursor"]
-                                attempts = Attempts(self.timeout_s, self.deadline_s)
-                                yield result
+                                attempts = self._attempts()
+                                yield answers.Result.model_validate(result)
                         failure = unreachable(self.address.url, httpx.ReadError("the stream ended"))
                     else:
                         response.read()
@@ -195,7 +181,7 @@ class SyncPenstockClient:
             time.sleep(poll_pause(evaluation, deadline, timeout_s))
 
     def _send(self, call: Call[T]) -> T:
-        attempts = Attempts(self.timeout_s, self.deadline_s)
+        attempts = self._attempts()
         while True:
             try:
                 response = self._http.request(

@@ -24,6 +24,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a run on this machine (default: %(default)s)",
     )  # fmt: skip
     where.add_argument("--url", help="address of a gateway, such as http://gateway:8080")
+    parser.add_argument("--run", metavar="NAME", help="a run that was created through the gateway (default: its own)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the gateway's key")
     parser.add_argument("--tls-ca-file", type=Path, metavar="FILE", help="trust these authorities, not the system's")
     parser.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate to show, with its key")
@@ -39,11 +40,14 @@ def newest_config() -> Path:
 
 def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClient:
     from penstock.client import SyncPenstockClient
+    from penstock.rest_calls import CONFIGURED_RUN, GatewayAddress
 
     api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
-    if args.url:
-        return SyncPenstockClient(args.url, api_key=api_key, deadline_s=deadline_s, tls=tls)
-    return SyncPenstockClient.from_run_dir(args.run_dir, api_key, deadline_s=deadline_s, tls=tls)
+    url, run = args.url, CONFIGURED_RUN
+    if not url:
+        address = GatewayAddress.from_run_dir(args.run_dir)
+        url, run = address.url, address.run
+    return SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
 
 
 def _read_tls(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | None:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.json_output import to_json
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from penstock.answers import Policy, PolicyComparison
     from penstock.client import SyncPenstockClient
 
 DEADLINE_S = 5.0
@@ -43,35 +45,39 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.limit <= MAX_LIMIT:
         raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
     with open_client(args, DEADLINE_S) as client:
-        answer = _act(client, args)
-    if args.json:
-        print(json.dumps(answer, indent=2))
-    elif args.action == "diff":
-        _print_comparison(answer)
-    elif args.action == "unpin":
-        print("unpinned" if answer["was_pinned"] else "was not pinned")
-    else:
-        _print(answer if isinstance(answer, list) else [answer])
+        _act(client, args)
     return 0
 
 
-def _act(client: SyncPenstockClient, args: argparse.Namespace) -> Any:
+def _act(client: SyncPenstockClient, args: argparse.Namespace) -> None:
     words, num_words = args.words, _ACTIONS[args.action]
     if len(words) != num_words:
         raise InvalidInput(args.action, f"takes {num_words} of VERSION and NAME, not {len(words)}")
     if args.action == "list":
-        return client.policies(page_size=args.limit)["policies"]
-    if args.action == "diff":
-        return client.compare_policies(_version(words[0]), _version(words[1]))
-    if args.action == "promote":
+        policies = client.policies(page_size=args.limit).policies
+        print(to_json(policies)) if args.json else _print(policies)
+    elif args.action == "diff":
+        comparison = client.compare_policies(_version(words[0]), _version(words[1]))
+        print(to_json(comparison)) if args.json else _print_comparison(comparison)
+    elif args.action == "unpin":
+        was_pinned = client.unpin_policy(words[0])
+        text = "unpinned" if was_pinned else "was not pinned"
+        print(json.dumps({"was_pinned": was_pinned}) if args.json else text)
+    else:
+        policy = _change(client, args.action, words)
+        print(to_json(policy)) if args.json else _print([policy])
+
+
+def _change(client: SyncPenstockClient, action: str, words: Sequence[str]) -> Policy:
+    if action == "promote":
         return client.promote_policy(_version(words[0]))
-    if args.action == "rollback":
+    if action == "rollback":
         return client.roll_back_policy(_version(words[0]))
-    if args.action == "retire":
+    if action == "retire":
         return client.retire_policy(_version(words[0]))
-    if args.action == "pin":
+    if action == "pin":
         return client.pin_policy(words[1], _version(words[0]))
-    return {"was_pinned": client.unpin_policy(words[0])} if args.action == "unpin" else client.release_policy()
+    return client.release_policy()
 
 
 def _version(word: str) -> int:
@@ -80,23 +86,23 @@ def _version(word: str) -> int:
     return int(word)
 
 
-def _print_comparison(comparison: dict[str, Any]) -> None:
+def _print_comparison(comparison: PolicyComparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    before, after = comparison["policy"], comparison["other"]
-    table = Table(title=f"{comparison['steps_between']} steps, same weights: {comparison['same_weights']}")
+    before, after = comparison.policy, comparison.other
+    table = Table(title=f"{comparison.steps_between} steps, same weights: {comparison.same_weights}")
     table.add_column("metric")
     for policy in (before, after):
-        table.add_column(f"version {policy['policy_version']}", justify="right")
+        table.add_column(f"version {policy.policy_version}", justify="right")
     table.add_column("change", justify="right")
-    for name, change in sorted(comparison["metric_changes"].items()):
-        values = (before["metrics"][name], after["metrics"][name], change)
+    for name, change in sorted(comparison.metric_changes.items()):
+        values = (before.metrics[name], after.metrics[name], change)
         table.add_row(name, *("-" if value is None else f"{value:.4g}" for value in values))
     Console().print(table)
 
 
-def _print(policies: list[dict[str, Any]]) -> None:
+def _print(policies: Sequence[Policy]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -110,16 +116,16 @@ def _print(policies: list[dict[str, Any]]) -> None:
         table.add_column(name)
     for policy in policies:
         table.add_row(
-            str(policy["policy_version"]), str(policy["step"]), _reward(policy["metrics"]),
-            _state(policy), policy["weights_digest"][:_DIGEST_LENGTH], _time(policy["published_at_ms"]),
-            ", ".join(policy["server_ids"]),
+            str(policy.policy_version), str(policy.step), _reward(policy.metrics),
+            _state(policy), policy.weights_digest[:_DIGEST_LENGTH], _time(policy.published_at_ms),
+            ", ".join(policy.server_ids),
         )  # fmt: skip
     Console().print(table)
 
 
-def _state(policy: dict[str, Any]) -> str:
-    marks = [f"pinned: {', '.join(policy['pins'])}"] if policy["pins"] else []
-    return ", ".join([policy["state"].lower(), *(["held"] if policy["is_held"] else []), *marks])
+def _state(policy: Policy) -> str:
+    marks = [f"pinned: {', '.join(policy.pins)}"] if policy.pins else []
+    return ", ".join([policy.state.lower(), *(["held"] if policy.is_held else []), *marks])
 
 
 def _reward(metrics: dict[str, float | None]) -> str:

@@ -1,39 +1,80 @@
-"""`penstock runs`: pause, resume or stop a run; its metrics by step."""
+"""`penstock runs`: the runs of a gateway, and what to do about them.
+
+penstock runs                         one run: its state, step and version
+penstock runs list                    all of them
+penstock runs create CONFIG           hand a config to a launcher; fields may follow: --learner.num_steps 200
+penstock runs pause                   lease no prompts; `resume` goes on, and starts one again that stopped or failed
+penstock runs stop                    end the learner after its step, with a checkpoint
+penstock runs metrics                 of the newest steps
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.json_output import to_json
+from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.answers import Run, StepMetrics
+    from penstock.client import SyncPenstockClient
 
 DEADLINE_S = 5.0
 _SHOWN = ("reward_mean", "staleness_mean", "loss", "tokens_per_second")
+_ACTIONS = ("show", "list", "create", "metrics", "pause", "resume", "stop")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock runs", description="Show or change a run.")
-    parser.add_argument("action", nargs="?", default="show", choices=("show", "metrics", "pause", "resume", "stop"))
+    parser = argparse.ArgumentParser(prog="penstock runs", description="Create, show and change runs.")
+    parser.add_argument("action", nargs="?", default="show", choices=_ACTIONS)
+    parser.add_argument("config", nargs="?", type=Path, help="YAML file of the run to create")
     add_gateway_arguments(parser)
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="steps of metrics (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args, overrides = parser.parse_known_args(argv)
+    if (args.action == "create") != (args.config is not None):
+        raise InvalidInput("config", "name a config file to create a run, and none for anything else")
+    if overrides and args.action != "create":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     with open_client(args, DEADLINE_S) as client:
         if args.action == "metrics":
             steps = client.metrics(args.limit)
-            print(json.dumps(steps, indent=2)) if args.json else _print_metrics(steps)
+            print(to_json(steps)) if args.json else _print_metrics(steps)
             return 0
-        changes = {"pause": client.pause_run, "resume": client.resume_run, "stop": client.stop_run}
-        run = changes.get(args.action, client.get_run)()
-    held = "" if run["held_version"] is None else f", servers held at version {run['held_version']}"
-    line = f"run {run['run']} is {run['state'].lower()} at step {run['step']}, version {run['policy_version']}{held}"
-    print(json.dumps(run, indent=2) if args.json else line)
+        if args.action == "list":
+            runs = client.runs()
+            print(to_json(runs) if args.json else "\n".join(map(_line, runs)))
+            return 0
+        run = _create(client, args.config, overrides) if args.action == "create" else _change(client, args.action)
+    print(to_json(run) if args.json else _line(run))
     return 0
 
 
-def _print_metrics(steps: list[dict[str, Any]]) -> None:
+def _create(client: SyncPenstockClient, path: Path, overrides: Sequence[str]) -> Run:
+    """What is wrong in the file is said here; Redis' address and the like never leave this machine."""
+    from penstock.config.loading import load_config
+    from penstock.created_runs import stored_config
+
+    return client.create_run(stored_config(load_config(path, overrides)))
+
+
+def _change(client: SyncPenstockClient, action: str) -> Run:
+    changes = {"pause": client.pause_run, "resume": client.resume_run, "stop": client.stop_run}
+    return changes.get(action, client.get_run)()
+
+
+def _line(run: Run) -> str:
+    held = "" if run.held_version is None else f", servers held at version {run.held_version}"
+    where = f" on {run.launcher_id}" if run.launcher_id else ""
+    detail = f": {run.detail}" if run.detail else ""
+    return f"run {run.run} is {run.state.lower()}{where} at step {run.step}, version {run.policy_version}{held}{detail}"
+
+
+def _print_metrics(steps: Sequence[StepMetrics]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -41,7 +82,7 @@ def _print_metrics(steps: list[dict[str, Any]]) -> None:
     for name in ("step", "version", *_SHOWN):
         table.add_column(name, justify="right")
     for step in steps:
-        values = (step["metrics"].get(name) for name in _SHOWN)
+        values = (step.metrics.get(name) for name in _SHOWN)
         cells = ("-" if value is None else f"{value:.4g}" for value in values)
-        table.add_row(str(step["step"]), str(step["policy_version"]), *cells)
+        table.add_row(str(step.step), str(step.policy_version), *cells)
     Console().print(table)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.json_output import to_json
 from penstock.errors import InvalidInput
 
 DEADLINE_S = 5.0
@@ -28,12 +28,12 @@ def main(argv: Sequence[str]) -> int:
             change = client.drain_server if args.action == "drain" else client.undrain_server
             servers = [change(args.server_id)]
     if args.json:
-        print(json.dumps(servers, indent=2))
+        print(to_json(servers))
         return 0
     for server in servers:
-        drained = "  drained" if server["is_drained"] else ""
+        drained = "  drained" if server.is_drained else ""
         print(
-            f"{server['server_id']}  {server['state']}  version {server['policy_version']}  "
-            f"{server['running_groups']} groups  {server['engine']}  {server['address']}{drained}"
+            f"{server.server_id}  {server.state}  version {server.policy_version}  "
+            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}"
         )
     return 0

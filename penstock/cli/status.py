@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.json_output import to_json
+
+if TYPE_CHECKING:
+    from penstock.answers import QueueStat, Run, Server
 
 DEADLINE_S = 5.0
 _SHOWN_METRICS = 12
@@ -22,45 +25,45 @@ def main(argv: Sequence[str]) -> int:
     with open_client(args, DEADLINE_S) as client:
         run = client.get_run()
     if args.json:
-        print(json.dumps(run, indent=2))
+        print(to_json(run))
     else:
         _print(run)
     return 0
 
 
-def _print(run: dict[str, Any]) -> None:
+def _print(run: Run) -> None:
     from rich.console import Console
 
     console = Console()
-    error = run["queue"]["conservation_error"]
+    error = run.queue.conservation_error
     conserved = "conservation ok" if error == 0 else f"[bold red]conservation off by {error}[/]"
     console.print(
-        f"run [bold]{run['run']}[/]  step [bold]{run['step']}[/]  policy version [bold]{run['policy_version']}[/]  "
-        f"term {run['term']}  {conserved}"
+        f"run [bold]{run.run}[/]  step [bold]{run.step}[/]  policy version [bold]{run.policy_version}[/]  "
+        f"term {run.term}  {conserved}"
     )
-    console.print(queue_table(run["queue"]))
-    if run["servers"]:
-        console.print(server_table(run["servers"]))
+    console.print(queue_table(run.queue))
+    if run.servers:
+        console.print(server_table(run.servers))
     else:
         console.print("no rollout servers")
-    if run["metrics"]:
-        shown = sorted(run["metrics"].items())[:_SHOWN_METRICS]
+    if run.metrics:
+        shown = sorted(run.metrics.items())[:_SHOWN_METRICS]
         console.print("  ".join(f"{name} {_number(value)}" for name, value in shown))
 
 
-def queue_table(queue: dict[str, int]) -> Any:
+def queue_table(queue: QueueStat) -> Any:
     from rich.table import Table
 
     table = Table(title="groups", title_justify="left")
     columns = {
-        "pending": queue["pending_prompts"],
-        "in flight": queue["in_flight"],
-        "queued": queue["queued"],
-        "MiB": f"{queue['queued_bytes'] / 2**20:.1f}",
-        "trained": queue["trained"],
-        "expired": queue["expired"],
-        "dead": queue["dead_lettered"],
-        "reissued": queue["reclaimed"],
+        "pending": queue.pending_prompts,
+        "in flight": queue.in_flight,
+        "queued": queue.queued,
+        "MiB": f"{queue.queued_bytes / 2**20:.1f}",
+        "trained": queue.trained,
+        "expired": queue.expired,
+        "dead": queue.dead_lettered,
+        "reissued": queue.reclaimed,
     }
     for name in columns:
         table.add_column(name, justify="right")
@@ -68,18 +71,18 @@ def queue_table(queue: dict[str, int]) -> Any:
     return table
 
 
-def server_table(servers: list[dict[str, Any]]) -> Any:
+def server_table(servers: Sequence[Server]) -> Any:
     from rich.table import Table
 
     table = Table(title="rollout servers", title_justify="left")
     for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine", "address"):
         table.add_column(name)
     for server in servers:
-        state = server["state"]
+        state = server.state
         table.add_row(
-            server["server_id"], state if state == "READY" else f"[yellow]{state}[/]", str(server["policy_version"]),
-            server["weights_digest"][:_DIGEST_LENGTH] or "model folder", str(server["running_groups"]),
-            f"{server['heartbeat_age_ms'] / 1000:.1f} s ago", server["engine"], server["address"],
+            server.server_id, state if state == "READY" else f"[yellow]{state}[/]", str(server.policy_version),
+            server.weights_digest[:_DIGEST_LENGTH] or "model folder", str(server.running_groups),
+            f"{server.heartbeat_age_ms / 1000:.1f} s ago", server.engine, server.address,
         )  # fmt: skip
     return table
 

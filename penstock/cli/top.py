@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
-from penstock.errors import Unavailable
+from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
+    from penstock.answers import Run
     from penstock.client import SyncPenstockClient
 
 DEADLINE_S = 5.0
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one look and exit")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
     args = parser.parse_args(argv)
+    if args.run:
+        raise InvalidInput("--run", "top shows a gateway's own run; use `penstock status`, or the run's own gateway")
     from rich.console import Console
     from rich.live import Live
 
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 class Look:
     """One look at a run."""
 
-    run: dict[str, Any]
+    run: Run
     """The gateway's answer for the run."""
     series: dict[str, dict[str, float]]
     """The gateway's metrics that have at most one label: name, then the label's value ("" without one)."""
@@ -93,16 +96,16 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
 
     run = now.run
     head = Text.assemble(
-        ("run ", "dim"), (str(run["run"]), "bold"), ("  state ", "dim"), (now.state, "bold"), ("  step ", "dim"),
-        (str(run["step"]), "bold"), ("  version ", "dim"), (str(run["policy_version"]), "bold"),
-        ("  term ", "dim"), str(run["term"]),
+        ("run ", "dim"), (run.run, "bold"), ("  state ", "dim"), (now.state, "bold"), ("  step ", "dim"),
+        (str(run.step), "bold"), ("  version ", "dim"), (str(run.policy_version), "bold"),
+        ("  term ", "dim"), str(run.term),
     )  # fmt: skip
-    if run["queue"]["conservation_error"]:
-        head.append(f"  conservation off by {run['queue']['conservation_error']}", "bold red")
-    parts: list[Any] = [head, _numbers(run["metrics"]), queue_table(run["queue"])]
-    parts.append(server_table(run["servers"]) if run["servers"] else Text("no rollout servers"))
+    if run.queue.conservation_error:
+        head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
+    parts: list[Any] = [head, _numbers(run.metrics), queue_table(run.queue)]
+    parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
     parts.append(_parts(now))
-    rewards = [row.run["metrics"].get("reward_mean") for row in history]
+    rewards = [row.run.metrics.get("reward_mean") for row in history]
     known = [reward for reward in rewards if reward is not None]
     if known:
         parts.append(Text(f"reward {sparkline(known, HISTORY)}", style="green"))

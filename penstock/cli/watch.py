@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.json_output import to_json
+
+if TYPE_CHECKING:
+    from penstock.answers import Result
 
 DEADLINE_S = 60.0
 
@@ -20,16 +24,15 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     with open_client(args, DEADLINE_S) as client:
         for number, result in enumerate(client.results(args.cursor, with_groups=True), 1):
-            print(json.dumps(result) if args.json else _line(result), flush=True)
+            print(to_json(result, indent=None) if args.json else _line(result), flush=True)
             if number == args.limit:
                 break
     return 0
 
 
-def _line(result: dict[str, object]) -> str:
-    group = result["group"]
-    words = [str(result["cursor"]), f"prompt {result['prompt_id']}", str(result["state"]), str(result["reason"])]
-    if isinstance(group, dict):
-        rewards = [trajectory["reward"] for trajectory in group["trajectories"]]
-        words.append(f"rewards {' '.join(f'{reward:g}' for reward in rewards)} by {group['server_id']}")
+def _line(result: Result) -> str:
+    words = [result.cursor, f"prompt {result.prompt_id}", result.state, result.reason]
+    if result.group is not None:
+        rewards = " ".join(f"{trajectory.reward:g}" for trajectory in result.group.trajectories)
+        words.append(f"rewards {rewards} by {result.group.server_id}")
     return "  ".join(word for word in words if word)

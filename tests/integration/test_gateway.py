@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio as redis
 
 from gateways import PROMPT, RUN, Gateway, group_of, publish, run_config, running
+from penstock.answers import Run
 from penstock.client import PenstockClient, SyncPenstockClient
 from penstock.codec import encode_group
 from penstock.config.run import RunConfig
@@ -313,7 +314,7 @@ async def test_the_key_is_needed_and_compared(configure: Callable[..., RunConfig
         ).run == "test"
 
         async with PenstockClient.from_run_dir(gateway.config.folder, "secret") as client:
-            assert (await client.get_run())["run"] == "test"
+            assert (await client.get_run()).run == "test"
         async with PenstockClient.from_run_dir(gateway.config.folder) as client:
             with pytest.raises(Unauthenticated):
                 await client.get_run()
@@ -341,19 +342,20 @@ async def test_both_clients_speak_to_it(gateway: Gateway) -> None:
         submission = await client.submit([prompt, prompt])
         assert len(submission.prompt_ids) == 2 and not submission.replayed
         record = await client.get_prompt(submission.prompt_ids[0])
-        assert record["prompt"]["token_ids"] == [1, 2] and record["prompt"]["ground_truth"] == "4"
-        assert (await client.policies())["policies"] == await client.servers() == []
+        assert record.prompt is not None
+        assert record.prompt.token_ids == (1, 2) and record.prompt.ground_truth == "4"
+        assert (await client.policies()).policies == () and await client.servers() == []
         with pytest.raises(NotFound):
             await client.get_group(1)
         with pytest.raises(InvalidInput, match=r"^prompts\[0\]\.num_samples: must be") as caught:
             await client.submit([Prompt(token_ids=(1,), num_samples=0)])
         assert caught.value.field == "prompts[0].num_samples"
 
-    def synchronously() -> dict[str, Any]:
+    def synchronously() -> Run:
         with SyncPenstockClient.from_run_dir(gateway.config.folder) as client:
             return client.get_run()
 
-    assert (await asyncio.to_thread(synchronously))["queue"]["pending_prompts"] == 2
+    assert (await asyncio.to_thread(synchronously)).queue.pending_prompts == 2
 
 
 async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:

@@ -32,12 +32,6 @@ from penstock_services.gateway.server import check
 PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
 
 
-@pytest.fixture
-async def gateway(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> AsyncIterator[Gateway]:
-    async with running(run_config(redis_process.url, tmp_path)) as started:
-        yield started
-
-
 async def test_results_go_on_where_a_broken_stream_ended(gateway: Gateway, queue: RedisReplayQueue) -> None:
     class Breaking(httpx.AsyncHTTPTransport):
         num_streams = 0
@@ -72,7 +66,7 @@ async def test_results_go_on_where_a_broken_stream_ended(gateway: Gateway, queue
         seen = []
         async with asyncio.timeout(20):
             async for result in client.results("0"):
-                seen.append(result["prompt_id"])
+                seen.append(result.prompt_id)
                 if len(seen) == 1:
                     for lease in leases[1:]:
                         await queue.append(lease, encode_group(group_of(lease.prompt_id, 1)), 3)
@@ -89,18 +83,52 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
         waiting = asyncio.create_task(client.wait_for_prompt(first, timeout_s=20))
         [lease, _] = await queue.lease("s", 2)
         await queue.append(lease, encode_group(group_of(1, 1)), 3)
-        assert (await waiting)["state"] == "QUEUED"
-        assert (await client.groups())["groups"][0]["prompt_id"] == first
+        assert (await waiting).state == "QUEUED"
+        assert (await client.groups()).groups[0].prompt_id == first
 
     def use() -> None:
         with SyncPenstockClient(gateway.url) as client:
-            assert [record["state"] for record in client.cancel([second])] == ["CANCELLED"]
-            assert client.wait_for_prompt(second, 5)["state"] == "CANCELLED"
-            seen = [next(results)["prompt_id"] for results in [client.results("0")] for _ in range(2)]
+            assert [record.state for record in client.cancel([second])] == ["CANCELLED"]
+            assert client.wait_for_prompt(second, 5).state == "CANCELLED"
+            seen = [next(results).prompt_id for results in [client.results("0")] for _ in range(2)]
             assert seen == [first, second]
-            assert client.pause_run()["state"] == "PAUSED" and client.resume_run()["state"] == "RUNNING"
+            assert client.pause_run().state == "PAUSED" and client.resume_run().state == "RUNNING"
 
     await asyncio.to_thread(use)
+
+
+async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    """Each is, as JSON, exactly what the gateway sent."""
+    sent: list[Any] = []
+
+    class Recording(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            sent.append(json.loads(await response.aread()))
+            return response
+
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    await fleet.join(ServerRecord("s", "127.0.0.1:1", "torch", policy_version=2))
+    async with PenstockClient(gateway.url, transport=Recording()) as client:
+        await client.submit([PROMPT] * 2)
+        [lease, _] = await queue.lease("s", 2)
+        await queue.append(lease, encode_group(group_of(1, 1)), 3)
+        for call, part in (
+            (client.get_run(), None), (client.runs(), "runs"), (client.policies(), None), (client.policy(1), None),
+            (client.compare_policies(1, 2), None), (client.servers(), "servers"), (client.metrics(), "steps"),
+            (client.prompts(), None), (client.get_prompt(2), None), (client.cancel([2]), "prompts"),
+            (client.groups(), None), (client.get_group(1), None), (client.promote_policy(2), None),
+            (client.drain_server("s"), None), (client.pause_run(), None),
+        ):  # fmt: skip
+            answer: Any = await call
+            plain = [a.model_dump(mode="json") for a in answer] if part else answer.model_dump(mode="json")
+            assert plain == (sent[-1][part] if part else sent[-1])
+    async with PenstockClient(gateway.url) as client:
+        result = await anext(client.results("0", with_groups=True))
+    assert result.group is not None and result.group.trajectories[0].policy_versions == (3, 3, 4)
+    with pytest.raises(ValueError, match="frozen"):
+        result.group.attempt = 2  # type: ignore[misc]
 
 
 async def test_a_submission_survives_a_gateway_that_is_killed(
@@ -158,7 +186,7 @@ async def test_tls_and_client_certificates(redis_process: Any, redis_client: red
                 await nobody.get(f"{url}/v1/runs")
         trusted.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
         async with PenstockClient(url, tls=trusted) as client:
-            assert (await client.get_run())["run"] == "test"
+            assert (await client.get_run()).run == "test"
         parts = [(tmp_path / name).read_bytes() for name in ("ca.crt", "client.key", "client.crt")]
         for credentials, is_known in (
             (grpc.ssl_channel_credentials(*parts), True), (grpc.ssl_channel_credentials(parts[0]), False),

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.answers import Run
 from penstock.config.run import RunConfig
 from penstock.sparkline import sparkline
 
@@ -24,7 +25,7 @@ LINE_EVERY_STEPS = 10
 class Progress(Protocol):
     def say(self, message: str) -> None: ...
 
-    def update(self, status: dict[str, Any], history: History) -> None:
+    def update(self, status: Run, history: History) -> None:
         """`status` is the gateway's answer for the run, `history` one dict of metrics a step."""
         ...
 
@@ -57,14 +58,14 @@ class TerminalDisplay:
         self.message = message
         self._draw()
 
-    def update(self, status: dict[str, Any], history: History) -> None:
+    def update(self, status: Run, history: History) -> None:
         self.message = "training" if history else self.message
         table = Table(title=f"penstock · {self.config.run}", title_style="bold", min_width=72)
         for name in ("step", "version", "reward", "staleness", "tokens/s", "queue"):
             table.add_column(name, justify="right")
         table.add_row(*_cells(status, history, self.config))
         self.body = table
-        self.step = int(status["step"])
+        self.step = status.step
         self.history = history
         self._draw()
 
@@ -97,7 +98,7 @@ class LineDisplay:
     def say(self, message: str) -> None:
         print(message, flush=True)
 
-    def update(self, status: dict[str, Any], history: History) -> None:
+    def update(self, status: Run, history: History) -> None:
         step = int(history[-1]["step"]) if history else 0
         if history and step - self._last_step >= LINE_EVERY_STEPS:
             self._last_step = step
@@ -106,7 +107,7 @@ class LineDisplay:
             print("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
 
 
-def _cells(status: dict[str, Any], history: History, config: RunConfig) -> list[str]:
+def _cells(status: Run, history: History, config: RunConfig) -> list[str]:
     recent = history[-10:]
 
     def mean(name: str) -> float:
@@ -115,9 +116,9 @@ def _cells(status: dict[str, Any], history: History, config: RunConfig) -> list[
     step = int(history[-1]["step"]) if history else 0
     return [
         f"{step}/{config.learner.num_steps}",
-        str(status["policy_version"]),
+        str(status.policy_version),
         f"{mean('reward_mean'):.3f}",
         f"{mean('staleness_mean'):.2f}",
         f"{mean('tokens_per_second'):,.0f}",
-        str(status["queue"]["queued"] - status["queue"]["delivered"]),
+        str(status.queue.queued - status.queue.delivered),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.answers import Run
 from penstock.config.run import RunConfig
 from penstock.sparkline import sparkline
 
@@ -31,29 +32,29 @@ def read_history(folder: Path) -> list[dict[str, float]]:
 
 
 def summarise(
-    config: RunConfig, history: History, final: dict[str, Any], score_start: float, score_end: float, seconds: float
+    config: RunConfig, history: History, final: Run, score_start: float, score_end: float, seconds: float
 ) -> dict[str, Any]:
     """Numbers of the whole run. Throughput counts trained response tokens over the time in which steps were made."""
     num_tokens = sum(row["response_tokens"] for row in history)
     training_s = sum(row["step_s"] for row in history)
     staleness = sum(row["staleness_mean"] * row["response_tokens"] for row in history)
-    queue = final["queue"]
+    queue = final.queue
     return {
         "run": config.run,
         "score_start": round(score_start, 4),
         "score_end": round(score_end, 4),
         "seconds": round(seconds, 1),
         "steps": int(history[-1]["step"]) if history else 0,
-        "policy_version": int(final["policy_version"]),
+        "policy_version": final.policy_version,
         "staleness_mean": round(staleness / max(num_tokens, 1), 3),
         "staleness_max": int(max((row["staleness_max"] for row in history), default=0)),
-        "groups_trained": int(queue["trained"]),
+        "groups_trained": queue.trained,
         "tokens_per_second": round(num_tokens / max(training_s, 1e-9), 1),
         "in_flight_updates": int(max((row["in_flight_updates"] for row in history), default=0)),
         "mixed_version_trajectories": round(sum(row["mixed_version_ratio"] * row["num_sequences"] for row in history)),
-        "conservation_error": int(queue["conservation_error"]),
+        "conservation_error": queue.conservation_error,
         "training_seconds": round(training_s, 1),
-        "engine": ", ".join(sorted({server["engine"] for server in final["servers"]})),
+        "engine": ", ".join(sorted({server.engine for server in final.servers})),
         "placement": config.learner.placement,
         "seed": config.seed,
     }

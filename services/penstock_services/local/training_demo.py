@@ -94,7 +94,7 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) ->
 
 async def _name_fallback(run: LocalRun, display: Progress) -> None:
     """Say so where `auto` did not find vLLM."""
-    engines = {server["engine"] for server in await run.client.servers()}
+    engines = {server.engine for server in await run.client.servers()}
     if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
         display.say("vLLM has no build for this platform: the torch engine generates instead")
 
@@ -105,7 +105,7 @@ async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress) ->
     while not run.learner_finished:
         run.check()
         status = await run.client.get_run()
-        if status["queue"]["pending_prompts"] < SUBMIT_BATCH:
+        if status.queue.pending_prompts < SUBMIT_BATCH:
             batch = list(itertools.islice(prompts, SUBMIT_BATCH))
             await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")
             num_submitted += len(batch)

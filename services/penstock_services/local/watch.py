@@ -33,7 +33,7 @@ async def watch(config: RunConfig) -> None:
 async def _finish_validation(run: LocalRun) -> None:
     """The last policy is the one whose score matters most; its validation may still be under way."""
     every = run.config.dataset.validation.every_steps
-    due = (await run.client.get_run())["step"] // every * every
+    due = (await run.client.get_run()).step // every * every
     try:
         async with asyncio.timeout(run.config.rollout.prompt_timeout_s):
             while due not in validated_steps(run.folder / "validation.jsonl"):

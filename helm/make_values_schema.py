@@ -148,7 +148,8 @@ def run_config() -> tuple[Schema, dict[str, Schema]]:
     for model, fields in DECIDED_BY_CHART.items():
         for field in fields:
             del (schema if model == "RunConfig" else definitions[model])["properties"][field]
-    definitions.pop("DemoConfig")
+    for name in ("DemoConfig", "LauncherConfig"):
+        definitions.pop(name)
     return schema, definitions
 
 

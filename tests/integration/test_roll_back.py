@@ -46,6 +46,11 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         assert returned.weights_digest == run.policies()[10].weights_digest
         assert "rolled back to version 10, from" in again.output() and "checkpoints/term-" in again.output()
         run.until_serving("a", above=returned.policy_version - 1)
+        run.ask(lambda client: control(client).hold(3))
+        run.ask(lambda client: control(client).release())
+        again_returned = run.until(lambda: returned_to(run, 3), "the learner to return to version 3, of no checkpoint")
+        assert again_returned.weights_digest == run.policies()[3].weights_digest
+        assert "the optimizer begins anew" in again.output()
         assert not any(run.watch.conservation_errors)
 
 

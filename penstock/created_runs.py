@@ -27,6 +27,8 @@ KEY = "penstock:{_runs}:created"
 OWN_SECTIONS = frozenset({"redis", "gateway", "launcher", "run_dir"})
 """Where a run is, which is for those to say that run it: never stored, so that no password is either."""
 WAITS = "waits for a launcher that has room; `penstock launcher` starts one"
+CLUSTER_KEY_FILE = "cluster.key"
+"""In a run's folder, where its config names no other."""
 ENDING = "its learner ends its step and writes a checkpoint"
 
 _REPLACE = """
@@ -50,11 +52,12 @@ class CreatedRun:
     detail: str = WAITS
 
     def config_at(self, here: RunConfig) -> RunConfig:
-        """The whole config, for a process whose own is `here`."""
+        """The whole config, for a process whose own is `here`. The cluster's key is the one that `here` names, else
+        where `penstock up` lays it."""
         config = validate(self.config, f"run {self.run}")
         where = {name: getattr(here, name) for name in OWN_SECTIONS}
         if config.weights.cluster_key_file is None:
-            key_file = here.weights.cluster_key_file
+            key_file = here.weights.cluster_key_file or here.run_dir / self.run / CLUSTER_KEY_FILE
             where["weights"] = config.weights.model_copy(update={"cluster_key_file": key_file})
         return config.model_copy(update=where)
 

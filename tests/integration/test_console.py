@@ -121,7 +121,7 @@ async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) 
             assert not await page.evaluate(too_wide), f"{view} at {width}"
 
 
-async def test_the_overview_shows_the_run(page: Any, gateway: Gateway) -> None:
+async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway: Gateway, secret: str) -> None:
     assert await page.locator("#run-name").inner_text() == "test"
     charts = await page.get_by_role("img").all()
     labels = [await chart.get_attribute("aria-label") for chart in charts]
@@ -131,6 +131,16 @@ async def test_the_overview_shows_the_run(page: Any, gateway: Gateway) -> None:
     assert "40 points" in labels[0]
     row = page.get_by_role("row").filter(has_text="rollout-2")
     assert "STALE" in await row.inner_text() and "10 behind" in await row.inner_text()
+
+    assert await page.get_by_role("heading", name="Runs", exact=True).count() == 0, "there is one"
+    body = {"config": {"run": "second", "model": {"path": "/m"}}}
+    created = await gateway.rest.post("/v1/runs", json=body, headers={"Authorization": f"Bearer {secret}"})
+    assert created.status_code == 200
+    await page.get_by_role("link", name="second").click()
+    await page.get_by_text("second", exact=True).first.wait_for()
+    await page.get_by_role("row").filter(has_text="waits for a launcher").wait_for()
+    assert await page.locator("#run-name").inner_text() == "second"
+    await page.get_by_text("No rollout server is there.").wait_for()
 
 
 async def test_a_version_is_promoted_and_servers_rolled_back(

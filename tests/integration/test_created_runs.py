@@ -92,6 +92,7 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
                 assert (run.state, run.launcher_id) == ("RUNNING", "here")
                 assert [server.server_id for server in client.servers()] == ["rollout-0"]
                 assert "second@" in json.dumps([model["id"] for model in models(url)])
+                assert completion(url, "second")["policy_version"] >= 0
                 client.stop_run()
                 stopped = until(lambda: (got := client.get_run()).detail == "" and got, "its processes to end")
                 assert not (tmp_path / "second" / "gateway.json").exists()
@@ -105,6 +106,15 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
             assert client.get_run().step == 30
             assert client.get_run().queue.conservation_error == 0
             assert "resuming from" in (tmp_path / "second" / "logs" / "learner.log").read_text()
+
+
+def completion(url: str, model: str) -> dict[str, Any]:
+    import httpx
+
+    body = {"model": model, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
 
 
 def models(url: str) -> list[dict[str, Any]]:

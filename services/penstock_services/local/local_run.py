@@ -14,6 +14,7 @@ from penstock.client import PenstockClient
 from penstock.config.checks import check_datasets, check_model, check_rewards
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
+from penstock.created_runs import CLUSTER_KEY_FILE
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.ports import free_port, port_is_free, wait_for_port
 from penstock_services.local.private_redis import find_redis_server, write_config
@@ -88,12 +89,12 @@ class LocalRun:
 
     def _write_config(self) -> Path:
         """The resolved config, which every child reads. Readable by its owner only: it holds Redis' password."""
-        if self.config.weights.cluster_key_file is None:
-            key_file = self.folder / "cluster.key"
-            if not key_file.exists():
-                key_file.touch(mode=0o600)
-                key_file.write_text(secrets.token_hex(32))
-            weights = self.config.weights.model_copy(update={"cluster_key_file": key_file})
+        own_key = self.folder / CLUSTER_KEY_FILE
+        if self.config.weights.cluster_key_file in (None, own_key):
+            if not own_key.exists():
+                own_key.touch(mode=0o600)
+                own_key.write_text(secrets.token_hex(32))
+            weights = self.config.weights.model_copy(update={"cluster_key_file": own_key})
             self.config = self.config.model_copy(update={"weights": weights})
         path = self.folder / "config.yaml"
         path.touch(mode=0o600)

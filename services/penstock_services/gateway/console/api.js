@@ -1,5 +1,6 @@
-// Calls of the REST interface. The key stays in this tab's session storage.
-const RUN = "/v1/runs/-";
+// Calls of the REST interface, for the run that the address names (`/?run=NAME`), else the gateway's own. The key stays in
+// this tab's session storage.
+const RUNS = "/v1/runs", RUN = `${RUNS}/${encodeURIComponent(new URLSearchParams(location.search).get("run") ?? "-")}`;
 let asking = null;
 
 export class Problem extends Error {
@@ -22,11 +23,11 @@ function askForKey() {
   return asking;
 }
 
-export async function call(method, path) {
+export async function call(method, path, root = RUN) {
   for (;;) {
     const key = sessionStorage.getItem("penstock-key");
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    const response = await fetch(RUN + path, { method, headers, cache: "no-store" });
+    const response = await fetch(root + path, { method, headers, cache: "no-store" });
     if (response.ok) return response.json();
     if (response.status === 401) {
       await askForKey();
@@ -37,5 +38,6 @@ export async function call(method, path) {
   }
 }
 
+export const allRuns = () => call("GET", "", RUNS);
 export const get = (path) => call("GET", path);
 export const post = (path) => call("POST", path);

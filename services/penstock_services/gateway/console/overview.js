@@ -1,5 +1,5 @@
 // The run at a glance, renewed every two seconds.
-import { get, post } from "/console/api.js";
+import { allRuns, get, post } from "/console/api.js";
 import { lineChart } from "/console/charts.js";
 import { card, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
@@ -25,6 +25,15 @@ function servers(run) {
     [["server"], ["state"], ["version", "number"], ["lag"], ["groups", "number"], ["heartbeat"], ["engine"]], rows);
 }
 
+function otherRuns(current, runs) {
+  if (runs.length < 2) return null;
+  const rows = runs.map((run) => [
+    h("a", { href: `/?run=${encodeURIComponent(run.run)}`, "aria-current": run.run === current ? "page" : null }, run.run),
+    run.state.toLowerCase(), number(run.step), run.launcher_id, run.detail,
+  ]);
+  return card("Runs", table("Runs", [["run"], ["state"], ["step", "number"], ["launcher"], ["detail"]], rows));
+}
+
 function change(run, refresh) {
   const verb = run.state === "RUNNING" ? "pause" : "resume";
   const act = async () => {
@@ -38,7 +47,7 @@ function change(run, refresh) {
 }
 
 export async function overview(refresh) {
-  const [run, history] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`)]);
+  const [run, history, all] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`), allRuns()]);
   document.getElementById("run-name").textContent = run.run;
   depths.push({ x: Date.now(), y: run.queue.queued });
   if (depths.length > SHOWN_MOMENTS) depths.shift();
@@ -56,6 +65,7 @@ export async function overview(refresh) {
     queue.conservation_error ? h("p", { class: "tag bad" }, `conservation is off by ${queue.conservation_error}`) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
+    otherRuns(run.run, all.runs),
     h("div", { class: "buttons" }, change(run, refresh)),
   ];
 }

@@ -168,6 +168,7 @@ class RolloutHalf:
 class LearnerHalf:
     def __init__(self, groups: list[Group]) -> None:
         self.groups = list(itertools.islice(itertools.cycle(groups), BATCH_GROUPS))
+        self.rewards = batch_of(self.groups).rewards
         self.metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         self.model = load_model(EXAMPLE / "model", torch.float32, 2048)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
@@ -212,7 +213,7 @@ class LearnerHalf:
         names = ("step_s", "loss", "kl_loss", "kl_reference", "clip_ratio_low", "clip_ratio_high", "skipped", "entropy")
         metrics |= dict.fromkeys((*names, *(f"{phase}_s" for phase in PHASES)), 0.1)
         metrics |= {"kl_behaviour": statistics.mean_kl, "effective_sample_ratio": statistics.effective_sample_ratio}
-        self.metrics.record_step(metrics, mean_rewards(self.groups))
+        self.metrics.record_step(metrics, mean_rewards(self.groups, self.rewards))
         self.metrics.importance_ratio.add(statistics.ratio_counts.tolist(), float(statistics.sum_ratio))
         for group in self.groups:
             self.metrics.staleness.observe(group.min_version)

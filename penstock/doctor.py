@@ -227,8 +227,7 @@ def check_disk(config: RunConfig) -> Finding:
 
 def check_gpus(config: RunConfig) -> list[Finding]:
     """How many there are for what the learner asks, and whether they are linked."""
-    roles = [config.learner.policy, config.learner.reference]
-    wanted = sum(role.num_ranks * role.gpus_per_rank for role in roles)
+    wanted = sum(role.num_ranks * role.gpus_per_rank for role in config.learner.needed_roles.values())
     names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader")
     if not names:
         if wanted and not config.learner.ray_address:

@@ -59,7 +59,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.controller import LearnerController
     from penstock_learner.loggers.opening import check_loggers
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.placement import needed_roles, place_roles
+    from penstock_learner.placement import place_roles
     from penstock_learner.ray_cluster import ray_cluster
     from penstock_learner.roles.workers import WORKERS
 
@@ -68,7 +68,7 @@ async def serve(config: RunConfig) -> None:
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
     write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
-    roles = needed_roles(config)
+    roles = learner.needed_roles
     async with contextlib.AsyncExitStack() as stack:
         tracing = open_tracing(config.tracing, "learner", config.run)
         stack.callback(tracing.close)

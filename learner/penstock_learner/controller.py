@@ -301,7 +301,7 @@ class LearnerController:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
         self.loggers.log(metrics)
-        self.metrics.record_step(metrics, mean_rewards(batch.groups))
+        self.metrics.record_step(metrics, mean_rewards(batch.groups, self.training.rewards))
         if self.recovering_since is not None:
             self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
             self.recovering_since = None

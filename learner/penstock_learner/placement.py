@@ -34,18 +34,6 @@ LANES = ("push", "catch_up", SAVE_LANE)
 """Pushes of either kind, and the writing of a checkpoint, get a thread of their own in each rank."""
 
 
-def needed_roles(config: RunConfig) -> dict[str, RoleConfig]:
-    """The roles that this run uses."""
-    learner = config.learner
-    wanted = {
-        "policy": learner.policy,
-        "reference": None if learner.algorithm.kl.placement == "none" else learner.reference,
-        "critic": learner.critic,
-        "reward_model": learner.reward_model,
-    }
-    return {name: role for name, role in wanted.items() if role is not None}
-
-
 def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
     """The resource groups of the placement, each with those of its roles that this run needs."""
     groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[learner.placement]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.trajectory import Group
 from penstock_learner.algorithms.aggregation import Denominators
@@ -37,12 +38,14 @@ def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]
     }
 
 
-def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean of the servers' rewards of a batch's samples by data source."""
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        rewards.setdefault(group.data_source, []).extend(t.reward for t in group.trajectories if not t.is_baseline)
-    return {data_source: sum(values) / len(values) for data_source, values in rewards.items()}
+def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
+    """Mean reward of a batch's samples by data source. `rewards` are those that train, one a trajectory."""
+    by_source: dict[str, list[float]] = {}
+    samples = ((group.data_source, trajectory) for group in groups for trajectory in group.trajectories)
+    for (data_source, trajectory), reward in zip(samples, rewards.tolist(), strict=True):
+        if not trajectory.is_baseline:
+            by_source.setdefault(data_source, []).append(reward)
+    return {data_source: sum(values) / len(values) for data_source, values in by_source.items()}
 
 
 def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) -> dict[str, float]:

@@ -48,12 +48,14 @@ class TrainingStep:
         self.skipped = skipped
         self.recomputed: NDArray[np.float32] | None = None
         """[T] log-probs of the last batch before its update, where they were computed."""
+        self.rewards: NDArray[np.float32] = np.zeros(0, np.float32)
+        """[S] rewards of the last batch, those of the reward model included."""
 
     async def run(self, groups: Sequence[Group], step: int, version: int, kl_coefficient: float) -> dict[str, float]:
         """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers."""
         started = time.monotonic()
         batch = await self._with_forwards(batch_of(groups), groups)
-        self.recomputed = batch.old_log_probs
+        self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
         metrics = {"step": float(step)} | batch_metrics(batch, version)
         if not self.config.algorithm.advantage.has_baseline:
             batch = batch.without_baselines()

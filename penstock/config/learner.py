@@ -147,6 +147,17 @@ class LearnerConfig(Config):
     wandb: WandbConfig = WandbConfig()
     profile: ProfileConfig = ProfileConfig()
 
+    @property
+    def needed_roles(self) -> dict[str, RoleConfig]:
+        """The roles that this run uses."""
+        roles = {
+            "policy": self.policy,
+            "reference": None if self.algorithm.kl.placement == "none" else self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return {name: role for name, role in roles.items() if role is not None}
+
     @model_validator(mode="after")
     def _critic_is_there_where_it_is_used(self) -> Self:
         name = self.algorithm.advantage.name

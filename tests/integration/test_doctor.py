@@ -13,6 +13,7 @@ import redis.asyncio as redis
 
 from conftest import RedisProcess
 from penstock.cli import main as cli
+from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.doctor import Finding, check_gpus, check_ports, examine
@@ -138,6 +139,7 @@ def test_gpus_are_counted_and_their_links_read(
     assert [(f.level, f.text) for f in check_gpus(config)] == [("ok", "2 x H200, linked by NVLink")]
     install("\tGPU0\tGPU1\\nGPU0\tX\tSYS\\nGPU1\tSYS\tX\\n")
     assert [(f.level, f.text) for f in check_gpus(config)] == [("warn", "2 x H200, not all linked by NVLink (SYS)")]
-    policy = config.learner.policy.model_copy(update={"num_ranks": 4, "gpus_per_rank": 1})
-    learner = config.learner.model_copy(update={"policy": policy})
-    assert [f.level for f in check_gpus(config.model_copy(update={"learner": learner}))] == ["fail"]
+    one_each = {"path": "reward", "num_ranks": 3, "gpus_per_rank": 1}
+    learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one_each)})
+    [found] = check_gpus(config.model_copy(update={"learner": learner}))
+    assert (found.level, found.text) == ("fail", "2 x H200, and the learner asks for 3")

@@ -10,11 +10,19 @@ import pytest
 
 from gateway_calls import both, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway
+from penstock.cli.top import parse_series
 from penstock.created_runs import KEY
 from penstock.fleet import Fleet, ServerRecord
+from penstock.heartbeats import LEARNER, Heartbeats
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import prompts_pb2, runs_pb2
 from penstock_services.gateway import run_bodies
+
+
+async def scraped_state(gateway: Gateway) -> str:
+    series = parse_series((await gateway.rest.get("/metrics")).text)
+    (state,) = (state for state, value in series["penstock_run_state"].items() if value)
+    return state
 
 
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
@@ -22,10 +30,14 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     await submit(gateway, *[PROMPT] * 3)
     await Fleet(queue.client, "test").join(ServerRecord("s", "127.0.0.1:1", "torch"))
     change, to_json = runs_pb2.ChangeRunRequest(), run_bodies.run_to_json
+    assert await scraped_state(gateway) == "waiting"
+    await Heartbeats(queue.client, "test").beat(LEARNER)
 
     assert (await both(gateway, "POST", f"{RUN}:pause", runs.PauseRun(change), to_json))["state"] == "PAUSED"
     assert await queue.lease("s", 1) == []
+    assert await scraped_state(gateway) == "paused"
     assert (await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), to_json))["state"] == "RUNNING"
+    assert await scraped_state(gateway) == "training"
     assert len(await queue.lease("s", 1)) == 1
 
     path, request = f"{RUN}/servers/s", runs_pb2.ChangeServerRequest(server_id="s")

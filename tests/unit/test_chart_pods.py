@@ -25,12 +25,12 @@ pytestmark = needs_helm
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_worker_groups_hold_the_bundles_of_the_placement(placement: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    from penstock_learner.placement import active_resource_groups, bundles, needed_roles
+    from penstock_learner.placement import active_resource_groups, bundles
 
     manifests = render(values=placement)
     config = run_config(manifests, tmp_path)
     workers = one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]
-    wanted = active_resource_groups(config.learner, needed_roles(config))
+    wanted = active_resource_groups(config.learner, config.learner.needed_roles)
     assert [worker["groupName"] for worker in workers] == ["-".join(group) for group in wanted]
     for worker, group in zip(workers, wanted, strict=True):
         for resource, parameter in (("CPU", "num-cpus"), ("GPU", "num-gpus")):

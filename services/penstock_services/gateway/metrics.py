@@ -19,9 +19,10 @@ from penstock.heartbeats import LEARNER, Heartbeats
 from penstock.metrics import SHORT_SECONDS
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.run_control import RunControl
 from penstock.v1 import runs_pb2
 
-RUN_STATES = ("waiting", "training", "stopped", "finished")
+RUN_STATES = ("waiting", "training", "paused", "stopped", "finished")
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread")
 """Reasons that are known beforehand: their series start at 0."""
@@ -114,23 +115,29 @@ class RunSnapshot:
     heartbeat_ages_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
+    is_paused: bool = False
+    """An operator said so: no prompt is leased."""
 
     @classmethod
-    async def take(cls, queue: RedisReplayQueue, fleet: Fleet, heartbeats: Heartbeats) -> RunSnapshot:
+    async def take(
+        cls, queue: RedisReplayQueue, fleet: Fleet, heartbeats: Heartbeats, control: RunControl
+    ) -> RunSnapshot:
         stat = await queue.stat()
         dead, expired = await queue.dead_letter_reasons(), await queue.expired_reasons()
         servers = await fleet.servers()
         ages = await heartbeats.ages_s() | {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
         states: dict[str, int] = Tally(server.state for server in servers)
         restarts, scores = await heartbeats.restarts(), await queue.evaluation_scores()
-        return cls(stat, dead, expired, states, ages, restarts, scores)
+        orders = await control.orders()
+        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused)
 
     def run_state(self, facts: RunFacts) -> str:
-        """`waiting` for a first learner, `training` while one lives, then `finished`, or `stopped` before its end."""
+        """`waiting` for a first learner, `training` while one lives, then `finished`, or `stopped` before its end;
+        `paused` instead of the first two."""
         if self.heartbeat_ages_s.get(LEARNER, facts.silence_s) < facts.silence_s:
-            return "training"
+            return "paused" if self.is_paused else "training"
         if self.stat.term == 0:
-            return "waiting"
+            return "paused" if self.is_paused else "waiting"
         return "finished" if 0 < facts.num_steps <= self.stat.step else "stopped"
 
 

@@ -82,7 +82,10 @@ class ServiceRoutes:
         snapshot = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                snapshot = await RunSnapshot.take(self.handlers.queue, self.handlers.fleet, self.handlers.heartbeats)
+                handlers = self.handlers
+                snapshot = await RunSnapshot.take(
+                    handlers.queue, handlers.fleet, handlers.heartbeats, handlers.runs.control
+                )
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's series: %s", error)
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")

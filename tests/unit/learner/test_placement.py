@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.loading import validate
-from penstock_learner.placement import active_resource_groups, bundles, needed_roles, num_cpus
+from penstock_learner.placement import active_resource_groups, bundles, num_cpus
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 
@@ -33,7 +33,7 @@ def test_four_roles_make_four_groups_or_two() -> None:
         },
         "test",
     )
-    roles = needed_roles(config)
+    roles = config.learner.needed_roles
     alone = active_resource_groups(LearnerConfig(placement="standalone"), roles)
     assert [list(group) for group in alone] == [["policy"], ["reference"], ["critic"], ["reward_model"]]
     shared = active_resource_groups(LearnerConfig(placement="split-collocate"), roles)

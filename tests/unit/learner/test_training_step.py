@@ -20,10 +20,10 @@ from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock.trajectory import Group
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.placement import needed_roles
 from penstock_learner.role_recovery import RoleRecovery
 from penstock_learner.roles.workers import WORKERS
 from penstock_learner.skipped_steps import SkippedSteps
+from penstock_learner.step_metrics import mean_rewards
 from penstock_learner.training_step import TrainingStep
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_classifier, make_tiny_qwen2
@@ -62,7 +62,9 @@ def make_step(
     folders: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any
 ) -> TrainingStep:
     config = validate(with_model({"learner": learner}, folders["policy"]), "test")
-    roles: Any = {name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in needed_roles(config)}
+    roles: Any = {
+        name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in config.learner.needed_roles
+    }
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
     return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, folders["policy"]))
 
@@ -88,7 +90,13 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(folders: d
 
     async def mean_reward(**settings: Any) -> float:
         step = make_step(folders, reward_model={"path": str(folders["reward"]), **settings})
-        return (await step.run(groups, 1, 0, 0.0))["reward_mean"]
+        overall = (await step.run(groups, 1, 0, 0.0))["reward_mean"]
+        by_source = mean_rewards(groups, step.rewards)
+        assert by_source.keys() == {"chat/a", "rules"}
+        assert sum(by_source.values()) / 2 == pytest.approx(overall, abs=1e-5)
+        if settings.get("data_sources") == ["chat*"]:
+            assert by_source["rules"] == pytest.approx(rules[1], abs=1e-5)
+        return overall
 
     score_of_chat = 2 * await mean_reward(combine="replace", data_sources=["chat*"]) - rules[1]
     assert abs(score_of_chat - rules[0]) > 1e-3
@@ -127,10 +135,12 @@ async def test_the_greedy_sample_is_scored_and_not_trained(folders: dict[str, Pa
     greedy = replace(group.trajectories[0], is_baseline=True, reward=10.0)
     marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
     algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
-    metrics = await make_step(folders, algorithm=algorithm).run([marked], 1, 0, 0.0)
+    step = make_step(folders, algorithm=algorithm)
+    metrics = await step.run([marked], 1, 0, 0.0)
     trained = group.trajectories[1:]
     assert metrics["num_sequences"] == 2
     assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
+    assert mean_rewards([marked], step.rewards)[group.data_source] == pytest.approx(metrics["reward_mean"])
     assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
     # A baseline left over from another config does not touch an algorithm that compares without it.
     plain, left_over = [

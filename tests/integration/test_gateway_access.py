@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,9 +16,10 @@ import redis.asyncio as redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway_calls import stubs
+from gateway_calls import rest, stubs
 from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.api_keys import make_key
+from penstock.logs import setup_logging
 from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, runs_pb2_grpc
 from penstock_services.gateway.rpc import services_of
 
@@ -66,6 +68,24 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
         ("submiter", "pause_run", "PERMISSION_DENIED", "by-grpc"),
     ]
     assert not any(secret in (tmp_path / "keys").read_text() for secret in secrets.values())
+
+
+async def test_a_log_line_names_the_request_it_is_about(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_LOG", "json")
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+    setup_logging("gateway", "test")
+    (gateway.config.folder / "audit.jsonl").mkdir(parents=True)
+    await rest(gateway, "POST", f"{RUN}:pause", headers={"X-Request-Id": "by-rest"})
+    _, _, _, runs = stubs(gateway)
+    await runs.ResumeRun(runs_pb2.ChangeRunRequest(), metadata=(("x-request-id", "by-grpc"),))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["run"], line["request_id"]) for line in lines if "audit log" in line["message"]] == [
+        ("test", "by-rest"), ("test", "by-grpc"),
+    ]  # fmt: skip
 
 
 async def test_health_and_reflection(gateway: Gateway) -> None:

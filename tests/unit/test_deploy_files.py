@@ -32,6 +32,7 @@ from penstock.ports import free_port, wait_for_port
 from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway.metrics import GatewayMetrics, RunFacts, RunSnapshot
 from penstock_services.local.private_redis import find_redis_server
@@ -330,7 +331,8 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await fleets["rollout"].leave("r0")
     await Heartbeats(clients["rollout"], RUN).count_start("r0")
     async with Heartbeats(clients["learner"], RUN).beating("learner"):
-        snapshot = await RunSnapshot.take(gateway, fleets["gateway"], Heartbeats(clients["gateway"], RUN))
+        heartbeats, control = Heartbeats(clients["gateway"], RUN), RunControl(clients["gateway"], RUN)
+        snapshot = await RunSnapshot.take(gateway, fleets["gateway"], heartbeats, control)
     assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {"e": 1.0}
     assert snapshot.restarts == {"r0": 0, "learner": 0}
     created = CreatedRuns(clients["gateway"])

@@ -7,6 +7,7 @@ rounds alternate in the same run.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable
@@ -39,6 +40,13 @@ class Measurement:
         low, _, high = statistics.quantiles(self.rates, n=4)
         return (high - low) / 2 / self.median
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """In which the median lies with 95 %: order statistics, whatever the rates are distributed like."""
+        ordered, reach = sorted(self.rates), 0.98 * math.sqrt(len(self.rates))
+        last = len(ordered) - 1
+        return ordered[max(0, math.floor(last / 2 - reach))], ordered[min(last, math.ceil(last / 2 + reach))]
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -70,9 +78,13 @@ def alternate(
     return measured
 
 
+def ratios(name: str, ours: Measurement, limit: Measurement) -> Measurement:
+    """The ratio within each round: noise that hits both cancels."""
+    return Measurement(name, "", [a / b for a, b in zip(ours.rates, limit.rates, strict=True)])
+
+
 def median_ratio(ours: Measurement, limit: Measurement) -> float:
-    """Median over rounds of the ratio within each round: noise that hits both cancels."""
-    return statistics.median(a / b for a, b in zip(ours.rates, limit.rates, strict=True))
+    return ratios("", ours, limit).median
 
 
 def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
@@ -82,7 +94,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
     for column in ("contender", "median", "spread", "unit"):
         table.add_column(column, justify="left" if column in ("contender", "unit") else "right")
     for m in measurements:
-        table.add_row(m.name, f"{m.median:,.1f}", f"±{m.spread:.0%}", m.unit)
+        table.add_row(m.name, f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}", f"±{m.spread:.0%}", m.unit)
     console.print(table)
     judged = Table(title="bars")
     for column in ("bar", "value", "goal", "met"):
@@ -95,9 +107,16 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
     result = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "measurements": [
-            {"name": m.name, "unit": m.unit, "median": m.median, "spread": m.spread, "rates": m.rates}
+            {
+                "name": m.name,
+                "unit": m.unit,
+                "median": m.median,
+                "interval": m.interval,
+                "spread": m.spread,
+                "rates": m.rates,
+            }
             for m in measurements
-        ],
+        ],  # fmt: skip
         "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -4,9 +4,12 @@
 
 `rollout` makes groups of the demo's prompts with the torch engine and the demo's model: lease, generate, score, encode,
 append. `learner` makes optimizer steps of the demo's model on a batch of those groups, as many as a step of the demo
-has. Metrics on is everything that a process counts and observes, and one scrape a second; off is none of it. A rate is
-by the CPU time of the process, which is what the demo is short of. On a busy machine rounds differ by tens of percent;
-so beside the ratio stands the share: CPU time within calls on metrics, and of a scrape, over that of the round.
+has. Metrics on is everything that a process counts and observes, and a scrape as often as deploy/prometheus asks; off
+is none of it. A rate is by the CPU time of the process, which is what the demo is short of.
+
+Two windows of the same work differ by more than what is measured, so there are many, short and in turn: the interval of
+the median ratio, which is printed, must be narrower than the bar. Beside it stands the share: CPU time within calls on
+metrics, and of a scrape, over that of the round.
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from harness import Bar, Measurement, alternate, median_ratio, report
+from harness import Bar, Measurement, alternate, ratios, report
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -53,10 +55,9 @@ REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes
 MAX_MODEL_LEN = 64
 BATCH_GROUPS = 32
 """As many as a step of the demo trains."""
-GROUPS_A_ROUND = 16
-NUM_ROUNDS = 101
-"""Many and short: a round differs from the next by more than what is measured."""
-SCRAPE_S = 1.0
+GROUPS_A_ROUND = 4
+NUM_ROUNDS = {"rollout": 1501, "learner": 401, "share": 31}
+SCRAPE_S = 5.0
 """Of the time in which metrics are on, which is half of all."""
 GOAL = 0.99
 
@@ -67,7 +68,7 @@ class NoMetrics:
     def __getattr__(self, name: str) -> Self:
         return self
 
-    def __call__(self, *_: object) -> Self:
+    def __call__(self, *_: object, **__: object) -> Self:
         return self
 
     def __enter__(self) -> Self:
@@ -87,8 +88,8 @@ class TimedMetrics:
     def __getattr__(self, name: str) -> TimedMetrics:
         return TimedMetrics(getattr(self._target, name), self._spent_s)
 
-    def __call__(self, *arguments: object) -> TimedMetrics:
-        return self._timed(self._target, *arguments)
+    def __call__(self, *arguments: object, **named: object) -> TimedMetrics:
+        return self._timed(self._target, *arguments, **named)
 
     def __enter__(self) -> TimedMetrics:
         return self._timed(self._target.__enter__)
@@ -96,9 +97,9 @@ class TimedMetrics:
     def __exit__(self, *raised: object) -> None:
         self._timed(self._target.__exit__, *raised)
 
-    def _timed(self, call: Callable[..., Any], *arguments: object) -> TimedMetrics:
+    def _timed(self, call: Callable[..., Any], *arguments: object, **named: object) -> TimedMetrics:
         started = time.thread_time()
-        answer = call(*arguments)
+        answer = call(*arguments, **named)
         self._spent_s[0] += time.thread_time() - started
         return TimedMetrics(answer, self._spent_s)
 
@@ -159,7 +160,7 @@ class RolloutHalf:
         return rate
 
     async def share(self) -> float:
-        """Of the CPU time, what metrics take. A scrape a second is of a second's work."""
+        """Of the CPU time, what metrics take. A scrape is of SCRAPE_S of work."""
         spent_s = [0.0]
         rate = await self.run(TimedMetrics(self.metrics, spent_s))
         return spent_s[0] * rate / GROUPS_A_ROUND + scrape_share(self.metrics.registry)
@@ -215,20 +216,25 @@ class LearnerHalf:
         metrics |= {"kl_behaviour": statistics.mean_kl, "effective_sample_ratio": statistics.effective_sample_ratio}
         self.metrics.record_step(metrics, mean_rewards(self.groups, self.rewards))
         self.metrics.importance_ratio.add(statistics.ratio_counts.tolist(), float(statistics.sum_ratio))
-        for group in self.groups:
-            self.metrics.staleness.observe(group.min_version)
+        self.metrics.staleness.observe_all([group.min_version for group in self.groups])
 
 
 def in_turn(
     half: str, unit: str, on: Callable[[], float], off: Callable[[], float], share: Callable[[], float]
 ) -> tuple[list[Measurement], list[Bar]]:
-    contenders = {f"{half}: metrics off": off, f"{half}: metrics on": on, f"{half}: share of metrics": share}
-    off_rates, on_rates, shares = alternate(contenders, NUM_ROUNDS, unit).values()
+    contenders = {f"{half}: metrics off": off, f"{half}: metrics on": on}
+    off_rates, on_rates = alternate(contenders, NUM_ROUNDS[half], unit).values()
+    name = f"{half}: share of metrics"
+    shares = alternate({name: share}, NUM_ROUNDS["share"], "of the CPU time")[name]
+    ratio = ratios(f"{half}: on / off", on_rates, off_rates)
+    print(
+        f"{half}: on / off {ratio.median:.4f}, 95 % in {ratio.interval[0]:.4f} to {ratio.interval[1]:.4f}", flush=True
+    )
     bars = [
-        Bar(f"{half}: metrics on / off", median_ratio(on_rates, off_rates), GOAL),
+        Bar(f"{half}: metrics on / off", ratio.median, GOAL),
         Bar(f"{half}: share of the CPU time", shares.median, 1 - GOAL, at_most=True),
     ]
-    return [off_rates, on_rates, replace(shares, unit="of the CPU time")], bars
+    return [off_rates, on_rates, ratio, shares], bars
 
 
 def main() -> int:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.errors import Unavailable
 
@@ -15,6 +20,53 @@ SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 """Buckets of what a request or a call takes."""
 LONG_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Buckets of what a group, a step, a checkpoint or a recovery takes."""
+
+
+class Children:
+    """Series of labelled metrics, kept: `metric.labels` takes a lock and copies its labels for every call."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int | str, ...], Any] = {}
+
+    def __call__(self, metric: Any, *labels: str) -> Any:
+        key: tuple[int | str, ...] = (id(metric), *labels)
+        if key not in self._kept:
+            self._kept[key] = metric.labels(*labels)
+        return self._kept[key]
+
+
+class CountedHistogram(Collector):
+    """A histogram that takes many values at once: prometheus_client's, which takes one a call, would be most of what
+    metrics cost. Written by one thread."""
+
+    def __init__(self, name: str, documentation: str, edges: Sequence[float], registry: CollectorRegistry) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.edges = tuple(edges)
+        self._counts = [0.0] * (len(self.edges) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.edges, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self.edges, value)] += 1
+        self._sum += sum(values)
+
+    def add(self, counts: Sequence[float], total: float) -> None:
+        """`counts[i]` values were at most `edges[i]` and above the edge before; the last ones above all edges."""
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
+    def collect(self) -> Iterator[Metric]:
+        buckets, cumulative = [], 0.0
+        for edge, count in zip((*map(str, map(float, self.edges)), "+Inf"), self._counts, strict=True):
+            cumulative += count
+            buckets.append((edge, cumulative))
+        yield HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._sum)
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:

@@ -305,8 +305,8 @@ class LearnerController:
         if self.recovering_since is not None:
             self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
             self.recovering_since = None
-        for group in batch.groups:
-            self.metrics.staleness.observe(max(0.0, metrics["policy_version"] - 1 - group.min_version))
+        trained_version = metrics["policy_version"] - 1
+        self.metrics.staleness.observe_all([max(0.0, trained_version - group.min_version) for group in batch.groups])
         logger.info(
             "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs",
             metrics["step"], metrics["policy_version"], metrics["reward_mean"], metrics["staleness_mean"],

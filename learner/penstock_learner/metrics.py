@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from penstock import __version__
-from penstock.metrics import LONG_SECONDS, PREFIX
+from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.publisher import PushReport
 
@@ -27,30 +25,6 @@ _ALGORITHM_GAUGES = {
     "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups of one sample, which have no baseline."),
     "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob where one version made all."),
 }
-
-
-class CountedHistogram(Collector):
-    """A histogram that is given counts by bucket instead of single values."""
-
-    def __init__(self, name: str, documentation: str, edges: Sequence[float], registry: CollectorRegistry) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.edges = tuple(edges)
-        self._counts = [0.0] * (len(self.edges) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def add(self, counts: Sequence[float], total: float) -> None:
-        """`counts[i]` values were at most `edges[i]` and above the edge before; the last ones above all edges."""
-        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
-        self._sum += total
-
-    def collect(self) -> Iterator[Metric]:
-        buckets, cumulative = [], 0.0
-        for edge, count in zip((*map(str, map(float, self.edges)), "+Inf"), self._counts, strict=True):
-            cumulative += count
-            buckets.append((edge, cumulative))
-        yield HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._sum)
 
 
 class LearnerMetrics:
@@ -77,9 +51,9 @@ class LearnerMetrics:
             name("learner_last_step_timestamp_seconds"), "When the last step ended.", registry=registry
         )
         self.version = Gauge(name("policy_version"), "Version held.", ["component"], registry=registry)
-        self.staleness = Histogram(
+        self.staleness = CountedHistogram(
             name("trajectory_staleness_versions"), "Versions between sampling and training, by group.",
-            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry=registry,
+            (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
         )  # fmt: skip
         self.reward = Gauge(name("reward_mean"), "Mean reward in the last batch.", ["env"], registry=registry)
         self.skipped = Counter(

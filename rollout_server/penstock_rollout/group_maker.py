@@ -90,7 +90,13 @@ class GroupMaker:
             trace_parent=prompt.trace_parent,
         )
         check_group(group)
-        self._observe(prompt, trajectories)
+        self.metrics.record_samples(
+            prompt.data_source,
+            turns=[episode.num_turns for episode in episodes],
+            num_tokens=[len(episode.token_ids) for episode in episodes],
+            version_spans=[trajectory.max_version - trajectory.min_version for trajectory in trajectories],
+            num_truncated=sum(episode.finish_reason == "length" for episode in episodes),
+        )
         return group
 
     def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
@@ -121,13 +127,6 @@ class GroupMaker:
     def _scored_text(self, episode: Episode) -> str:
         start = episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
         return self.tokenization.text(episode.token_ids[start:].tolist())
-
-    def _observe(self, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
-        self.metrics.trajectories.labels(prompt.data_source or "default").inc(len(trajectories))
-        self.metrics.truncated.inc(sum(trajectory.finish_reason == "length" for trajectory in trajectories))
-        for trajectory in trajectories:
-            self.metrics.response_tokens.observe(len(trajectory.token_ids))
-            self.metrics.version_span.observe(trajectory.max_version - trajectory.min_version)
 
 
 def _seed(prompt: Prompt, index: int) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS
+from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, Children, CountedHistogram
 
 REWARD_ERRORS = ("exception", "timeout", "worker_died")
 
@@ -17,6 +19,7 @@ class RolloutMetrics:
             return f"{PREFIX}_{suffix}"
 
         self.registry = registry
+        self._child = Children()
         self.produced = Counter(name("groups_produced"), "Groups handed in.", ["env"], registry=registry)
         self.trajectories = Counter(name("trajectories_produced"), "Samples handed in.", ["env"], registry=registry)
         self.version = Gauge(name("policy_version"), "Version served.", ["component"], registry=registry)
@@ -25,22 +28,20 @@ class RolloutMetrics:
         self.paused = Counter(
             name("rollout_paused_seconds"), "Time in which decoding stood still.", ["reason"], registry=registry
         )
-        self.episode_seconds = Histogram(
-            name("rollout_episode_duration_seconds"), "One group, from lease to hand-in.", registry=registry,
-            buckets=LONG_SECONDS,
-        )  # fmt: skip
-        self.response_tokens = Histogram(
-            name("rollout_response_tokens"), "Length of responses.", registry=registry,
-            buckets=(4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-        )  # fmt: skip
+        self.episode_seconds = CountedHistogram(
+            name("rollout_episode_duration_seconds"), "One group, from lease to hand-in.", LONG_SECONDS, registry
+        )
+        self.response_tokens = CountedHistogram(
+            name("rollout_response_tokens"), "Length of responses.", [2**power for power in range(2, 16)], registry
+        )
         self.truncated = Counter(name("rollout_truncated"), "Responses cut at max_tokens.", registry=registry)
         self.prompts_truncated = Counter(name("rollout_prompts_truncated"), "Prompts cut to fit.", registry=registry)
-        self.version_span = Histogram(
-            name("trajectory_version_span"), "Versions within one trajectory, minus one.", registry=registry,
-            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16),
+        self.version_span = CountedHistogram(
+            name("trajectory_version_span"), "Versions within one trajectory, minus one.",
+            (0, 1, 2, 3, 4, 6, 8, 12, 16), registry,
         )  # fmt: skip
-        self.turns = Histogram(
-            name("rollout_turns"), "Assistant turns of a sample.", registry=registry, buckets=(1, 2, 3, 4, 6, 8, 16, 32)
+        self.turns = CountedHistogram(
+            name("rollout_turns"), "Assistant turns of a sample.", (1, 2, 3, 4, 6, 8, 16, 32), registry
         )
         self.tool_calls = Counter(name("tool_calls"), "Tool calls.", ["tool", "result"], registry=registry)
         self.tool_seconds = Histogram(
@@ -49,8 +50,8 @@ class RolloutMetrics:
         self.concurrency_limit = Gauge(
             name("rollout_concurrency_limit"), "Groups that may be generated at once.", registry=registry
         )
-        self.reward_seconds = Histogram(
-            name("reward_duration_seconds"), "Scoring one group.", registry=registry, buckets=SHORT_SECONDS
+        self.reward_seconds = CountedHistogram(
+            name("reward_duration_seconds"), "Scoring one group.", SHORT_SECONDS, registry
         )
         self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
         self.failures = Counter(
@@ -67,3 +68,25 @@ class RolloutMetrics:
         self.recovery_seconds.labels("rollout")
         for kind in REWARD_ERRORS:
             self.reward_errors.labels(kind)
+
+    def follow(
+        self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
+    ) -> None:
+        """Gauges that are asked for when they are scraped."""
+        self.inflight.set_function(num_running)
+        self.concurrency_limit.set_function(limit)
+        self.outbox.set_function(num_in_outbox)
+
+    def record_samples(
+        self, data_source: str, turns: list[int], num_tokens: list[int], version_spans: list[int], num_truncated: int
+    ) -> None:
+        """The samples of a group: the lists have an entry each."""
+        self._child(self.trajectories, data_source or "default").inc(len(turns))
+        self.turns.observe_all(turns)
+        self.response_tokens.observe_all(num_tokens)
+        self.version_span.observe_all(version_spans)
+        if num_truncated:
+            self.truncated.inc(num_truncated)
+
+    def count_group(self, data_source: str) -> None:
+        self._child(self.produced, data_source or "default").inc()

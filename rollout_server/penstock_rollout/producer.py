@@ -76,6 +76,7 @@ class Producer:
         return len(self._leases)
 
     async def lease_loop(self) -> None:
+        self.metrics.follow(lambda: len(self._leases), lambda: self.concurrency.limit, lambda: len(self._outbox))
         while True:
             free = self._concurrency_limit() - len(self._leases)
             leases: list[Lease] = []
@@ -89,7 +90,6 @@ class Producer:
                 self._leases[lease.prompt_id] = lease
                 task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
                 self._workers[lease.prompt_id] = task
-            self.metrics.inflight.set(len(self._leases))
             if leases:
                 await asyncio.sleep(0)
             elif free > 0:
@@ -106,7 +106,6 @@ class Producer:
     def _concurrency_limit(self) -> int:
         if self.engine_stats is not None:
             self.concurrency.observe(time.monotonic(), self.engine_stats(), len(self._leases))
-        self.metrics.concurrency_limit.set(self.concurrency.limit)
         return self.concurrency.limit
 
     async def heartbeat_loop(self) -> None:
@@ -140,7 +139,6 @@ class Producer:
                     await self.hand_in.append(self._outbox[prompt_id])
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot reconcile: %s", error)
-            self.metrics.outbox.set(len(self._outbox))
 
     async def drain(self) -> None:
         """Give back every prompt that is not finished, uncounted."""
@@ -200,7 +198,7 @@ class Producer:
             if outcome in ("accepted", "duplicate"):  # a duplicate may be our own, whose first answer was lost
                 self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
-                self.metrics.produced.labels(group.data_source or "default").inc()
+                self.metrics.count_group(group.data_source)
             if outcome != "full":
                 return
             now = time.monotonic()

@@ -24,6 +24,8 @@ class Episode:
     segments: tuple[VersionSegment, ...]
     finish_reason: FinishReason
     """`stop`: the model or its environment ended it. `length`: a limit on tokens or turns did."""
+    num_turns: int = 1
+    """Assistant turns."""
     last_turn_start: int = 0
     """Where the last assistant turn begins."""
     turn_rewards: tuple[float, ...] = ()

@@ -100,7 +100,6 @@ class Transcript:
         final_reward: float | None = None,
         reward_parts: dict[str, float] | None = None,
     ) -> Episode:
-        self.context.metrics.turns.observe(self.num_turns)
         end = len(self._token_ids)
         while end and not self._loss_mask[end - 1]:
             end -= 1
@@ -110,6 +109,7 @@ class Transcript:
             log_probs=np.array(self._log_probs[:end], dtype=np.float32),
             segments=tuple(replace(segment, end=min(segment.end, end)) for segment in self._segments),
             finish_reason=finish_reason,
+            num_turns=self.num_turns,
             last_turn_start=self._last_turn_start,
             turn_rewards=tuple(turn_rewards),
             final_reward=final_reward,

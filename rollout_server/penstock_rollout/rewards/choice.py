@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import logging
 from collections.abc import Mapping
 from typing import TypeVar
@@ -23,6 +24,7 @@ class RewardChoice:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self._chosen: dict[str, Reward] = {}
+        self._written: dict[Reward, str] = {}
 
     def of(self, data_source: str) -> Reward:
         if data_source not in self._chosen:
@@ -40,6 +42,12 @@ class RewardChoice:
     def settings(self, reward: Reward) -> Settings:
         """As plain data, for a process that does not know the config models."""
         return reward.model_dump(mode="json") | {"timeout_s": self.timeout_s(reward)}
+
+    def written(self, reward: Reward) -> str:
+        """The settings as the JSON text that a reward process knows a reward by; the same for every response."""
+        if reward not in self._written:
+            self._written[reward] = json.dumps(self.settings(reward), sort_keys=True)
+        return self._written[reward]
 
     def _choose(self, data_source: str) -> Reward:
         if (reward := _find(self.config.by_data_source, data_source)) is not None:

@@ -13,8 +13,6 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from penstock_rollout.rewards.kinds import Settings
-
 PREPARE_TIMEOUT_S = 120.0
 """Starting a process and importing what a reward needs, which is not the reward's own time."""
 TERMINATE_S = 1.0
@@ -35,7 +33,7 @@ class RewardFailed(Exception):
 
 
 class RewardProcess:
-    """One process, used by one caller at a time."""
+    """One process, used by one caller at a time. It knows a reward by what `RewardChoice.written` says of it."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -49,17 +47,16 @@ class RewardProcess:
         )  # fmt: skip
         return cls(process)
 
-    async def prepare(self, settings: Settings) -> None:
+    async def prepare(self, settings: str) -> None:
         """Build a reward, once. A process that cannot raises RewardFailed and stays usable."""
-        key = json.dumps(settings, sort_keys=True)
-        if key in self._prepared:
+        if settings in self._prepared:
             return
         answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
         if "error" in answer:
             raise RewardFailed("exception", answer["error"])
-        self._prepared.add(key)
+        self._prepared.add(settings)
 
-    async def compute(self, settings: Settings, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
         answer = await self._exchange({"reward": settings, **arguments}, timeout_s)
         if "error" in answer:
             raise RewardFailed("exception", answer["error"])
@@ -106,13 +103,13 @@ class RewardPool:
         self._idle: list[RewardProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def prepare(self, settings: Settings) -> None:
+    async def prepare(self, settings: str) -> None:
         """Build a reward in one process, to learn whether it can be."""
         async with self._free:
             process = await self._take()
             await self._guard(process, process.prepare(settings))
 
-    async def compute(self, settings: Settings, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
         """One reward. Its deadline runs from when a process takes it; cancelling the caller ends the process."""
         async with self._free:
             process = await self._take()

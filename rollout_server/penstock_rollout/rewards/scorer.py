@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from penstock.config.rewards import RemoteReward, Reward, RewardConfig, RewardModelReward
@@ -35,7 +36,7 @@ class Scorer:
             if isinstance(reward, RewardModelReward):
                 continue
             try:
-                await self._pool.prepare(self.choice.settings(reward))
+                await self._pool.prepare(self.choice.written(reward))
             except RewardFailed as error:
                 message = str(error).removeprefix("ConfigError: ")
                 raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
@@ -46,10 +47,12 @@ class Scorer:
         """Reward and parts of each response of one prompt. A failure gives `error_value`."""
         reward = self.choice.of(data_source)
         shared = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
-        with self.metrics.reward_seconds.time():
-            return await asyncio.gather(
-                *(self._bounded(reward, {**shared, "solution_str": response}) for response in responses)
-            )
+        started = time.monotonic()
+        scored = await asyncio.gather(
+            *(self._bounded(reward, {**shared, "solution_str": response}) for response in responses)
+        )
+        self.metrics.reward_seconds.observe(time.monotonic() - started)
+        return scored
 
     async def close(self) -> None:
         await self._pool.close()
@@ -63,7 +66,7 @@ class Scorer:
         try:
             if isinstance(reward, RemoteReward):
                 return await self._remote(reward).compute(arguments, timeout_s)
-            return await self._pool.compute(self.choice.settings(reward), arguments, timeout_s)
+            return await self._pool.compute(self.choice.written(reward), arguments, timeout_s)
         except RewardFailed as error:
             logger.warning("a reward of %s failed (%s): %s", arguments["data_source"], error.kind, error)
             self.metrics.reward_errors.labels(error.kind).inc()

@@ -2,7 +2,7 @@
 
 Requests and answers are frames of JSON on standard input and output: a length of four bytes, then the text. JSON, and
 not multiprocessing's own pipes: those carry pickles, and reading one runs whatever the other side put into it. What a
-reward function prints goes to standard error, and it finds nothing on its standard input.
+reward function prints goes to standard error, and it finds nothing on its standard input. `settings` is JSON text too.
 
     {"prepare": settings}                                                   {}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
@@ -48,14 +48,13 @@ def main() -> int:
 
 
 def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    settings = request["prepare"] if "prepare" in request else request["reward"]
-    key = json.dumps(settings, sort_keys=True)
+    settings: str = request["prepare"] if "prepare" in request else request["reward"]
     try:
-        if key not in functions:
-            functions[key] = build(settings)
+        if settings not in functions:
+            functions[settings] = build(json.loads(settings))
         if "prepare" in request:
             return {}
-        result = functions[key](
+        result = functions[settings](
             request["data_source"], request["solution_str"], request["ground_truth"], request["extra_info"]
         )
         if inspect.iscoroutine(result):

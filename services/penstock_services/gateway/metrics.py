@@ -6,7 +6,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,7 +16,7 @@ from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.fleet import Fleet
 from penstock.heartbeats import LEARNER, Heartbeats
-from penstock.metrics import SHORT_SECONDS
+from penstock.metrics import SHORT_SECONDS, Children
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_control import RunControl
@@ -73,7 +73,7 @@ class RunFacts:
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
         self.registry = registry
-        self._children: dict[tuple[int | str, ...], Any] = {}
+        self.child = Children()
         self.requests = Counter(
             "penstock_gateway_requests", "Requests answered.", ["protocol", "route", "code"], registry=registry
         )
@@ -92,13 +92,6 @@ class GatewayMetrics:
     def observe(self, protocol: str) -> Observation:
         """A `with` block that counts and times one request."""
         return Observation(self, protocol)
-
-    def child(self, metric: Any, *labels: str) -> Any:
-        """As `metric.labels`, which takes a lock and copies its labels for every call."""
-        key: tuple[int | str, ...] = (id(metric), *labels)
-        if key not in self._children:
-            self._children[key] = metric.labels(*labels)
-        return self._children[key]
 
     def render(self, snapshot: RunSnapshot | None) -> bytes:
         """Prometheus text. Without a snapshot the run's series are absent, rather than stale."""

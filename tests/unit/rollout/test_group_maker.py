@@ -138,9 +138,13 @@ async def test_a_tool_group_survives_the_wire(
     tokenization: Tokenization, tools_file: Path, config: dict[str, Any], reward: float, score: float
 ) -> None:
     engine = ScriptedEngine([CALL, ANSWER], versions=[2, 5])
-    async with producing(tokenization, engine, AgentsConfig(tools_file=tools_file, **config)) as (queue, _):
+    async with producing(tokenization, engine, AgentsConfig(tools_file=tools_file, **config)) as (queue, producer):
         (prompt_id,) = await submit(queue, agent_name="tool_agent", num_samples=3)
         group = await made(queue, prompt_id)
+    series = producer.metrics.registry.get_sample_value
+    for name, value in (("rollout_turns", 2), ("trajectory_version_span", 3)):
+        buckets = [series(f"penstock_{name}_bucket", {"le": f"{edge}.0"}) for edge in (value - 1, value, value + 1)]
+        assert (buckets, series(f"penstock_{name}_sum")) == ([0, 3, 3], 3 * value)
     assert '"name": "parrot"' in tokenization.raw_text(group.prompt_token_ids.tolist())
     assert {request.request_id for request in engine.requests} == {
         f"{prompt_id}.1.{i}.{t}" for i in range(3) for t in (0, 1)
@@ -215,6 +219,9 @@ async def test_a_server_whose_engine_is_full_leases_fewer_groups(tokenization: T
         await eventually(is_running)
         await asyncio.sleep(0.1)
         assert producer.num_running == 1
+        series = producer.metrics.registry.get_sample_value
+        names = ("rollout_inflight", "rollout_concurrency_limit", "rollout_outbox_groups")
+        assert [series(f"penstock_{name}") for name in names] == [1, 1, 0]
     async with producing(tokenization, engine, AgentsConfig()) as (queue, producer):
         await submit(queue, num_prompts=8)
 

@@ -8,7 +8,10 @@ can take beyond that:
 - requests wait and the KV cache is full, where running ones are preempted: the limit falls by the share that waits;
 - more than the reserve wait for `max_queue_s` without a break: it falls by the share that is too many;
 - less than half the reserve waits, the cache has room, and the limit is what holds groups back: it rises, by a
-  sixteenth a second.
+  sixteenth a second, and by a quarter while nothing waits at all.
+
+The last is for what follows a burst. Groups that start together have all their samples before the engine, twice as many
+as they have later on average; a limit that fell by that is too low once they have spread, and rows stand idle.
 
 It falls to half at most, and again only when the engine has had `max_queue_s` to show the effect. A limit that never
 binds never moves, and an engine whose reserve is not filled is never held back.
@@ -23,6 +26,7 @@ from penstock_rollout.engines.engine import EngineStats
 
 OBSERVE_S = 1.0
 RISE = 1 / 16
+RISE_FROM_IDLE = 1 / 4
 LEAST_SHARE = 0.5
 RESERVE = 0.5
 
@@ -49,7 +53,8 @@ class ConcurrencyLimit:
             self._waiting_since = math.inf
             has_room = stats.kv_cache_usage < self.config.max_kv_usage
             if stats.waiting_requests <= reserve / 2 and running_groups >= self.limit and has_room:
-                self.limit = min(self.maximum, self.limit + max(1, int(self.limit * RISE)))
+                rise = RISE if stats.waiting_requests else RISE_FROM_IDLE
+                self.limit = min(self.maximum, self.limit + max(1, int(self.limit * rise)))
             return self.limit
         self._waiting_since = min(self._waiting_since, now_s)
         has_queued = now_s - self._waiting_since >= self.config.max_queue_s

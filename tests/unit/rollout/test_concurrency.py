@@ -13,6 +13,8 @@ from penstock_rollout.engines.engine import EngineStats
 
 CONFIG = AdaptiveConcurrencyConfig(max_kv_usage=0.9, max_queue_s=5)
 IDLE = EngineStats(running_requests=10, waiting_requests=0, kv_cache_usage=0.5)
+FEW = EngineStats(running_requests=10, waiting_requests=1, kv_cache_usage=0.5)
+"""Less than half the reserve waits."""
 
 
 def waiting(running: int, waiting: int, kv: float = 0.5) -> EngineStats:
@@ -77,17 +79,23 @@ def test_it_falls_from_what_runs_when_that_is_less_than_the_limit() -> None:
 def test_it_rises_by_a_sixteenth_only_while_it_binds() -> None:
     limit = ConcurrencyLimit(CONFIG, 64)
     drive(limit, 0, 1, waiting(30, 10, kv=1.0))
-    assert drive(limit, 1, 20, IDLE, groups=10) == 48
-    assert drive(limit, 20, 22, IDLE) == 54
-    assert drive(limit, 22, 28, EngineStats(10, 0, 0.92)) == 54, "no more while the cache is nearly full"
-    assert drive(limit, 28, 100, IDLE) == 64
+    assert drive(limit, 1, 20, FEW, groups=10) == 48
+    assert drive(limit, 20, 22, FEW) == 54
+    assert drive(limit, 22, 28, waiting(30, 0, kv=0.92)) == 54, "no more while the cache is nearly full"
+    assert drive(limit, 28, 100, FEW) == 64
+
+
+def test_it_rises_by_a_quarter_while_nothing_waits() -> None:
+    limit = ConcurrencyLimit(CONFIG, 64)
+    drive(limit, 0, 1, waiting(0, 1000, kv=1.0))
+    assert [drive(limit, second, second + 1, IDLE) for second in range(1, 5)] == [40, 50, 62, 64]
 
 
 def test_looks_between_two_seconds_count_once() -> None:
     limit = ConcurrencyLimit(CONFIG, 64)
     drive(limit, 0, 1, waiting(30, 10, kv=1.0))
     for tick in range(100):
-        limit.observe(1 + tick / 100, IDLE, 48)
+        limit.observe(1 + tick / 100, FEW, 48)
     assert limit.limit == 51
 
 

@@ -17,14 +17,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from harness import Bar, Measurement, median_ratio, report
+from harness import Bar, Measurement, report
 from penstock.config.service import RedisConfig
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock_rollout.engines.start import start_engine
 from replay import Server
 from rollout_model import ModelShape, make_model
-from rollout_paths import REPLAY, Load, Paths, engine_config
+from rollout_paths import REPLAY, Contenders, Load, Paths, engine_config
 
 SHAPES = {
     "tiny": ModelShape(
@@ -44,7 +44,7 @@ START_TIMEOUT_S = 150.0
 GOALS = {"small": 0.95}
 
 
-async def measure(size: str, folder: Path, server: Server) -> tuple[Measurement, Measurement]:
+async def measure(size: str, folder: Path, server: Server) -> Contenders:
     from penstock_rollout.engines.vllm_engine import VllmEngine
 
     load, shape = LOADS[size], SHAPES[size]
@@ -54,11 +54,10 @@ async def measure(size: str, folder: Path, server: Server) -> tuple[Measurement,
     await start_engine(engine, START_TIMEOUT_S)
     try:
         async with Paths(engine, RedisReplayQueue(client, size, REPLAY), folder, load, shape.vocab_size) as paths:
-            bare, served = await paths.rounds(NUM_ROUNDS, lambda line: print(f"{size}: {line}", flush=True), math.inf)
+            return await paths.rounds(NUM_ROUNDS, lambda line: print(f"{size}: {line}", flush=True), math.inf)
     finally:
         await engine.stop()
         await client.aclose()
-    return replace(bare, name=f"{size}: {bare.name}"), replace(served, name=f"{size}: {served.name}")
 
 
 def main() -> int:
@@ -69,13 +68,12 @@ def main() -> int:
         server = Server(Path(name) / "redis")
         try:
             for size in sizes:
-                bare, served = asyncio.run(measure(size, Path(name) / size, server))
-                measurements += [bare, served]
-                ratio = median_ratio(served, bare)
+                measured = asyncio.run(measure(size, Path(name) / size, server))
+                measurements += [replace(m, name=f"{size}: {m.name}") for m in measured.measurements]
                 if size in GOALS:
-                    bars.append(Bar(f"{size}: rollout server / AsyncLLM.generate", ratio, GOALS[size]))
+                    bars.append(Bar(f"{size}: rollout server / AsyncLLM.generate", measured.ratio, GOALS[size]))
                 else:
-                    measurements.append(Measurement(f"{size}: ratio, no bar", "", [ratio]))
+                    measurements.append(Measurement(f"{size}: ratio, no bar", "", [measured.ratio]))
         finally:
             server.stop()
     ok = report("rollout", "generation, 64 requests decoded at once", measurements, bars)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EOS_TOKEN_ID = 1
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tiny_model import EOS_TOKEN_ID, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,5 @@ def make_model(folder: Path, shape: ModelShape, mean_tokens: int) -> Path:
         model.lm_head.weight[EOS_TOKEN_ID] = row.to(model.lm_head.weight.dtype)
     model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
-    _write_tokenizer(folder, shape.vocab_size)
+    write_tokenizer(folder, shape.vocab_size)
     return folder
-
-
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, vocab_size)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w2"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))

@@ -10,14 +10,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from harness import Measurement
+from harness import Measurement, median_ratio
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -27,7 +27,7 @@ from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.engine import GenerateRequest
+from penstock_rollout.engines.engine import EngineStats, GenerateRequest
 from penstock_rollout.engines.vllm_engine import VllmEngine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
@@ -40,7 +40,8 @@ Queue = Any
 
 MAX_MODEL_LEN = 1024
 POLL_S = 0.005
-ROUND_TIMEOUT_S = 120.0
+WAIT_TIMEOUT_S = 90.0
+"""Of each wait within a round."""
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
 
 
@@ -53,7 +54,9 @@ class Load:
     concurrency: int
     """Requests that the engine decodes at once."""
     groups_at_once: int
-    """Groups that the server works on; the bare path has as many requests in flight."""
+    """Groups that the server works on; the bare path has as many requests in flight. The samples of a group end one by
+    one, and with lengths as varied as these half of them have ended while the group still runs: `concurrency` rows want
+    more than twice `concurrency / samples_per_group` groups."""
     window_tokens: int
     """Tokens over which a rate is measured; as many come before, so that requests of every age run by then."""
 
@@ -62,12 +65,61 @@ class Load:
         """Prompts that are always enough for a window, what comes before it and the groups in flight at its end."""
         return 3 * self.window_tokens // (self.samples_per_group * self.mean_tokens) + 2 * self.groups_at_once
 
+    def at(self, concurrency: int) -> Load:
+        """As much for each request at another concurrency."""
+        groups, tokens = self.groups_at_once, self.window_tokens
+        return replace(
+            self, concurrency=concurrency, groups_at_once=groups * concurrency // self.concurrency,
+            window_tokens=tokens * concurrency // self.concurrency,
+        )  # fmt: skip
+
     def prompts(self, vocab_size: int, seed: int) -> Iterator[Prompt]:
         random = np.random.default_rng(seed)
         sampling = Sampling(max_tokens=2 * self.mean_tokens)
         while True:
             ids = tuple(random.integers(2, vocab_size, self.prompt_tokens).tolist())
             yield Prompt(token_ids=ids, sampling=sampling, num_samples=self.samples_per_group)
+
+
+@dataclass(frozen=True)
+class Window:
+    rate: float
+    """Tokens a second."""
+    cpu_us: float
+    """CPU time of this process, a token."""
+    stats: EngineStats
+    """At its end. A server under which nothing waits may have left rows of the engine idle."""
+
+    def __str__(self) -> str:
+        running, waiting = self.stats.running_requests, self.stats.waiting_requests
+        return f"{self.rate:,.0f} tokens/s, {self.cpu_us:.0f} µs of CPU a token, {running} running, {waiting} waiting"
+
+
+@dataclass
+class Contender:
+    """A way to the engine, and what was measured of it, one entry a round."""
+
+    rates: Measurement
+    cpu: Measurement
+    """CPU time of this process, which is everything but EngineCore and the rewards."""
+
+    @classmethod
+    def of(cls, name: str) -> Contender:
+        return cls(Measurement(name, "tokens/s"), Measurement(f"{name}: CPU of the front end", "µs/token"))
+
+
+@dataclass
+class Contenders:
+    bare: Contender = field(default_factory=lambda: Contender.of("AsyncLLM.generate"))
+    served: Contender = field(default_factory=lambda: Contender.of("rollout server"))
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        return [self.bare.rates, self.served.rates, self.bare.cpu, self.served.cpu]
+
+    @property
+    def ratio(self) -> float:
+        return median_ratio(self.served.rates, self.bare.rates)
 
 
 class Paths:
@@ -90,7 +142,6 @@ class Paths:
         self._serving = False
         self._loops: list[asyncio.Task[None]] = []
         self._step = 0
-        self._num_committed = 0
         self._seeds = itertools.count()
 
     async def __aenter__(self) -> Self:
@@ -106,84 +157,108 @@ class Paths:
         await self.producer.drain()
         await self.scorer.close()
 
-    async def rounds(
-        self, num_rounds: int, say: Callable[[str], None], until: float
-    ) -> tuple[Measurement, Measurement]:
-        """Rates of the bare engine and of the server. A warm-up round is thrown away; each round goes the other way
-        round; none begins that would end after `until` on the monotonic clock."""
-        measured = Measurement("AsyncLLM.generate", "tokens/s"), Measurement("rollout server", "tokens/s")
-        contenders = list(zip(measured, (self.bare, self.served), strict=True))
+    async def rounds(self, num_rounds: int, say: Callable[[str], None], until: float) -> Contenders:
+        """The bare engine and the server in turn. A warm-up round is thrown away; each round goes the other way round;
+        none begins that would end after `until` on the monotonic clock."""
+        measured = Contenders()
+        contenders = [(measured.bare, self.bare), (measured.served, self.served)]
         longest_s = 0.0
         for number in range(num_rounds + 1):
             started = time.monotonic()
             if number > 1 and started + 1.2 * longest_s > until:
                 break
-            for measurement, run in contenders if number % 2 else reversed(contenders):
-                async with asyncio.timeout(ROUND_TIMEOUT_S):
-                    rate = await run()
-                say(f"round {number}: {measurement.name}: {rate:,.0f} tokens/s{'' if number else ' (warm-up)'}")
+            for contender, run in contenders if number % 2 else reversed(contenders):
+                window = await run()
+                say(f"round {number}: {contender.rates.name}: {window}{'' if number else ' (warm-up)'}")
                 if number:
-                    measurement.rates.append(rate)
+                    contender.rates.rates.append(window.rate)
+                    contender.cpu.rates.append(window.cpu_us)
             longest_s = max(longest_s, time.monotonic() - started)
         return measured
 
-    async def _window(self) -> float:
-        """Tokens a second that come out of the engine, by its own count, once it is full."""
+    async def _window(self) -> Window:
+        """What comes out of the engine, by its own count, once it is full."""
         load, num_tokens = self.engine._load, self.load.window_tokens
         goal = load.num_generated_tokens + num_tokens
-        await self._until(lambda: load.num_generated_tokens >= goal)
-        counted, started = load.num_generated_tokens, time.perf_counter()
-        await self._until(lambda: load.num_generated_tokens >= counted + num_tokens)
-        return (load.num_generated_tokens - counted) / (time.perf_counter() - started)
+        await self._until(lambda: load.num_generated_tokens >= goal, "an engine that is full")
+        counted, started, cpu_started = load.num_generated_tokens, time.perf_counter(), time.process_time()
+        await self._until(lambda: load.num_generated_tokens >= counted + num_tokens, f"{num_tokens} tokens")
+        num_counted, cpu_s = load.num_generated_tokens - counted, time.process_time() - cpu_started
+        rate = num_counted / (time.perf_counter() - started)
+        return Window(rate, 1e6 * cpu_s / num_counted, self._stats())
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    def _stats(self) -> EngineStats:
+        """Also of requests that go past the server."""
+        waiting, running = self.engine._load.waiting_requests, len(self.engine._llm.output_processor.request_states)
+        return EngineStats(running - waiting, waiting, self.engine._load.kv_cache_usage)
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
         while not condition():
             await asyncio.sleep(POLL_S)
-            assert not any(loop.done() for loop in self._loops), "a loop of the server ended"
+            for loop in self._loops:
+                if loop.done():
+                    raise RuntimeError(f"a loop of the server ended while it waited for {what}") from loop.exception()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {WAIT_TIMEOUT_S:.0f} s for {what}: {await self._state()}")
 
-    async def bare(self) -> float:
+    async def _state(self) -> str:
+        """What a wait that takes too long should say."""
+        producer, stat = self.producer, await self.queue.stat()
+        failures = {labels[0]: child._value.get() for labels, child in producer.metrics.failures._metrics.items()}
+        return (
+            f"{self.engine._load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
+            f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._handing_in)} "
+            f"being handed in, {stat.pending} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
+            f"given back: {failures}"
+        )
+
+    async def bare(self) -> Window:
         """AsyncLLM.generate, as a script would drive it."""
         from vllm.inputs.engine import tokens_input
 
         llm = self.engine._llm
         requests = self._requests(self.load.prompts(self.vocab_size, next(self._seeds)))
-        is_open = True
 
         async def work() -> None:
             for request in requests:
                 prompt = tokens_input(list(request.prompt_token_ids), cache_salt="bare")
                 async for _ in llm.generate(prompt, self.engine._params(request), request.request_id):
                     pass
-                if not is_open:
-                    return
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(self.load.groups_at_once * self.load.samples_per_group):
-                tasks.create_task(work())
-            rate = await self._window()
-            is_open = False
-        return rate
+            workers = [tasks.create_task(work()) for _ in range(self.load.groups_at_once * self.load.samples_per_group)]
+            measured = await self._window()
+            for worker in workers:
+                worker.cancel()
+        await self._until_idle()
+        return measured
 
-    async def served(self) -> float:
+    async def served(self) -> Window:
         """Lease, generate by the agent, score, encode, append: the loops of a rollout server."""
         prompts = self.load.prompts(self.vocab_size, next(self._seeds))
         payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, self.load.num_groups)]
         await self.queue.submit(payloads, [0] * len(payloads), "")
         self._serving = True
-        rate = await self._window()
+        measured = await self._window()
         self._serving = False
         assert (await self.queue.stat()).pending, "the server was short of prompts"
-        await self._until(lambda: not self.producer.num_running)
+        await self.producer.drain()
+        await self._until_idle()
         await self._train()
-        return rate
+        return measured
+
+    async def _until_idle(self) -> None:
+        """What still ran when a window ended was aborted: the next contender finds the engine empty."""
+        states = self.engine._llm.output_processor.request_states
+        await self._until(lambda: not states and not self.producer.num_running, "an engine that is empty")
 
     async def _train(self) -> None:
         """Take and commit what was handed in, whole groups and every one."""
-        handed_in = int(self.producer.metrics.produced.labels("default")._value.get()) - self._num_committed
-        self._step += 1
+        handed_in, self._step = (await self.queue.stat()).queued, self._step + 1
+        assert handed_in, "no group was handed in"
         prompt_ids = await self.queue.take(self._step, handed_in)
         assert len(prompt_ids) == handed_in, "a group is missing"
-        self._num_committed += handed_in
         await self.queue.commit(self._step, prompt_ids)
 
     def _requests(self, prompts: Iterator[Prompt]) -> Iterator[GenerateRequest]:

@@ -54,12 +54,13 @@ def _write(folder: Path, seed: int, kind: Any, **settings: Any) -> Path:
     if model.can_generate():
         model.generation_config.eos_token_id = EOS_TOKEN_ID
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder, VOCAB_SIZE)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
-    words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, VOCAB_SIZE)}
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One word a token: `w2`, `w3` and so on."""
+    words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, vocab_size)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

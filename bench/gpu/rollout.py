@@ -4,7 +4,7 @@
 
 Needs a GPU, torch, transformers and vLLM; neither Redis nor Ray: the groups go into the queue in memory. The model is
 random, of Qwen2-0.5B's shape, in bfloat16. Rounds alternate until the time is up; it ends within four minutes.
-`--cpu` takes a small model and few requests, to try the script where there is no GPU.
+`--cpu` takes a small model and few requests, to try the script where there is no GPU; `--concurrency 512` as many.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import Bar, Measurement, median_ratio, report
+from harness import Bar, report
 from penstock_rollout.engines.start import start_engine
 from rollout_model import ModelShape, make_model
-from rollout_paths import Load, Paths, engine_config, memory_queue
+from rollout_paths import Contenders, Load, Paths, engine_config, memory_queue
 
 STARTED = time.monotonic()
 DEADLINE_S = 235.0
@@ -31,23 +31,25 @@ SHAPE = ModelShape(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,
     dtype="bfloat16",
 )  # fmt: skip
-LOAD = Load(8, prompt_tokens=128, mean_tokens=256, concurrency=512, groups_at_once=80, window_tokens=130_000)
+LOAD = Load(8, prompt_tokens=128, mean_tokens=256, concurrency=512, groups_at_once=160, window_tokens=130_000)
 CPU_SHAPE = ModelShape(
     vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, dtype="bfloat16"
 )
-CPU_LOAD = Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=12, window_tokens=4_000)
+CPU_LOAD = Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=20, window_tokens=4_000)
+CPU_KV_CACHE_BYTES = 2**30
 
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
 
 
-async def measure(folder: Path, shape: ModelShape, load: Load) -> tuple[Measurement, Measurement]:
+async def measure(folder: Path, shape: ModelShape, load: Load) -> Contenders:
     from penstock_rollout.engines.vllm_engine import VllmEngine
 
     say("making the model")
     make_model(folder, shape, load.mean_tokens)
-    engine = VllmEngine(engine_config(load, gpu_memory_utilization=0.6), folder, shape.dtype, 0)
+    memory = {"gpu_memory_utilization": 0.6, "kv_cache_bytes": CPU_KV_CACHE_BYTES}
+    engine = VllmEngine(engine_config(load, **memory), folder, shape.dtype, 0)
     say("starting vLLM")
     await start_engine(engine, START_TIMEOUT_S)
     say("vLLM is ready")
@@ -61,17 +63,20 @@ async def measure(folder: Path, shape: ModelShape, load: Load) -> tuple[Measurem
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a small model and few requests; writes no results")
+    parser.add_argument("--concurrency", type=int, help="requests decoded at once")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     shape, load = (CPU_SHAPE, CPU_LOAD) if arguments.cpu else (SHAPE, LOAD)
+    load = load.at(arguments.concurrency or load.concurrency)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        bare, served = asyncio.run(asyncio.wait_for(measure(Path(name), shape, load), DEADLINE_S - 10))
-    bars = [Bar("rollout server / AsyncLLM.generate", median_ratio(served, bare), GOAL)]
+        measured = asyncio.run(asyncio.wait_for(measure(Path(name), shape, load), DEADLINE_S - 10))
+    bars = [Bar("rollout server / AsyncLLM.generate", measured.ratio, GOAL)]
+    num_rounds = len(measured.bare.rates.rates)
     if arguments.cpu:
-        say(f"ratio {bars[0].value:.3f} over {len(bare.rates)} rounds")
+        say(f"ratio {bars[0].value:.3f} over {num_rounds} rounds")
         return 0
-    title = f"generation, Qwen2-0.5B shape, {load.concurrency} requests decoded at once, {len(bare.rates)} rounds"
-    return 0 if report("rollout_gpu", title, [bare, served], bars) else 1
+    title = f"generation, Qwen2-0.5B shape, {load.concurrency} requests decoded at once, {num_rounds} rounds"
+    return 0 if report("rollout_gpu", title, measured.measurements, bars) else 1
 
 
 if __name__ == "__main__":

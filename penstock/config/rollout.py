@@ -53,7 +53,8 @@ class RolloutConfig(Config):
     """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
-    """Prompts that a server works on at once, at most."""
+    """Prompts that a server works on at once, at most. Their samples end one by one: where lengths vary as most do, it
+    takes over twice `engine.max_num_seqs` / samples to keep the engine full."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     prompt_timeout_s: float = Field(default=600.0, gt=0)
     """A prompt that takes longer is given back, and counts as an attempt."""

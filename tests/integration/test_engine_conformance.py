@@ -4,230 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
 import multiprocessing
-import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from numpy.typing import NDArray
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import Sampling, VersionSegment
-from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3, host_checksum
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.trajectory import Sampling
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines import vllm_engine, vllm_stamps
 from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.sglang_engine import SglangEngine
-from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
+from penstock_rollout.engines.engine import StageRequest, TokenChunk
+from tests.served_engines import (
+    LONG,
+    TOLERANCE,
+    Answer,
+    Publisher,
+    Push,
+    Served,
+    assert_log_probs,
+    expected_log_probs,
+    start_engine,
+)
+from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
-torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would spin against the engine's
-
-TOLERANCE = 1e-3
-LONG = Sampling(max_tokens=400)
 KINDS = ["torch", "vllm", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("vllm-own-stamps", "sglang"))]
-
-
-def load_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-
-
-@dataclass(frozen=True)
-class Answer:
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish_reason: str | None
-
-    @classmethod
-    def of(cls, prompt: tuple[int, ...], chunks: list[TokenChunk]) -> Answer:
-        versions: list[int] = []
-        for segment in (segment for chunk in chunks for segment in chunk.segments):
-            assert segment.start == len(versions), "segments leave no gap and do not overlap"
-            versions += [segment.policy_version] * (segment.end - segment.start)
-        assert all(chunk.finish_reason is None for chunk in chunks[:-1])
-        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-        log_probs = tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs)
-        assert len(token_ids) == len(log_probs) == len(versions)
-        return cls(prompt, token_ids, log_probs, tuple(versions), chunks[-1].finish_reason)
-
-
-def expected_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> torch.Tensor:
-    ids = torch.tensor([answer.prompt + answer.token_ids])
-    with torch.inference_mode():
-        logits = model(ids).logits[0, len(answer.prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-
-
-def assert_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> None:
-    expected = expected_log_probs(model, answer, temperature)
-    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=TOLERANCE, rtol=0)
-
-
-@dataclass(frozen=True)
-class Push:
-    manifest: weights_pb2.WeightManifest
-    buckets: list[NDArray[np.uint8]]
-
-    @property
-    def checksums(self) -> list[str]:
-        return [host_checksum(XXH3, bucket) for bucket in self.buckets]
-
-    @classmethod
-    def of(cls, model: Any, version: int) -> Push:
-        """Small buckets, so that there are several."""
-        weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
-        shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
-        manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
-        buckets = allocate_buckets(manifest)
-        for spec in manifest.tensors:
-            raw = weights[spec.name].reshape(-1).view(np.uint8)
-            buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
-        return cls(manifest, buckets)
-
-
-class Publisher:
-    """Rank 0 of a gloo group with one member, in a thread."""
-
-    def __init__(self, push: Push, num_buckets: int | None = None) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._push = push
-        self._num_buckets = len(push.buckets) if num_buckets is None else num_buckets
-        self._group: Any = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def request(self, timeout_s: float = 20.0) -> StageRequest:
-        rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}"
-        return StageRequest(self._push.manifest, "gloo", rendezvous, rank=1, world_size=2, timeout_s=timeout_s)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        prefix = f"push-{self._push.manifest.policy_version}"
-        self._group = ProcessGroupGloo(PrefixStore(prefix, self._store), 0, 2, timedelta(seconds=20))
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        for bucket in self._push.buckets[: self._num_buckets]:
-            self._group.broadcast([torch.from_numpy(bucket)], options).wait()
-
-
-class Served:
-    """An engine, and the model it should be serving."""
-
-    def __init__(self, engine: Engine, model: Any) -> None:
-        self.engine = engine
-        self.model = model
-        self._num_requests = 0
-
-    async def answer(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = False) -> Answer:
-        return Answer.of(prompt, [chunk async for chunk in self.chunks(prompt, sampling, stream)])
-
-    def chunks(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = True) -> AsyncIterator[TokenChunk]:
-        self._num_requests += 1
-        return self.engine.generate(GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream))
-
-    def next_model(self) -> Any:
-        """Other weights: those that serve, perturbed."""
-        model = copy.deepcopy(self.model)
-        generator = torch.Generator().manual_seed(self.engine.policy_version)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-        return model
-
-    async def update(self, model: Any) -> int:
-        """Push the model by gloo and commit; returns the new version."""
-        version = self.engine.policy_version + 1
-        push = Push.of(model, version)
-        publisher = Publisher(push)
-        await self.engine.stage_weights(publisher.request())
-        publisher.start()
-        report = await self.engine.commit_weights(version, push.checksums, timeout_s=20)
-        publisher.join()
-        assert 0 < report.load_s <= report.paused_s < 5
-        assert report.receive_s > 0
-        self.model = model
-        return version
-
-    async def check_serves(self, version: int) -> None:
-        await self.engine.check_health()
-        assert self.engine.policy_version == version
-        answer = await self.answer((7, 8, 9), Sampling(max_tokens=8))
-        assert set(answer.versions) == {version}
-        assert_log_probs(self.model, answer)
-
-
-class ComparedStamps:
-    """Our stamps and vLLM's of the same tokens. Raises where they differ."""
-
-    def __init__(self, llm: Any) -> None:
-        self._own = vllm_stamps.OwnStamps(llm)
-        self._native = vllm_stamps.NativeStamps(llm)
-        self.begin = self._own.begin
-        self.end = self._own.end
-        self.has_token = self._own.has_token
-
-    async def set_version(self, policy_version: int) -> None:
-        await self._own.set_version(policy_version)
-        await self._native.set_version(policy_version)
-
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        own = self._own.segments(request_id, completion, start, end)
-        assert own == self._native.segments(request_id, completion, start, end)
-        return own
-
-
-def make_engine(config: EngineConfig, folder: Path) -> Engine:
-    """SGLang has no build for CPUs; a stand-in that speaks its protocol over the same model runs in its place."""
-    if config.name == "sglang":
-        return SglangEngine(config, folder, "float32", seed=0, module="tests.sglang_protocol.stand_in")
-    return create_engine(config, folder, "float32", seed=0)
-
-
-async def start_engine(kind: str, folder: Path, keep_kv_cache: bool) -> Served:
-    """`vllm-own-stamps` is vllm without its own stamps of tokens, as releases before 0.32 are; `vllm-compared-stamps`
-    has both."""
-    if kind != "torch" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    if kind.endswith("-stamps") and not vllm_stamps.reports_versions():
-        pytest.skip("this vllm does not say which version made a token")
-    make_tiny_qwen2(folder, seed=0)
-    name: Any = kind.partition("-")[0]
-    config = EngineConfig(name=name, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
-    engine = make_engine(config, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        if kind == "vllm-own-stamps":
-            patch.setattr(vllm_stamps, "reports_versions", lambda: False)
-        if kind == "vllm-compared-stamps":
-            patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
-        await engine.start(policy_version=5)
-    return Served(engine, load_model(folder))
 
 
 @pytest_asyncio.fixture(

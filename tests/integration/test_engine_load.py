@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 
-from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine, EngineStats, GenerateRequest
-from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
+from penstock_rollout.engines.engine import EngineStats
+from tests.served_engines import Served, assert_log_probs, start_engine
+from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -25,70 +20,31 @@ pytestmark = [
 ]
 
 NUM_REQUESTS = 256
-TOLERANCE = 1e-3
 IDLE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    finish_reason: str | None
-
-
-class Served:
-    def __init__(self, engine: Engine, model: Any) -> None:
-        self.engine = engine
-        self.model = model
-        self._num_requests = 0
-
-    def request(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = False) -> GenerateRequest:
-        self._num_requests += 1
-        return GenerateRequest(f"load-{self._num_requests}", prompt, sampling, stream)
-
-    async def sample(self, prompt: tuple[int, ...], sampling: Sampling) -> Sample:
-        token_ids: tuple[int, ...] = ()
-        log_probs: tuple[float, ...] = ()
-        async for chunk in self.engine.generate(self.request(prompt, sampling)):
-            token_ids += chunk.token_ids
-            log_probs += chunk.log_probs
-        return Sample(prompt, token_ids, log_probs, chunk.finish_reason)
-
-    async def idle(self) -> EngineStats:
-        """What the engine holds once it has noticed that nobody waits for anything; a request makes it look."""
-        async with asyncio.timeout(IDLE_TIMEOUT_S):
-            while (stats := self.engine.stats()) != EngineStats(0, 0, 0.0):
-                await self.sample((8,), Sampling(max_tokens=2))
-                await asyncio.sleep(0.05)
-        return stats
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["torch", "vllm"])
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=["torch", "vllm", pytest.param("sglang", marks=pytest.mark.long)]
+)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """64 rows at once: three of four requests wait their turn."""
-    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    from transformers import AutoModelForCausalLM
+    served = await start_engine(request.param, tmp_path_factory.mktemp("model"))
+    yield served
+    await served.engine.stop()
 
-    folder = make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=0)
-    config = EngineConfig(name=request.param, max_model_len=512, max_num_seqs=64)
-    engine = create_engine(config, Path(folder), "float32", seed=0)
-    await engine.start(policy_version=0)
-    yield Served(engine, AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval())
-    await engine.stop()
+
+async def idle(served: Served) -> EngineStats:
+    """What the engine holds once it has noticed that nobody waits for anything; a request makes it look."""
+    async with asyncio.timeout(IDLE_TIMEOUT_S):
+        while (stats := served.engine.stats()) != EngineStats(0, 0, 0.0):
+            await served.answer((8,), Sampling(max_tokens=2))
+            await asyncio.sleep(0.05)
+    return stats
 
 
 def prompt_of(index: int) -> tuple[int, ...]:
     """Of different lengths, so that rows of a batch are at different positions."""
     return tuple(2 + (index * 7 + place) % (VOCAB_SIZE - 2) for place in range(1 + index % 13))
-
-
-def expected_log_probs(model: Any, sample: Sample, temperature: float) -> torch.Tensor:
-    ids = torch.tensor([sample.prompt + sample.token_ids])
-    with torch.inference_mode():
-        logits = model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
 
 
 async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served) -> None:
@@ -98,7 +54,7 @@ async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served
         for index in range(NUM_REQUESTS)
     ]
     samples = await asyncio.gather(
-        *(served.sample(prompt_of(index), sampling) for index, sampling in enumerate(samplings))
+        *(served.answer(prompt_of(index), sampling) for index, sampling in enumerate(samplings))
     )
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for sample, sampling in zip(samples, samplings, strict=True):
@@ -106,12 +62,11 @@ async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served
         assert stopped == (sample.token_ids[-1] == EOS_TOKEN_ID), "the stop token is kept, and only the last"
         assert EOS_TOKEN_ID not in sample.token_ids[:-1]
         assert len(sample.token_ids) == sampling.max_tokens or stopped
-        expected = expected_log_probs(served.model, sample, sampling.temperature)
-        torch.testing.assert_close(torch.tensor(sample.log_probs), expected, atol=TOLERANCE, rtol=0)
+        assert_log_probs(served.model, sample, sampling.temperature)
     for index in (0, 100, 255):
-        alone = await served.sample(prompt_of(index), samplings[index])
+        alone = await served.answer(prompt_of(index), samplings[index])
         assert alone.token_ids == samples[index].token_ids, "a seed reproduces whatever runs beside"
-    await served.idle()
+    await idle(served)
 
 
 async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served: Served) -> None:
@@ -119,7 +74,7 @@ async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served
 
     async def group(first_seed: int | None) -> list[tuple[int, ...]]:
         seeds = [None if first_seed is None else first_seed + index for index in range(8)]
-        asked = (served.sample((3, 4, 5), Sampling(max_tokens=16, seed=seed)) for seed in seeds)
+        asked = (served.answer((3, 4, 5), Sampling(max_tokens=16, seed=seed)) for seed in seeds)
         return [sample.token_ids for sample in await asyncio.gather(*asked)]
 
     first = await group(40)
@@ -131,11 +86,11 @@ async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served
 
 async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
     """Running, waiting and half-way ones; those that stay are not disturbed."""
-    kept = [asyncio.create_task(served.sample(prompt_of(i), Sampling(max_tokens=60, seed=i))) for i in range(16)]
+    kept = [asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=60, seed=i))) for i in range(16)]
     dropped = [
-        asyncio.create_task(served.sample(prompt_of(i), Sampling(max_tokens=400))) for i in range(NUM_REQUESTS - 16)
+        asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=400))) for i in range(NUM_REQUESTS - 16)
     ]
-    stream: Any = served.engine.generate(served.request((4, 5), Sampling(temperature=0, max_tokens=400), stream=True))
+    stream: Any = served.chunks((4, 5), Sampling(temperature=0, max_tokens=400))
     await anext(stream)
     stats = served.engine.stats()
     assert stats.running_requests + stats.waiting_requests > NUM_REQUESTS / 2
@@ -144,7 +99,5 @@ async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
         task.cancel()
     await asyncio.gather(*dropped, return_exceptions=True)
     for sample in await asyncio.gather(*kept):
-        torch.testing.assert_close(
-            torch.tensor(sample.log_probs), expected_log_probs(served.model, sample, 1.0), atol=TOLERANCE, rtol=0
-        )
-    assert await served.idle() == EngineStats(0, 0, 0.0)
+        assert_log_probs(served.model, sample)
+    assert await idle(served) == EngineStats(0, 0, 0.0)

@@ -28,7 +28,7 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines import sglang_calls
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang_engine import SglangEngine
-from tests.integration.test_engine_conformance import LONG, Answer, Served, assert_log_probs, load_model
+from tests.served_engines import LONG, Answer, Served, assert_log_probs, load_model
 from tests.tiny_model import VOCAB_SIZE, make_tiny_qwen2
 
 STAND_IN = "tests.sglang_protocol.stand_in"

@@ -1,0 +1,63 @@
+"""The backends of the replay queue, for its conformance suite.
+
+A backend is whatever makes queue objects over one shared store; add it to `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from penstock.config.service import ReplayConfig
+from penstock.replay.contract import Lease
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.replay.redis_queue import RedisReplayQueue
+
+BACKENDS = ("redis", "memory")
+ReplayQueue = RedisReplayQueue | MemoryReplayQueue
+MakeQueue = Callable[..., ReplayQueue]
+
+
+def queue_maker(request: pytest.FixtureRequest) -> MakeQueue:
+    """Makes queue objects that share a store: 2 groups a step, staleness 1, three attempts, unless told otherwise."""
+    store = MemoryStore() if request.param == "memory" else None
+    client: redis.Redis | None = request.getfixturevalue("redis_client") if request.param == "redis" else None
+
+    def make(**overrides: Any) -> ReplayQueue:
+        fields = {"groups_per_step": 2, "max_staleness": 1, "max_attempts": 3, "lease_ttl_s": 30} | overrides
+        if store is not None:
+            return MemoryReplayQueue(store, ReplayConfig(**fields))
+        assert client is not None
+        return RedisReplayQueue(client, "test", ReplayConfig(**fields))
+
+    return make
+
+
+async def submit(queue: ReplayQueue, count: int, key: str = "") -> list[int]:
+    payloads = [f"prompt {i}".encode() for i in range(count)]
+    return list((await queue.submit(payloads, [0] * count, key)).prompt_ids)
+
+
+async def finish(queue: ReplayQueue, leases: list[Lease], version: int = 0) -> None:
+    for lease in leases:
+        assert await queue.append(lease, b"group of %d" % lease.prompt_id, version) == "accepted"
+
+
+async def assert_conserved(queue: ReplayQueue) -> None:
+    stat = await queue.stat()
+    assert stat.conservation_error == 0, stat
+
+
+async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
+    """Lease the one prompt as soon as its first lease has run out."""
+    async with asyncio.timeout(20):
+        while True:
+            leases = await queue.lease(server_id, 1)
+            if leases:
+                return leases[0]
+            await asyncio.sleep(0.01)

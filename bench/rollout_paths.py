@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from harness import Measurement, median_ratio
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
-from penstock.config.agents import AgentsConfig
+from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.replay.memory_queue import MemoryReplayQueue
@@ -40,6 +40,9 @@ Queue = Any
 
 MAX_MODEL_LEN = 1024
 POLL_S = 0.005
+PATIENT = AdaptiveConcurrencyConfig(max_queue_s=60)
+"""All groups of a round start together, and more requests wait than ever after: a burst that a server meets once, when
+it starts, and here in every round. Its limit on groups sits it out."""
 WAIT_TIMEOUT_S = 90.0
 """Of each wait within a round."""
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
@@ -135,9 +138,10 @@ class Paths:
         self.scorer = Scorer(RewardConfig(), metrics)
         agents = Agents.load(AgentsConfig(), MAX_MODEL_LEN, tokenization)
         maker = GroupMaker("bench", "rollout-0", engine, tokenization, self.scorer, metrics, agents)
+        rollout = RolloutConfig(max_concurrent_groups=load.groups_at_once, adaptive_concurrency=PATIENT)
         self.producer = Producer(
-            queue, "rollout-0", maker, RolloutConfig(max_concurrent_groups=load.groups_at_once), REPLAY, metrics,
-            may_lease=lambda: self._serving, engine_stats=engine.stats,
+            queue, "rollout-0", maker, rollout, REPLAY, metrics, may_lease=lambda: self._serving,
+            engine_stats=engine.stats,
         )  # fmt: skip
         self._serving = False
         self._loops: list[asyncio.Task[None]] = []

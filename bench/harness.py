@@ -113,7 +113,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
                 "median": m.median,
                 "interval": m.interval,
                 "spread": m.spread,
-                "rates": m.rates,
+                "rates": [float(f"{rate:.5g}") for rate in m.rates],
             }
             for m in measurements
         ],  # fmt: skip

@@ -332,7 +332,7 @@ class FleetRun:
 def training_prompts(num_samples: int = NUM_SAMPLES) -> Iterator[Prompt]:
     """The arithmetic problems, again and again, each sample with a seed of its own. Every fourth is sampled so hot that
     the model rambles on: an answer has four tokens, and would seldom be under way when a version flips."""
-    answer, ramble = Sampling(temperature=1.0, max_tokens=8), Sampling(temperature=8.0, max_tokens=40)
+    answer, ramble = Sampling(temperature=1.0, max_tokens=8), Sampling(temperature=2.0, max_tokens=40)
     problems = list(read_prompts(EXAMPLE / "train.parquet", num_samples=num_samples, sampling=answer))
     for index, prompt in enumerate(itertools.cycle(problems)):
         sampling = ramble if index % 4 == 3 else answer

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from cuda_stand_in import RuntimeStandIn
+from penstock.weights.patience import Patience
+from penstock_rollout.receivers.gloo import PatientStore, break_connections
 
 IN_PROGRESS = 7
 NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
@@ -35,37 +36,6 @@ class NcclConfig:
     def __init__(self, split_share: int = 0) -> None:
         self.split_share = split_share
         self.blocking = 1
-
-
-class _Aborted(Exception):
-    pass
-
-
-class _AbortableStore(Store):
-    """A store whose waits end with an abort."""
-
-    def __init__(self, inner: Any, aborted: threading.Event) -> None:
-        super().__init__()
-        self._inner = inner
-        self._aborted = aborted
-
-    def set(self, key: str, value: Any) -> None:
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> Any:
-        self.wait([key])
-        return self._inner.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._inner.add(key, amount))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self.check(keys):
-            if self._aborted.wait(POLL_S):
-                raise _Aborted
 
 
 class NcclStandIn:
@@ -126,7 +96,8 @@ class _Communicator:
         try:
             host, _, port = unique_id.rstrip(b"\0").decode().partition(":")
             inner = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=10))
-            store = _AbortableStore(PrefixStore("nccl", inner), self._aborted)
+            patience = Patience(FOR_EVER.total_seconds(), "the start of a communicator", self._aborted)
+            store = PatientStore(PrefixStore("nccl", inner), patience)
             self._group = ProcessGroupGloo(store, self.rank, num_ranks, FOR_EVER)
         except Exception:
             self._failure = 2
@@ -151,22 +122,13 @@ class _Communicator:
         work = self._group.broadcast([tensor], options)
         while not work.is_completed():
             if self._aborted.wait(POLL_S):
-                self._break_connections(work)
+                break_connections(self._group, [work])
                 return
         try:
             work.wait()
         except RuntimeError:
             self._failure = 6
             self._aborted.wait()
-
-    def _break_connections(self, work: Any) -> None:
-        """Gloo has no abort: an operation that times out closes every connection of its group."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(milliseconds=1)
-        poison = self._group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and not (work.is_completed() and poison.is_completed()):
-            time.sleep(POLL_S)
 
     def check_async_error(self) -> None:
         if self._failure:

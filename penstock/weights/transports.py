@@ -20,8 +20,10 @@ TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
 """In the order in which `auto` prefers them."""
 PUBLISHER_RANK = 0
 """Of every collective; the members' workers are 1, 2, …"""
-GLOO_BROADCASTS_AT_ONCE = 2
-"""One bucket is on its way while the one before is taken."""
+GLOO_PIECE_BYTES = 4 * 2**20
+"""A bucket travels in pieces of this size, each hashed while it is in the cache of the processor that took it in."""
+GLOO_PIECES_AT_ONCE = 8
+"""Pieces that are on their way while those before are taken."""
 
 
 @functools.cache

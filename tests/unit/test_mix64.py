@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.weights import checksums
-from penstock.weights.checksums import MIX64, host_checksum
+from penstock.weights.checksums import MIX64, XXH3, RunningChecksum, host_checksum
 
 MASK = 2**64 - 1
 words_of = st.lists(st.integers(0, MASK), min_size=1, max_size=12)
@@ -38,6 +38,18 @@ def test_chunks_of_a_large_bucket_add_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(checksums, "_CHUNK_WORDS", 64)
     words = [int(word) for word in np.random.default_rng(0).integers(0, 2**63, 1000)]
     assert mix64_of(words) == plain_mix64(words)
+
+
+@given(words_of, st.data(), st.sampled_from([MIX64, XXH3]))
+def test_pieces_one_after_the_other_give_the_checksum_of_the_whole(
+    words: list[int], data: st.DataObject, name: str
+) -> None:
+    bucket = np.array(words, dtype=np.uint64).view(np.uint8)
+    cut = 8 * data.draw(st.integers(0, len(words)))
+    checksum = RunningChecksum(name)
+    checksum.update(bucket[:cut])
+    checksum.update(bucket[cut:])
+    assert checksum.value == host_checksum(name, bucket)
 
 
 @given(words_of, st.data())

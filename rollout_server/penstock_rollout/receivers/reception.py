@@ -51,7 +51,9 @@ class Arrived:
 
     wire: torch.Tensor
     checksum: str = ""
-    """Set where the bytes are the publisher's own, sealed pages: then they need no second hash."""
+    """Set where the receiver has it already: of bytes that it hashed as they came, or of `is_shared` ones."""
+    is_shared: bool = False
+    """The bytes are the publisher's own, sealed pages: they need no second hash, and cannot be filled again."""
 
 
 Receiver = Callable[[Reception], Iterator[Arrived]]

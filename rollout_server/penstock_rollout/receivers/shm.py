@@ -32,7 +32,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     finally:
         os.close(fd)
     for offset, size, checksum in zip(offsets, sizes, checksums, strict=False):
-        yield Arrived(torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset), checksum)
+        yield Arrived(torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset), checksum, True)
 
 
 def _open(path: Path) -> int:

@@ -139,7 +139,7 @@ class WeightStage:
             sums = []
             for index, arrived in enumerate(find_receiver(request.transport)(reception)):
                 self.buckets.append(self._decoded(index, arrived.wire).to(reception.device))
-                if not arrived.checksum:
+                if not arrived.is_shared:
                     self._buffers.append(self.buckets[-1])
                 sums.append(hashing.submit(self._checksum, arrived, self.buckets[-1]))
             self._checksums = [future.result() for future in sums]

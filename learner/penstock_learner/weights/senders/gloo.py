@@ -1,4 +1,4 @@
-"""gloo: a process group over TCP and one broadcast a bucket."""
+"""gloo: a process group over TCP and one broadcast a piece of a bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.patience import Patience
-from penstock.weights.transports import GLOO_BROADCASTS_AT_ONCE, PUBLISHER_RANK
+from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
 
 
@@ -41,9 +41,10 @@ class GlooSender:
             group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=patience.left_s))
             under_way: deque[Any] = deque()
             for wire in shipment.wires(patience):
-                under_way.append(group.broadcast(wire.cpu(), PUBLISHER_RANK))
-                if len(under_way) == GLOO_BROADCASTS_AT_ONCE:
-                    under_way.popleft().wait(timedelta(seconds=patience.left_s))
+                for piece in wire.cpu().split(GLOO_PIECE_BYTES):
+                    under_way.append(group.broadcast(piece, PUBLISHER_RANK))
+                    if len(under_way) == GLOO_PIECES_AT_ONCE:
+                        under_way.popleft().wait(timedelta(seconds=patience.left_s))
             for work in under_way:
                 work.wait(timedelta(seconds=patience.left_s))
         except RuntimeError as error:

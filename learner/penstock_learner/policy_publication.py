@@ -5,9 +5,10 @@
 | publish_loop     | an offer: a version that is gathered  | the controller, after each step     |
 | catch_up_loop    | a STALE server, every POLL_S          | the fleet registry                  |
 
-An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun: training never
-waits for a push, and no push is ever behind by more than one version. A late joiner is served in a lane of its own, so
-that it delays nobody; it takes part in the next push if that comes first.
+An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun, or would have
+to begin again without a member that failed: training never waits for a push, and no push is ever behind by more than
+one version. A late joiner is served in a lane of its own, so that it delays nobody; it takes part in the next push if
+that comes first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -97,8 +98,7 @@ class PolicyPublication:
         async with self._changed:
             in_use = {self._pushing, self.current, *self._catching_up.values()}
             if self._offer is not None:
-                logger.info("version %d is skipped: %d follows it already", self._offer.policy_version, policy_version)
-                self.metrics.syncs.labels("superseded").inc()
+                self._count_skipped(self._offer.policy_version, policy_version)
             self._offer = offer
             self._changed.notify_all()
         keep = [version for version in in_use if version is not None]
@@ -118,9 +118,16 @@ class PolicyPublication:
                 offer, self._offer = self._offer, None
                 assert offer is not None
                 self._pushing = offer.policy_version
-            await self._publish(offer)
+            is_published = await self._publish(offer)
             async with self._changed:
-                self.current, self._pushing = offer.policy_version, None
+                if is_published:
+                    self.current = offer.policy_version
+                else:
+                    assert self._offer is not None, "it gave way to this one"
+                    self._count_skipped(offer.policy_version, self._offer.policy_version)
+                    parents = self._offer.trace_parents + offer.trace_parents
+                    self._offer = replace(self._offer, trace_parents=parents)
+                self._pushing = None
                 self._changed.notify_all()
 
     async def catch_up_loop(self) -> None:
@@ -145,12 +152,19 @@ class PolicyPublication:
                 finally:
                     self._catching_up = {}
 
-    async def _publish(self, offer: Offer) -> None:
+    def _count_skipped(self, policy_version: int, newer_version: int) -> None:
+        logger.info("version %d is skipped: %d follows it already", policy_version, newer_version)
+        self.metrics.syncs.labels("superseded").inc()
+
+    async def _publish(self, offer: Offer) -> bool:
+        """False where it gave way to a newer offer: nobody has it, and it is not published."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
         reachable = await self._reachable(("READY", "LOADING", "STALE"))
         is_held = await self._is_held()
         servers = [s for s in reachable if s.server_id not in self._catching_up and not is_held]
         report = await self._push(version, servers, base_version=self._common_base(servers))
+        if report.superseded and self._offer is not None:
+            return False
         snapshot = await self._snapshot(version, step)
         before = self.current if step else None
         record = policies_pb2.Policy(
@@ -167,6 +181,7 @@ class PolicyPublication:
         for trace_parent in offer.trace_parents:
             self.tracing.record("publish", trace_parent, started_s, time.time(), policy_version=version, step=step)
         self.metrics.version.labels("learner").set(version)
+        return True
 
     async def _push(
         self,

@@ -33,6 +33,8 @@ class ScriptedPolicy:
     gathered: list[tuple[int, list[int]]] = field(default_factory=list)
     """Version, and the versions that were to be kept, of every gather."""
     failures: dict[str, str] = field(default_factory=dict)
+    gives_way: bool = False
+    """The next push would have to start again, and finds a newer version."""
     gates: dict[str, deque[asyncio.Event]] = field(default_factory=dict)
 
     def hold(self, lane: str) -> asyncio.Event:
@@ -52,6 +54,9 @@ class ScriptedPolicy:
         self.pushed.append((lane, version, names))
         if self.gates.get(lane):
             await self.gates[lane].popleft().wait()
+        if self.gives_way:
+            self.gives_way = False
+            return PushReport(version, "gloo", "digest", superseded=names)
         failed = {name: why for name, why in self.failures.items() if name in names}
         return PushReport(version, "gloo", "digest", [name for name in names if name not in failed], failed)
 
@@ -111,6 +116,21 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     assert setting.publication.current == 3
     published = await setting.policies.newest_first(None, 10)
     assert [(policy.policy_version, policy.parent_version) for policy in published] == [(3, 1), (1, 0)]
+
+
+async def test_a_version_whose_push_gave_way_is_not_published(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    held = setting.policy.hold("push")
+    setting.policy.gives_way = True
+    await setting.offer(1)
+    await eventually(lambda: len(setting.policy.pushed) == 1)
+    await setting.offer(2)
+    held.set()
+    await setting.publication.settle()
+    assert [(version, names) for _, version, names in setting.policy.pushed] == [(1, ["a"]), (2, ["a"])]
+    assert [policy.policy_version for policy in await setting.policies.newest_first(None, 10)] == [2]
+    assert setting.publication.current == 2
+    assert await setting.state("a") == "READY"
 
 
 async def test_a_late_joiner_that_hangs_delays_no_push(setting: Setting) -> None:

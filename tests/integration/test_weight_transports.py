@@ -21,7 +21,9 @@ from penstock.weights.cuda import libraries
 from penstock.weights.patience import Patience
 from penstock_learner.weights.memory import SharedMemory
 from penstock_learner.weights.publisher import PushReport, WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.senders.make import make_sender
+from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.staging import StagedVersion
 
 TRANSPORTS = ["nccl", "gloo", "shm", "snapshot"]
 PHASES = ["announce", "receive", "commit", "load"]
@@ -116,6 +118,20 @@ def test_a_member_that_dies_leaves_and_the_others_commit(
     assert dying.loads == []
 
 
+def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "gloo")
+    publisher = WeightPublisher(config, "127.0.0.1")
+    dying, other = start(config, fault="die@announce"), start(config)
+    stage(publisher, 1)
+    digest = stage(publisher, 2, keep=(1,))
+    report = publisher.push(1, targets(dying, other))
+    assert report.committed == []
+    assert report.failed.keys() == {dying.target.server_id}
+    assert report.superseded == [other.target.server_id]
+    assert_committed(publisher.push(2, targets(other)), other)
+    assert other.loads == [(2, [digest])]
+
+
 @pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS])
 def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
     transport: str, tmp_path: Path, start: Start
@@ -189,23 +205,33 @@ def test_shared_memory_cannot_be_written_by_others_nor_taken_for_another_version
     assert member.loads == []
 
 
-def test_an_aborted_stage_is_forgotten_at_once(tmp_path: Path, start: Start) -> None:
-    config = config_of(tmp_path, "gloo", push_timeout_s=60.0)
+def unmet_rendezvous(transport: str, staged: StagedVersion, member: MemberProcess, folder: Path) -> str:
+    """Of a transfer that never begins."""
+    if transport == "snapshot":
+        return str(folder / "never-written")
+    sender = make_sender(transport, "127.0.0.1", torch.device("cpu"))
+    return sender.open(Shipment(staged.manifest, staged), targets(member), Patience(60, "a test"))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_aborted_stage_is_forgotten_at_once(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport, push_timeout_s=60.0)
     publisher = WeightPublisher(config, "127.0.0.1")
     member = start(config)
-    digest = stage(publisher, 1)
-    manifest = publisher.staged[1].manifest
+    begun = publisher.begin(1, 1, SHAPES)
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=begun.manifest, transport=transport, rank=1, world_size=2, deadline_s=60,
+        rendezvous=unmet_rendezvous(transport, begun, member, tmp_path),
+    )  # fmt: skip
     with grpc.insecure_channel(member.target.address) as channel:
         stub = weights_pb2_grpc.WeightMemberServiceStub(channel)
-        nobody = weights_pb2.AnnounceRequest(
-            manifest=manifest, transport="gloo", rendezvous="127.0.0.1:9/nobody", rank=1, world_size=2, deadline_s=60
-        )
-        stub.Announce(nobody, timeout=10)
+        stub.Announce(announcement, timeout=10)
         stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1, reason="a test"), timeout=10)
         commit = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=[], deadline_s=60)
         with pytest.raises(grpc.RpcError) as refused:
             stub.Commit(commit, timeout=10)
         assert refused.value.code() is grpc.StatusCode.ABORTED
+    digest = stage(publisher, 1)
     assert_committed(publisher.push(1, targets(member)), member)
     assert member.loads == [(1, [digest])]
 

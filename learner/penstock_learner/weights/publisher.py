@@ -57,6 +57,9 @@ class PushReport:
     """Servers that serve the version now."""
     failed: dict[str, str] = field(default_factory=dict)
     """Servers to evict, and why."""
+    superseded: list[str] = field(default_factory=list)
+    """Servers that were spared it: the push would have started again, and a newer version was staged by then. In that
+    case nobody has committed it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall clock by phase: announce, transfer and commit as the publisher sees them; receive, load and pause of the
     slowest member."""
@@ -145,6 +148,9 @@ class WeightPublisher:
             if report.committed:
                 break
             members = [member for member in members if member.server_id not in refused]
+            if self._is_superseded(policy_version):
+                report.superseded = [member.server_id for member in members]
+                break
         report.weights_digest = weights_digest(staged.checksums(self._patience("hashing")))
         return report
 
@@ -250,6 +256,10 @@ class WeightPublisher:
         if silent:
             shipment.staged.memory.is_reusable = False
         return silent
+
+    def _is_superseded(self, policy_version: int) -> bool:
+        versions = list(self.staged.items())  # the training thread adds to them
+        return any(version > policy_version and staged.complete.is_set() for version, staged in versions)
 
     def _transport(self, members: list[PushTarget]) -> str:
         """The configured transport, or the one that `auto` picks; a new choice is logged."""

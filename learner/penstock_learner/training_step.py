@@ -125,7 +125,8 @@ class TrainingStep:
         if "critic" in self.roles:
             updates.append(self._call_update("critic", batch, of_values, step))
         policy, *critic = await all_ended(*updates)
-        self.skipped.check(step, batch, self._partition("policy", batch)[0], policy)
+        for role, reports in zip(TRAINED_ROLES, (policy, *critic), strict=False):
+            self.skipped.check(role, step, batch, self._partition(role, batch)[0], reports)
         self.metrics.importance_ratio.add(*ratio_counts(policy))
         metrics = update_metrics(policy, denominators)
         metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0

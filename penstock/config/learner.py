@@ -101,8 +101,8 @@ class LearnerConfig(Config):
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
-    """A step whose loss or gradient is not finite leaves the weights as they are. After so many in a row the learner
-    stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
+    """A step whose loss or gradient is not finite leaves the weights as they are. After so many of the policy or of the
+    critic in a row the learner stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""

@@ -77,8 +77,7 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_model
     rules = [group.mean_reward for group in groups]
 
     async def mean_reward(**settings: Any) -> float:
-<<<<<<< HEAD
-        step = make_step(folders, reward_model={"path": str(folders["reward"]), **settings})
+        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
         overall = (await step.run(groups, 1, 0, 0.0))["reward_mean"]
         by_source = mean_rewards(groups, step.rewards)
         assert by_source.keys() == {"chat/a", "rules"}
@@ -86,10 +85,6 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_model
         if settings.get("data_sources") == ["chat*"]:
             assert by_source["rules"] == pytest.approx(rules[1], abs=1e-5)
         return overall
-=======
-        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
-        return (await step.run(groups, 1, 0, 0.0))["reward_mean"]
->>>>>>> 3ef1604 (End the run when the critic's steps are skipped, as when the policy's are)
 
     score_of_chat = 2 * await mean_reward(combine="replace", data_sources=["chat*"]) - rules[1]
     assert abs(score_of_chat - rules[0]) > 1e-3
@@ -142,12 +137,8 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
     greedy = replace(group.trajectories[0], is_baseline=True, reward=10.0)
     marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
     algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
-<<<<<<< HEAD
-    step = make_step(folders, algorithm=algorithm)
+    step = make_step(tiny_models, algorithm=algorithm)
     metrics = await step.run([marked], 1, 0, 0.0)
-=======
-    metrics = await make_step(tiny_models, algorithm=algorithm).run([marked], 1, 0, 0.0)
->>>>>>> 3ef1604 (End the run when the critic's steps are skipped, as when the policy's are)
     trained = group.trajectories[1:]
     assert metrics["num_sequences"] == 2
     assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,16 +191,22 @@ def _trained_roles(config: RunConfig) -> list[str]:
     return ["policy", *(["critic"] if config.learner.critic is not None else [])]
 
 
-def _state_hash(folder: Path) -> str:
-    """Of everything that the ranks of a role have in a checkpoint, whatever their number."""
-    import torch
-    import torch.distributed.checkpoint as dcp
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """Everything that the ranks of a role have in a checkpoint, whatever their number: `model`, `optimizer`, `rng`."""
+    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of one process, which is meant
-        dcp.load(state, checkpoint_id=folder, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    digest = hashlib.sha256()
+    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert state.keys() == {"model", "optimizer", "rng"}, state.keys()
+    return state
+
+
+def _state_hash(folder: Path) -> str:
+    import torch
+
+    state, digest = checkpoint_state(folder), hashlib.sha256()
     for name, value in sorted(_leaves(state)):
         digest.update(name.encode())
         digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())

@@ -14,20 +14,27 @@ from penstock_learner.training_step import Computed, TrainingStep
 
 
 class BatchAhead:
-    """Two tasks: `reading`, and `forwards`, which begins when it has ended. `end` when the batch is not wanted."""
+    """Two tasks: `reading`, and `forwards`, which begins when it has ended. Set `wanted` when training waits for it,
+    which is when its deadline begins; `end` what will not be trained."""
 
-    def __init__(self, reading: asyncio.Task[Batch], forwards: asyncio.Task[Computed]) -> None:
+    def __init__(self, reading: asyncio.Task[Batch], forwards: asyncio.Task[Computed], wanted: asyncio.Event) -> None:
         self.reading = reading
         self.forwards = forwards
+        self.wanted = wanted
 
     @classmethod
     def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
-        reading = asyncio.create_task(reader.read(step, version))
+        wanted = asyncio.Event()
+        reading = asyncio.create_task(reader.read(step, version, wanted))
 
         async def forwards() -> Computed:
             return await training.frozen_forwards((await reading).groups)
 
-        return cls(reading, asyncio.create_task(forwards()))
+        return cls(reading, asyncio.create_task(forwards()), wanted)
+
+    def forwards_of(self, batch: Batch) -> asyncio.Task[Computed] | None:
+        """Of the batch, if it is the one that was read: groups of it may have been replaced since."""
+        return self.forwards if batch is self.reading.result() else None
 
     async def end(self) -> None:
         for task in (self.forwards, self.reading):

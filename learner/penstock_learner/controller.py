@@ -216,22 +216,18 @@ class LearnerController:
                 step += 1
                 started = time.monotonic()
                 current = ahead = ahead or BatchAhead.begin(reader, self.training, step, version)
-                batch = await self._batch_or_order(current.reading, step - 1, version)
+                batch = await self._batch_or_order(current, step - 1, version)
                 if batch is None:
                     step -= 1
                     continue
-                again = await reader.read_again(batch, version)
-                forwards = current.forwards if again is batch else None
-                if forwards is None:
-                    await current.end()
-                batch = again
+                batch = await reader.read_again(batch, version)
                 wait_s = time.monotonic() - started
                 crash_point("after_read")
                 is_last = step == num_steps
                 ahead = None if is_last else BatchAhead.begin(reader, self.training, step + 1, version + 1)
                 bind(step=step, policy_version=version)
                 step_started_s = time.time()
-                metrics = {"wait_s": wait_s} | await self._step(batch, forwards, step, version)
+                metrics = {"wait_s": wait_s} | await self._step(batch, current.forwards_of(batch), step, version)
                 self._trace(batch, step_started_s, step, version)
                 crash_point("mid_step")
                 version = await self.queue.allocate_version(version + 1)
@@ -267,16 +263,17 @@ class LearnerController:
         offer.metrics.set_result({})
         return version
 
-    async def _batch_or_order(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+    async def _batch_or_order(self, ahead: BatchAhead, trained_step: int, version: int) -> Batch | None:
         """The batch, or None when the learner is asked to stop, or to roll back, while it waits.
 
         Groups that no checkpoint covers stay in Redis, where producers may be waiting for their memory. So when none
         comes for long, a checkpoint is made before its time."""
-        batch = await self._or_order(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
+        ahead.wanted.set()
+        batch = await self._or_order(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if batch is None and not self.stopping.is_set() and not self.told.is_set():
             await self._checkpoint(trained_step, version)
             await self.writer.settle()
-            batch = await self._or_order(reading, None)
+            batch = await self._or_order(ahead.reading, None)
         return batch
 
     async def _or_order(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:

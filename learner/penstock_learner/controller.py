@@ -111,9 +111,13 @@ class LearnerController:
         if died is None:
             await all_ended(*(self.recovery.start(role) for role in self.roles.values()))
             return
-        half_started = {name for name, role in self.roles.items() if not role.is_up}
-        anew = {died.role, *half_started, *(() if self._checkpoint_to_resume() else self.trained)}
-        await all_ended(*(self.recovery.restart(self.roles[name], died) for name in anew))
+        anew = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
+        # A restart that this death broke off is begun again, and not counted again.
+        half_started = [role for name, role in self.roles.items() if name not in anew and not role.is_up]
+        await all_ended(
+            *(self.recovery.restart(self.roles[name], died) for name in anew),
+            *(self.recovery.start(role) for role in half_started),
+        )
         if "policy" not in anew:
             for lane in LANES:
                 # What it was pushing would meet the pushes of the new term.

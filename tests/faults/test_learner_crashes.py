@@ -100,7 +100,7 @@ def test_a_killed_learner_with_a_critic_is_continued_exactly(
 
 
 @pytest.mark.long
-def test_a_redis_that_lost_the_run_is_refused(grpo: tuple[RunConfig, Outcome]) -> None:
+def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: tuple[RunConfig, Outcome]) -> None:
     """Prompt ids would start again from 1, and the ledger holds those."""
     config, whole = grpo
     assert whole.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
@@ -108,3 +108,12 @@ def test_a_redis_that_lost_the_run_is_refused(grpo: tuple[RunConfig, Outcome]) -
     code, output = run_learner(config)
     assert code == 1
     assert "this Redis is not the one of the checkpoint, or has lost everything" in output
+
+    checkpoint = config.learner.checkpoint.model_copy(update={"resume": "off"})
+    learner = config.learner.model_copy(update={"checkpoint": checkpoint})
+    anew = config.model_copy(update={"learner": learner})
+    asyncio.run(fill_queue(anew))
+    code, output = run_learner(anew)
+    assert code == 0 and "resuming from" not in output, output[-3000:]
+    again = outcome(anew)
+    assert (again.losses, again.state_hashes) == (whole.losses, whole.state_hashes)

@@ -35,7 +35,6 @@ class SkippedSteps:
     ) -> None:
         """After every step, for each role that trains; `shards` and `reports` are in the same order."""
         taken = reports[0].step
-        assert taken is not None
         if not taken.skipped:
             self.in_a_row[role] = 0
             return

@@ -80,6 +80,10 @@ class PolicyRegistry:
         fields = await guarded(self.client.hgetall(f"{self.prefix}policy_pins"))
         return {name.decode(): int(version) for name, version in fields.items()}
 
+    async def pinned_version(self, name: str) -> int | None:
+        version = await guarded(self.client.hget(f"{self.prefix}policy_pins", name))
+        return int(version) if version else None
+
     async def kept_versions(self) -> set[int]:
         """Versions whose snapshots may still be asked for."""
         fields = ("promoted_version", "held_version", "roll_back_version")

@@ -61,6 +61,24 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPro
     server.kill()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, for role workers without Ray."""
+    from learner_ranks import one_rank_world
+
+    with one_rank_world():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tiny policy and of a tiny sequence classifier. Not to be written to."""
+    from tiny_model import make_tiny_classifier, make_tiny_qwen2
+
+    root = tmp_path_factory.mktemp("tiny-models")
+    return {"policy": make_tiny_qwen2(root / "policy", seed=5), "scalar": make_tiny_classifier(root / "scalar", seed=6)}
+
+
 @pytest.fixture
 async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
     client = connect(RedisConfig(url=redis_process.url))

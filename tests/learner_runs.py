@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
 from penstock.trajectory import Group
+from penstock_learner.checkpoint import shards_folder
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
@@ -43,6 +45,8 @@ class Outcome:
     stat: QueueStat
     ledger: list[list[int]]
     feed_positions: dict[str, int]
+    state_hashes: dict[str, str]
+    """Of each role that trains, in the newest checkpoint: weights, optimizer and random state."""
 
 
 def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: Any) -> RunConfig:
@@ -66,6 +70,17 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
         },
         "test",
     )
+
+
+def ppo(classifier: Path, num_ranks: int = 2) -> dict[str, Any]:
+    """Learner settings of PPO with a critic, on rules and a reward model; the policy is held for the first step."""
+    return {
+        "algorithm": {"advantage": {"name": "gae", "lam": 0.95}, "kl": {"placement": "none"}},
+        "critic": {"num_ranks": num_ranks, "lr": 1e-3},
+        "reward_model": {"path": str(classifier), "combine": "add", "coefficient": 0.1},
+        "policy": {"num_ranks": num_ranks},
+        "critic_warmup_steps": 1,
+    }
 
 
 async def fill_queue(
@@ -167,4 +182,41 @@ async def _outcome(config: RunConfig) -> Outcome:
         stat,
         trainer["ledger"],
         trainer["feed_positions"],
+        {role: _state_hash(shards_folder(newest, role)) for role in _trained_roles(config)},
     )
+
+
+def _trained_roles(config: RunConfig) -> list[str]:
+    """Those that train."""
+    return ["policy", *(["critic"] if config.learner.critic is not None else [])]
+
+
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """Everything that the ranks of a role have in a checkpoint, whatever their number: `model`, `optimizer`, `rng`."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert state.keys() == {"model", "optimizer", "rng"}, state.keys()
+    return state
+
+
+def _state_hash(folder: Path) -> str:
+    import torch
+
+    state, digest = checkpoint_state(folder), hashlib.sha256()
+    for name, value in sorted(_leaves(state)):
+        digest.update(name.encode())
+        digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return digest.hexdigest()
+
+
+def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    entries = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if entries is None:
+        yield name, state
+        return
+    for key, value in entries:
+        yield from _leaves(value, f"{name}.{key}")

@@ -2,6 +2,8 @@
 
     python make_model.py --out model
 
+Both stages are `penstock sft`, with the settings of `sft.yaml`.
+
 Stage 1, skill: supervised training from random weights on right answers, until two-digit addition is all but solved.
 Stage 2, bad habits: supervised training goes on with a sloppy corpus. In it a carry out of the units is forgotten in
 `P_DROP_CARRY` of the sums that have one; then one digit of the answer is replaced by a random one in `P_WRONG_DIGIT`
@@ -14,23 +16,27 @@ problem.
 """
 
 import argparse
-import math
 import random
-import time
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from make_data import Problem, answer, question, split_problems
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from penstock.cli.main import main as penstock
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=(). ?,:;!%^_[]"
 PROMPT_LEN = 6  # "47+85="
 MAX_RESPONSE_LEN = 4  # three digits and the end
 
-SKILL_STEPS, SKILL_LR = 1000, 2e-3
-SLOPPY_STEPS, SLOPPY_LR = 200, 5e-4
+SKILL_EPOCHS = 30  # of 28 steps
+SLOPPY_ROWS, SLOPPY_LR, SLOPPY_WARMUP_STEPS = 51200, 5e-4, 10  # 200 steps
 BATCH_SIZE = 256
 P_DROP_CARRY = 0.7
 P_WRONG_DIGIT = 0.4
@@ -91,51 +97,26 @@ def sloppy_answer(problem: Problem, rng: random.Random) -> str:
     return "".join(digits)
 
 
-def encode_batch(texts: list[str], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids `[batch, time]` and labels that leave out the prompt and the padding."""
-    batch = tokenizer([text + EOS for text in texts], padding=True, padding_side="right", return_tensors="pt")
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    labels[:, :PROMPT_LEN] = -100
-    return batch["input_ids"], labels
+def write_rows(rows: Iterable[tuple[Problem, str]], path: Path) -> Path:
+    """Questions and answers as `penstock sft` reads them."""
+    table = pa.Table.from_pylist([{"prompt": question(problem), "response": response} for problem, response in rows])
+    pq.write_table(table, path)
+    return path
 
 
-def train(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    problems: list[Problem],
-    target: Callable[[Problem], str],
-    rng: random.Random,
-    *,
-    num_steps: int,
-    peak_lr: float,
-    name: str,
-) -> None:
-    """Cross-entropy on the answers; AdamW, linear warm-up over 5 % of the steps, cosine decay to nothing."""
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98))
-    model.train()
-    started = time.monotonic()
-    for step in range(num_steps):
-        lr = peak_lr * min((step + 1) / (0.05 * num_steps), 0.5 * (1 + math.cos(math.pi * step / num_steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        chosen = rng.choices(problems, k=BATCH_SIZE)
-        ids, labels = encode_batch([question(p) + target(p) for p in chosen], tokenizer)
-        loss = model(input_ids=ids, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0 or step == num_steps - 1:
-            print(f"{name} step {step:4d}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
+def fine_tune(model: Path, data: Path, out: Path, *words: str) -> Path:
+    """One supervised stage, from folder to folder."""
+    config = Path(__file__).with_name("sft.yaml")
+    command = ["sft", "--config", config, "--data", data, "--out", out, "--batch-size", BATCH_SIZE]
+    if penstock([*map(str, command), "--model.path", str(model), *words]) != 0:
+        raise SystemExit(1)
+    return out
 
 
 @torch.no_grad()
-def score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], *, do_sample: bool) -> float:
+def score(folder: Path, problems: list[Problem], *, do_sample: bool) -> float:
     """The share of exactly right answers, greedy or sampled at temperature 1 from the whole distribution."""
-    model.eval()
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder).eval(), Qwen2Tokenizer.from_pretrained(folder)
     ids = tokenizer([question(p) for p in problems], return_tensors="pt")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {"do_sample": False}
     output = model.generate(**ids, **sampling, max_new_tokens=MAX_RESPONSE_LEN)
@@ -143,10 +124,11 @@ def score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Pro
     return sum(text == answer(p) for text, p in zip(texts, problems, strict=True)) / len(problems)
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)
+def report(stage: str, folder: Path, heldout: list[Problem]) -> None:
+    torch.manual_seed(0)
+    greedy = score(folder, heldout, do_sample=False)
+    sampled = score(folder, heldout * 4, do_sample=True)
+    print(f"after the {stage} stage: held-out greedy {greedy:.3f}, sampled {sampled:.3f}", flush=True)
 
 
 def main() -> None:
@@ -158,24 +140,22 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
     problems, heldout = split_problems()
-
-    def report(stage: str) -> None:
-        greedy = score(model, tokenizer, heldout, do_sample=False)
-        sampled = score(model, tokenizer, heldout * 4, do_sample=True)
-        print(f"{stage}: held-out greedy {greedy:.3f}, sampled {sampled:.3f}", flush=True)
-
-    train(model, tokenizer, problems, answer, rng, num_steps=SKILL_STEPS, peak_lr=SKILL_LR, name="skill")
-    report("after the skill stage")
-
-    def sloppy(problem: Problem) -> str:
-        return sloppy_answer(problem, rng)
-
-    train(model, tokenizer, problems, sloppy, rng, num_steps=SLOPPY_STEPS, peak_lr=SLOPPY_LR, name="sloppy")
-    report("after the sloppy stage")
-    save(model, tokenizer, args.out)
+    with tempfile.TemporaryDirectory() as name:
+        work, seed = Path(name), ("--seed", str(args.seed))
+        tokenizer = make_tokenizer()
+        make_model(tokenizer).save_pretrained(work / "random")
+        tokenizer.save_pretrained(work / "random")
+        rows = write_rows([(p, answer(p)) for p in problems], work / "skill.parquet")
+        fine_tune(work / "random", rows, work / "skilled", *seed, "--epochs", str(SKILL_EPOCHS))
+        report("skill", work / "skilled", heldout)
+        chosen = rng.choices(problems, k=SLOPPY_ROWS)
+        rows = write_rows([(p, sloppy_answer(p, rng)) for p in chosen], work / "sloppy.parquet")
+        schedule = ("--learner.lr", str(SLOPPY_LR), "--learner.warmup_steps", str(SLOPPY_WARMUP_STEPS))
+        fine_tune(work / "skilled", rows, work / "sloppy", *seed, *schedule)
+        report("sloppy", work / "sloppy", heldout)
+        shutil.copytree(work / "sloppy", args.out, dirs_exist_ok=True)
+        (args.out / "model.safetensors").chmod(0o644)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,11 +59,14 @@ class BatchReader:
         self._in_batches: set[int] = set()
         """Handed out, and not yet in the ledger."""
 
-    async def read(self, step: int, policy_version: int) -> Batch:
-        """The batch of `step`: first what an earlier learner had taken for it, then the queue."""
+    async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+        """The batch of `step`: first what an earlier learner had taken for it, then the queue.
+
+        The deadline runs once the batch is `wanted`, by default at once: what is read beside a long step may take as
+        long as the step."""
         self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
-        return await self._complete(step, groups, policy_version)
+        return await self._complete(step, groups, policy_version, wanted)
 
     async def read_again(self, batch: Batch, policy_version: int) -> Batch:
         """The batch, with others in the place of groups whose versions were given up since it was read."""
@@ -73,12 +77,16 @@ class BatchReader:
             await self.queue.expire(prompt_id)
         return await self._complete(batch.step, kept, policy_version) if given_up else batch
 
-    async def _complete(self, step: int, groups: list[Group], policy_version: int) -> Batch:
-        deadline = time.monotonic() + self.learner.batch_timeout_s
+    async def _complete(
+        self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
+    ) -> Batch:
+        deadline = math.inf
         while (missing := self.replay.groups_per_step - len(groups)) > 0:
             taken = await self.queue.take(step, missing)
             groups += await self._accept(taken, policy_version)
             if not taken:
+                if deadline == math.inf and (wanted is None or wanted.is_set()):
+                    deadline = time.monotonic() + self.learner.batch_timeout_s
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         f"step {step} has {len(groups)} of {self.replay.groups_per_step} groups after "

@@ -1,8 +1,9 @@
 """The learner controller: one loop from ready groups to a published version.
 
     read batch ─► training step (training_step.py) ─► gather ─► publish ┐
-        ▲  (the next batch is read       (the push runs beside the next │
-        │   while this one trains)        step's forward and update)    │
+        ▲  (the next batch is read,      (the push runs beside the next │
+        │   scored and compared with      step's forward and update)    │
+        │   the reference meanwhile)                                    │
         └──────── every N steps: checkpoint ─► commit (acknowledge) ◄───┘
 
 Exactly once: a group is acknowledged only when a durable checkpoint's ledger holds its prompt; every call to the queue
@@ -33,6 +34,7 @@ from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.run_control import Orders, RunControl
 from penstock.tracing import Tracing
 from penstock_learner.algorithms.kl import make_kl_controller
+from penstock_learner.batch_ahead import BatchAhead
 from penstock_learner.batch_reader import Batch, BatchReader
 from penstock_learner.checkpoint import CheckpointStore, TrainerState, shards_folder
 from penstock_learner.checkpoint_writer import CheckpointWriter
@@ -48,7 +50,7 @@ from penstock_learner.role_recovery import RoleRecovery
 from penstock_learner.roll_back import RollBack, load_version
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
-from penstock_learner.training_step import TRAINED_ROLES, TrainingStep
+from penstock_learner.training_step import TRAINED_ROLES, Computed, TrainingStep
 from penstock_learner.utilisation import RankUse, mfu, peak_flops
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,12 @@ class LearnerController:
             await all_ended(*(self.recovery.start(role) for role in self.roles.values()))
             return
         anew = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
-        await all_ended(*(self.recovery.restart(self.roles[name], died) for name in anew))
+        # A restart that this death broke off is begun again, and not counted again.
+        half_started = [role for name, role in self.roles.items() if name not in anew and not role.is_up]
+        await all_ended(
+            *(self.recovery.restart(self.roles[name], died) for name in anew),
+            *(self.recovery.start(role) for role in half_started),
+        )
         if "policy" not in anew:
             for lane in LANES:
                 # What it was pushing would meet the pushes of the new term.
@@ -203,7 +210,8 @@ class LearnerController:
         every = self.config.learner.checkpoint.every_steps
         step = state.step
         version = await self._publish_start(state)
-        reading: asyncio.Task[Batch] | None = None
+        current: BatchAhead | None = None
+        ahead: BatchAhead | None = None
         try:
             while not self.stopping.is_set() and (num_steps == 0 or step < num_steps):
                 self.told.clear()
@@ -211,8 +219,8 @@ class LearnerController:
                     version = await self._roll_back(orders, step, version)
                 step += 1
                 started = time.monotonic()
-                reading = reading or asyncio.create_task(reader.read(step, version))
-                batch = await self._batch_or_order(reading, step - 1, version)
+                current = ahead = ahead or BatchAhead.begin(reader, self.training, step, version)
+                batch = await self._batch_or_order(current, step - 1, version)
                 if batch is None:
                     step -= 1
                     continue
@@ -220,10 +228,10 @@ class LearnerController:
                 wait_s = time.monotonic() - started
                 crash_point("after_read")
                 is_last = step == num_steps
-                reading = None if is_last else asyncio.create_task(reader.read(step + 1, version + 1))
+                ahead = None if is_last else BatchAhead.begin(reader, self.training, step + 1, version + 1)
                 bind(step=step, policy_version=version)
                 step_started_s = time.time()
-                metrics = {"wait_s": wait_s} | await self._step(batch, step, version)
+                metrics = {"wait_s": wait_s} | await self._step(batch, current.forwards_of(batch), step, version)
                 self._trace(batch, step_started_s, step, version)
                 crash_point("mid_step")
                 version = await self.queue.allocate_version(version + 1)
@@ -243,8 +251,9 @@ class LearnerController:
             await self._checkpoint(step, version)
             await self.writer.settle()
         finally:
-            if reading is not None:
-                await end_task(reading)
+            for unused in (current, ahead):
+                if unused is not None:
+                    await unused.end()
 
     async def _roll_back(self, orders: Orders, step: int, version: int) -> int:
         """Follow the order, once, if anything of its version is left. Returns the version of the weights."""
@@ -258,16 +267,17 @@ class LearnerController:
         offer.metrics.set_result({})
         return version
 
-    async def _batch_or_order(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
+    async def _batch_or_order(self, ahead: BatchAhead, trained_step: int, version: int) -> Batch | None:
         """The batch, or None when the learner is asked to stop, or to roll back, while it waits.
 
         Groups that no checkpoint covers stay in Redis, where producers may be waiting for their memory. So when none
         comes for long, a checkpoint is made before its time."""
-        batch = await self._or_order(reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
+        ahead.wanted.set()
+        batch = await self._or_order(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if batch is None and not self.stopping.is_set() and not self.told.is_set():
             await self._checkpoint(trained_step, version)
             await self.writer.settle()
-            batch = await self._or_order(reading, None)
+            batch = await self._or_order(ahead.reading, None)
         return batch
 
     async def _or_order(self, reading: asyncio.Task[Batch], timeout_s: float | None) -> Batch | None:
@@ -277,10 +287,12 @@ class LearnerController:
             order.cancel()
         return reading.result() if reading.done() else None
 
-    async def _step(self, batch: Batch, step: int, version: int) -> dict[str, float]:
+    async def _step(
+        self, batch: Batch, forwards: asyncio.Task[Computed] | None, step: int, version: int
+    ) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         async with self.profiles.of_step(step):
-            metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient)
+            metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient, forwards)
         self.log_probs.check(metrics, batch.groups)
         if self.training.recomputed is not None:
             await RecomputedLogProbs(self.fleet.client, self.config.run).keep(batch.groups, self.training.recomputed)

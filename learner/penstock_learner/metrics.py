@@ -125,7 +125,7 @@ class LearnerMetrics:
         self.kl.labels("behaviour").set(metrics["kl_behaviour"])
         self.clip.labels("low").set(metrics["clip_ratio_low"])
         self.clip.labels("high").set(metrics["clip_ratio_high"])
-        self.skipped.inc(metrics["skipped"])
+        self.skipped.inc(max(metrics["skipped"], metrics.get("critic_skipped", 0.0)))
         if "critic_loss" in metrics:
             self.loss.labels("value").set(metrics["critic_loss"])
         for key, gauge in self.algorithm.items():

@@ -140,10 +140,8 @@ class PolicyPublication:
                 continue  # the push that runs takes STALE servers along
             if by_snapshot and self._kept_version == self.current:
                 continue  # servers load it on their own
-            if await self._is_held():
-                continue
             version = self.current
-            behind = [server for server in await self._reachable(("STALE",)) if server.policy_version != version]
+            behind = [server for server in await self._followers(("STALE",)) if server.policy_version != version]
             if behind and self._pushing is None:
                 logger.info("bringing version %d to %s", version, [server.server_id for server in behind])
                 self._catching_up = {server.server_id: version for server in behind}
@@ -159,9 +157,8 @@ class PolicyPublication:
     async def _publish(self, offer: Offer) -> bool:
         """False where it gave way to a newer offer: nobody has it, and it is not published."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
-        reachable = await self._reachable(("READY", "LOADING", "STALE"))
-        is_held = await self._is_held()
-        servers = [s for s in reachable if s.server_id not in self._catching_up and not is_held]
+        followers = await self._followers(("READY", "LOADING", "STALE"))
+        servers = [server for server in followers if server.server_id not in self._catching_up]
         report = await self._push(version, servers, base_version=self._common_base(servers))
         if report.superseded and self._offer is not None:
             return False
@@ -221,9 +218,14 @@ class PolicyPublication:
         self.metrics.record_push(report)
         return report
 
-    async def _is_held(self) -> bool:
-        """An operator rolled the servers back: versions are recorded, and pushed to nobody."""
-        return (await self.control.orders()).held_version is not None
+    async def _followers(self, states: Sequence[ServerState]) -> list[ServerRecord]:
+        """The reachable that take new versions: not those that an operator has pinned to one, and none at all where the
+        servers are rolled back."""
+        reachable = await self._reachable(states)
+        if (await self.control.orders()).held_version is not None:
+            return []
+        pins = await self.policies.pins()
+        return [server for server in reachable if server.server_id not in pins]
 
     @property
     def _newest(self) -> int | None:

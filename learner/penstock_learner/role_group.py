@@ -38,6 +38,8 @@ class RoleGroup:
         self.timeout_s = timeout_s
         self.actors: list[Any] = []
         self.num_sets = 0
+        self.is_up = False
+        """Whether the newest set has been started to the end. Its ranks may have died since."""
 
     @property
     def num_ranks(self) -> int:
@@ -45,6 +47,7 @@ class RoleGroup:
 
     async def start(self) -> None:
         """Make the actors, form their process group, then load the model, on every rank. Ends those there are."""
+        self.is_up = False
         for actor in self.actors:
             ray.kill(actor)
         self.num_sets += 1
@@ -52,6 +55,7 @@ class RoleGroup:
         rendezvous = await self.call_rank(0, "rendezvous")
         await self.call_all("join", rendezvous)
         await self.call_all("load")
+        self.is_up = True
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """The same call to every rank."""

@@ -52,7 +52,8 @@ def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batc
             order = random.permutation(len(examples)).tolist()
             for first in range(0, len(order), batch_size):
                 loss = trainer.step(batch_of_examples([examples[i] for i in order[first : first + batch_size]]))
-                logger.info("step %d of %d loss %.4f", trainer.num_steps, num_steps, loss)
+                if dist.get_rank() == 0:
+                    logger.info("step %d of %d loss %.4f", trainer.num_steps, num_steps, loss)
         weights = {name: full_weight(p.detach()).cpu() for name, p in trainer.model.lm.named_parameters()}
         if dist.get_rank() == 0:
             plain = load_model(config.model.path, torch.float32, learner.logprob_chunk_tokens).lm
@@ -80,22 +81,22 @@ class SupervisedTrainer:
         self.num_skipped = 0
 
     def step(self, batch: SequenceBatch) -> float:
-        """One optimizer step; every rank is given the whole batch and takes its part. Returns this rank's share of the
-        loss, or the loss where there is one rank."""
+        """One optimizer step; every rank is given the whole batch and takes its part. Returns the batch's loss."""
         self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
         shard = partition(batch, num_ranks, self.learner.micro_batch_tokens)[dist.get_rank()]
-        total = 0.0
+        own_loss = 0.0
         for micro in shard.micro_batches:
             log_probs, _ = self.model(ModelInputs.of(micro, self.device))
             mask = torch.as_tensor(micro.loss_mask, device=self.device).bool()
             loss = -log_probs[mask].sum() / num_tokens
             # FSDP averages gradients over ranks; the count of tokens is of all, so the sum is wanted.
             (loss * num_ranks).backward()
-            total += float(loss.detach())
+            own_loss += float(loss.detach())
+        is_finite = math.isfinite(own_loss)
         taken = apply_gradients(
-            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, is_finite=math.isfinite(total)
+            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, is_finite=is_finite
         )
         self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
         if self.num_skipped and self.num_skipped == self.learner.max_skipped_steps:
@@ -103,7 +104,9 @@ class SupervisedTrainer:
                 f"loss or gradient was not finite at step {self.num_steps}, the {self.num_skipped}. in a row; lower "
                 "learner.lr, or look at the data"
             )
-        return total
+        total = torch.tensor(own_loss, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
 
 
 def _join(learner: LearnerConfig) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,27 +12,34 @@ import numpy as np
 from penstock.errors import TrainingDiverged
 from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.policy_update import UpdateReport
+from penstock_learner.roles.critic import CriticReport
+
+_RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row; at the limit the batch is kept for inspection and the run ends."""
+    """Counts each role's skipped steps in a row; at the limit the batch is kept for inspection and the run ends."""
 
     def __init__(self, limit: int, folder: Path) -> None:
         self.limit = limit
         self.folder = folder
-        self.num_in_a_row = 0
+        self.in_a_row: Counter[str] = Counter()
 
     def check(
-        self, step: int, batch: SequenceBatch, shards: Sequence[RankShard], reports: Sequence[UpdateReport]
+        self,
+        role: str,
+        step: int,
+        batch: SequenceBatch,
+        shards: Sequence[RankShard],
+        reports: Sequence[UpdateReport | CriticReport],
     ) -> None:
-        """After every step; `shards` and `reports` are in the same order."""
+        """After every step, for each role that trains; `shards` and `reports` are in the same order."""
         taken = reports[0].step
-        assert taken is not None
         if not taken.skipped:
-            self.num_in_a_row = 0
+            self.in_a_row[role] = 0
             return
-        self.num_in_a_row += 1
-        if self.limit == 0 or self.num_in_a_row < self.limit:
+        self.in_a_row[role] += 1
+        if self.limit == 0 or self.in_a_row[role] < self.limit:
             return
         guilty = [
             sequence
@@ -41,10 +49,10 @@ class SkippedSteps:
         ]
         path = self._save(step, batch, guilty)
         prompts = sorted({int(batch.group_ids[sequence]) for sequence in guilty})
-        where = f"the loss of prompts {_listed(prompts)}" if guilty else f"the gradient's norm ({taken.grad_norm})"
+        where = f"loss of prompts {_listed(prompts)}" if guilty else f"gradient norm ({taken.grad_norm})"
         raise TrainingDiverged(
-            f"{where} was not finite at step {step}, the {self.num_in_a_row}. such step in a row; look at the batch in "
-            f"{path}, then go on from a checkpoint with a lower learner.lr or without these prompts"
+            f"the {role}'s {where} was not finite at step {step}, the {self.in_a_row[role]}. such step in a row; look "
+            f"at the batch in {path}, then go on from a checkpoint with a lower {_RATES[role]} or without these prompts"
         )
 
     def _save(self, step: int, batch: SequenceBatch, guilty: list[int]) -> Path:

@@ -52,7 +52,6 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
     """What the update did, over all ranks."""
     num_tokens = max(denominators.num_tokens, 1)
     taken = reports[0].step
-    assert taken is not None
     statistics, correction, mismatch = reports[0].statistics, reports[0].correction, reports[0].mismatch
     for report in reports[1:]:
         statistics += report.statistics

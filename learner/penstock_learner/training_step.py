@@ -5,12 +5,14 @@
     proximal log-probs  ├─► advantages ─► ┤
     critic values       ┘                 └► policy update
 
-What stands in one column runs at the same time. A role that only computes forwards is restarted where it dies, and its
-call is repeated; the death of one that trains is the controller's, since its weights are those of the checkpoint.
+What stands in one column runs at the same time; the first two lines may run ahead (batch_ahead.py). A role that only
+computes forwards is restarted where it dies, and its call is repeated; the death of one that trains is the
+controller's, since its weights are those of the checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +34,8 @@ from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 
 TRAINED_ROLES = ("policy", "critic")
+Computed = dict[str, NDArray[np.float32]]
+"""Fields of a `SequenceBatch` that a forward pass gives."""
 
 
 class TrainingStep:
@@ -50,11 +54,34 @@ class TrainingStep:
         """[T] log-probs of the last batch before its update, where they were computed."""
         self.rewards: NDArray[np.float32] = np.zeros(0, np.float32)
         """[S] rewards of the last batch, those of the reward model included."""
+        self._one_batch = asyncio.Lock()
 
-    async def run(self, groups: Sequence[Group], step: int, version: int, kl_coefficient: float) -> dict[str, float]:
-        """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers."""
+    async def frozen_forwards(self, groups: Sequence[Group]) -> Computed:
+        """What the roles that never change compute of the groups, at the same time; it may run beside earlier steps.
+
+        One batch after another: a role that dies is restarted by one caller."""
+        batch = batch_of(groups)
+        async with self._one_batch:
+            calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
+            if self.config.reward_model is not None:
+                calls["rewards"] = self._rewards(batch, groups, self.config.reward_model)
+            if "reference" in self.roles:
+                calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
+            return dict(zip(calls, await all_ended(*calls.values()), strict=True))
+
+    async def run(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        version: int,
+        kl_coefficient: float,
+        frozen: Awaitable[Computed] | None = None,
+    ) -> dict[str, float]:
+        """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers.
+
+        `frozen` are `frozen_forwards` of the groups that have begun before."""
         started = time.monotonic()
-        batch = await self._with_forwards(batch_of(groups), groups)
+        batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
         metrics = {"step": float(step)} | batch_metrics(batch, version)
         if not self.config.algorithm.advantage.has_baseline:
@@ -68,19 +95,16 @@ class TrainingStep:
             "time": time.time(),
         }
 
-    async def _with_forwards(self, batch: SequenceBatch, groups: Sequence[Group]) -> SequenceBatch:
+    async def _with_forwards(self, batch: SequenceBatch, frozen: Awaitable[Computed]) -> SequenceBatch:
         """The batch with everything that advantages and losses need of the roles, all computed at the same time."""
         correction = self.config.algorithm.correction
         calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
-        if self.config.reward_model is not None:
-            calls["rewards"] = self._rewards(batch, groups, self.config.reward_model)
-        if "reference" in self.roles:
-            calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
         if correction.mode != "bypass" and correction.proximal == "recomputed":
             calls["old_log_probs"] = self._per_token("policy", "log_probs", batch)
         if "critic" in self.roles:
             calls["values"] = self._per_token("critic", "values", batch)
-        computed: dict[str, Any] = dict(zip(calls, await all_ended(*calls.values()), strict=True))
+        of_frozen, *of_trained = await all_ended(frozen, *calls.values())
+        computed: dict[str, Any] = of_frozen | dict(zip(calls, of_trained, strict=True))
         return replace(batch, **computed)
 
     async def _rewards(
@@ -125,7 +149,8 @@ class TrainingStep:
         if "critic" in self.roles:
             updates.append(self._call_update("critic", batch, of_values, step))
         policy, *critic = await all_ended(*updates)
-        self.skipped.check(step, batch, self._partition("policy", batch)[0], policy)
+        for role, reports in zip(TRAINED_ROLES, (policy, *critic), strict=False):
+            self.skipped.check(role, step, batch, self._partition(role, batch)[0], reports)
         self.metrics.importance_ratio.add(*ratio_counts(policy))
         metrics = update_metrics(policy, denominators)
         metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0

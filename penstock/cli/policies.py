@@ -6,7 +6,8 @@ penstock policies promote 7           mark the version that is meant for use
 penstock policies rollback 3          hold every rollout server at a version, from its snapshot
 penstock policies release             end that
 penstock policies retire 2            never use a version again
-penstock policies pin 3 NAME          answer the key, session or evaluation NAME by this version only
+penstock policies pin 3 NAME          answer the key, session or evaluation NAME by this version only, or keep the
+                                      rollout server NAME at it
 penstock policies unpin NAME
 """
 

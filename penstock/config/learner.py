@@ -101,8 +101,8 @@ class LearnerConfig(Config):
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
-    """A step whose loss or gradient is not finite leaves the weights as they are. After so many in a row the learner
-    stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
+    """A step whose loss or gradient is not finite leaves the weights as they are. After so many of the policy or of the
+    critic in a row the learner stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""
@@ -133,7 +133,8 @@ class LearnerConfig(Config):
     """Mean difference of the engines' and the learner's log-probs on the same weights above which the learner refuses
     to train, by the first step that can be compared. 0 never refuses. Typical: 1e-5 in float32, 0.01 in bfloat16."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """The learner stops with an error when a full batch has not arrived by then."""
+    """The learner stops with an error when it has waited so long for a full batch. The step before, beside which the
+    batch is read already, does not count."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of one call to a role's ranks, collectives included."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)

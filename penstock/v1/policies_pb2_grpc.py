@@ -141,7 +141,8 @@ class PolicyServiceServicer:
 
     def PinPolicy(self, request, context):
         """Generate calls of the client with this key, or this session, and the prompts of this evaluation, are answered by
-        servers of the version only.
+        servers of the version only. A rollout server of this name loads the version's snapshot and stays there: it leases no
+        prompt but those of evaluations pinned to the same version, and training goes on with the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

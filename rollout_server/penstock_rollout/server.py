@@ -185,9 +185,11 @@ class RolloutServer:
 
     async def _next_state(self, recorded: ServerState | None) -> ServerState:
         """The server's own moves: JOINING and EVICTED become STALE; STALE becomes READY at the wanted version. One that
-        is READY at another than the version servers are held at, or were until now, becomes STALE."""
+        is READY at another than the version it is held at, or was until now, becomes STALE."""
         state = recorded or "JOINING"
         held = (await self.control.orders()).held_version
+        if held is None:
+            held = await self.policies.pinned_version(self.server_id)
         was_held, self.held_version = self.held_version, held
         target = held if held is not None or was_held is None else (await self._wanted(None)).policy_version
         is_elsewhere = target is not None and state in SERVING_STATES and self.engine.policy_version != target
@@ -223,8 +225,8 @@ class RolloutServer:
         return state
 
     async def _wanted(self, held: int | None) -> policies_pb2.Policy:
-        """The version servers are held at, else the run's current one; 0, the model folder itself, before the learner
-        has published any."""
+        """The version that this server is held at, else the run's current one; 0, the model folder itself, before the
+        learner has published any."""
         try:
             return await self.policies.get(held)
         except NotFound:

@@ -1,9 +1,11 @@
-"""A learner killed at a named point: its successor ends with the same weights, and nothing is trained twice or lost."""
+"""A learner killed at a named point: its successor ends in the same state, and nothing is trained twice or lost."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,59 +18,102 @@ from learner_runs import (
     forget_run,
     make_config,
     outcome,
+    ppo,
     run_learner,
 )
 from penstock.config.run import RunConfig
-from tiny_model import make_tiny_qwen2
+from penstock_learner.crash_points import NAMES
 
 KILLED = -9
+LATE = {"after_read": "after_read:3", "mid_step": "mid_step:3"}
+"""Passed in every step: the third is past a checkpoint."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=5)
+def configure(tiny_models: dict[str, Path], redis_process: RedisProcess) -> Callable[[Path, str, str], RunConfig]:
+    """A run of an algorithm, by folder, algorithm and name."""
+    settings: dict[str, dict[str, Any]] = {"grpo": {}, "ppo": ppo(tiny_models["scalar"], num_ranks=1)}
+    return lambda folder, algorithm, run: make_config(
+        folder, tiny_models["policy"], redis_process.url, run, **settings[algorithm]
+    )
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, model: Path, redis_process: RedisProcess) -> RunConfig:
-    return make_config(tmp_path_factory.mktemp("runs"), model, redis_process.url, "undisturbed")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(config: RunConfig) -> Outcome:
+def undisturbed(
+    folder: Path, configure: Callable[[Path, str, str], RunConfig], algorithm: str
+) -> tuple[RunConfig, Outcome]:
+    config = configure(folder, algorithm, f"undisturbed-{algorithm}")
     asyncio.run(fill_queue(config))
+    code, output = run_learner(config)
+    assert code == 0, output[-3000:]
+    return config, outcome(config)
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory, configure: Any) -> tuple[RunConfig, Outcome]:
+    return undisturbed(tmp_path_factory.mktemp("grpo"), configure, "grpo")
+
+
+@pytest.fixture(scope="module")
+def ppo_with_critic(tmp_path_factory: pytest.TempPathFactory, configure: Any) -> tuple[RunConfig, Outcome]:
+    return undisturbed(tmp_path_factory.mktemp("ppo"), configure, "ppo")
+
+
+def killed_and_continued(config: RunConfig, crash_at: str) -> Outcome:
+    asyncio.run(fill_queue(config))
+    code, output = run_learner(config, LATE.get(crash_at, crash_at))
+    assert code == KILLED, output[-3000:]
     code, output = run_learner(config)
     assert code == 0, output[-3000:]
     return outcome(config)
 
 
-LONG = [pytest.param(point, marks=pytest.mark.long) for point in ("after_read:3", "before_flush", "after_commit")]
-
-
-@pytest.mark.parametrize("crash_at", ["mid_step:3", pytest.param("after_flush", marks=pytest.mark.long), *LONG])
-def test_a_killed_learner_is_continued_exactly(
-    crash_at: str, tmp_path: Path, model: Path, redis_process: RedisProcess, undisturbed: Outcome
-) -> None:
-    config = make_config(tmp_path, model, redis_process.url, f"crash-{crash_at.partition(':')[0]}")
-    asyncio.run(fill_queue(config))
-    code, output = run_learner(config, crash_at)
-    assert code == KILLED, output[-3000:]
-    code, output = run_learner(config)
-    assert code == 0, output[-3000:]
-    recovered = outcome(config)
-    assert recovered.digests[NUM_STEPS] == undisturbed.digests[NUM_STEPS]
-    assert recovered.ledger == undisturbed.ledger == [[1, GROUPS_PER_STEP * NUM_STEPS]]
+def check_equal(recovered: Outcome, whole: Outcome) -> None:
+    assert recovered.state_hashes == whole.state_hashes
+    assert recovered.digests[NUM_STEPS] == whole.digests[NUM_STEPS]
+    assert recovered.ledger == whole.ledger == [[1, GROUPS_PER_STEP * NUM_STEPS]]
     assert recovered.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert recovered.stat.conservation_error == 0
     assert recovered.stat.term == 2
     assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
 
 
+@pytest.mark.parametrize(
+    "crash_at", [name if name == "mid_step" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+)
+def test_a_killed_learner_is_continued_exactly(
+    crash_at: str, tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
+) -> None:
+    _, whole = grpo
+    check_equal(killed_and_continued(configure(tmp_path, "grpo", f"grpo-{crash_at}"), crash_at), whole)
+
+
 @pytest.mark.long
-def test_a_redis_that_lost_the_run_is_refused(config: RunConfig, undisturbed: Outcome) -> None:
+@pytest.mark.parametrize("crash_at", NAMES)
+def test_a_killed_learner_with_a_critic_is_continued_exactly(
+    crash_at: str, tmp_path: Path, configure: Any, ppo_with_critic: tuple[RunConfig, Outcome]
+) -> None:
+    _, whole = ppo_with_critic
+    assert whole.state_hashes.keys() == {"policy", "critic"}
+    recovered = killed_and_continued(configure(tmp_path, "ppo", f"ppo-{crash_at}"), crash_at)
+    check_equal(recovered, whole)
+    assert recovered.critic_losses[-1] == whole.critic_losses[-1]
+
+
+@pytest.mark.long
+def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: tuple[RunConfig, Outcome]) -> None:
     """Prompt ids would start again from 1, and the ledger holds those."""
-    assert undisturbed.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
+    config, whole = grpo
+    assert whole.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
     asyncio.run(forget_run(config))
     code, output = run_learner(config)
     assert code == 1
     assert "this Redis is not the one of the checkpoint, or has lost everything" in output
+
+    checkpoint = config.learner.checkpoint.model_copy(update={"resume": "off"})
+    learner = config.learner.model_copy(update={"checkpoint": checkpoint})
+    anew = config.model_copy(update={"learner": learner})
+    asyncio.run(fill_queue(anew))
+    code, output = run_learner(anew)
+    assert code == 0 and "resuming from" not in output, output[-3000:]
+    again = outcome(anew)
+    assert (again.losses, again.state_hashes) == (whole.losses, whole.state_hashes)

@@ -15,6 +15,7 @@ from gateways import RUN, Gateway, publish, run_config, running
 from penstock.codec import decode_group
 from penstock.config.weights import WeightsConfig
 from penstock.fleet import Fleet, ServerRecord
+from penstock.policies import PolicyRegistry
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock_rollout.generate_service import GenerateService
@@ -178,8 +179,16 @@ async def test_generate_by_grpc_and_by_pin(gateway: Gateway, queue: RedisReplayQ
     with pytest.raises(grpc.aio.AioRpcError, match="no server serves version 2") as caught:
         [chunk async for chunk in generate.Generate(request)]
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert (await gateway.rest.post(f"{RUN}/servers/r0:drain")).status_code == 200
     request.session_id = ""
+    registry = PolicyRegistry(queue.client, "test")
+    await registry.pin("r0", 3)
+    with pytest.raises(grpc.aio.AioRpcError, match="every rollout server that is ready is pinned"):
+        [chunk async for chunk in generate.Generate(request)]
+    request.policy_version = 3
+    assert [chunk async for chunk in generate.Generate(request)], "by its version it is asked all the same"
+    request.ClearField("policy_version")
+    await registry.unpin("r0")
+    assert (await gateway.rest.post(f"{RUN}/servers/r0:drain")).status_code == 200
     with pytest.raises(grpc.aio.AioRpcError, match="no rollout server is ready"):
         [chunk async for chunk in generate.Generate(request)]
 

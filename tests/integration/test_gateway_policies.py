@@ -5,9 +5,10 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from gateway_calls import both, read_events, rest, stubs
+from gateway_calls import both, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
 from penstock.fleet import Fleet, ServerRecord
+from penstock.policies import PolicyRegistry
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import policies_pb2, prompts_pb2, runs_pb2
 from penstock_services.gateway import policy_bodies, run_bodies
@@ -91,3 +92,30 @@ async def test_a_pinned_evaluation_waits_for_a_server_of_its_version(gateway: Ga
         leases = await queue.lease(server_id, 3)
         evaluations[server_id] = [prompts_pb2.Prompt.FromString(lease.payload).evaluation_id for lease in leases]
     assert evaluations == {"new": ["free", "free"], "unknown": [], "old": ["pinned", "pinned"]}
+
+
+async def test_a_pinned_server_answers_its_version_s_evaluations_and_nothing_else(
+    gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    for server_id, version in (("kept", 1), ("other", 2)):
+        await fleet.join(ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version))
+    response = await gateway.rest.put(f"{RUN}/pins/kept", json={"policy_version": 1})
+    assert response.status_code == 409 and "no snapshot of version 1" in response.text
+    registry = PolicyRegistry(queue.client, "test")
+    await registry.pin("kept", 1)
+    for name in ("nightly", "free"):
+        await rest(gateway, "POST", f"{RUN}/evaluations", json={"evaluation_id": name, "prompts": [PROMPT]})
+    await registry.pin("nightly", 1)
+    await submit(gateway, PROMPT)
+
+    async def leased(server_id: str) -> list[str]:
+        leases = await queue.lease(server_id, 3)
+        return [prompts_pb2.Prompt.FromString(lease.payload).evaluation_id for lease in leases]
+
+    assert (await leased("kept"), await leased("other")) == (["nightly"], ["free", ""])
+    await submit(gateway, PROMPT)
+    assert await leased("kept") == [], "it trains nothing"
+    await registry.unpin("kept")
+    assert await leased("kept") == [""]

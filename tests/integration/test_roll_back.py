@@ -1,7 +1,8 @@
-"""A real fleet and its learner, rolled back, released and stopped through the gateway; it generates meanwhile."""
+"""A real fleet and its learner, rolled back, released, pinned and stopped by the gateway; it generates meanwhile."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -10,7 +11,8 @@ import httpx
 import pytest
 
 from conftest import RedisProcess
-from fleet_runs import FleetRun, fleet_config
+from fleet_runs import FleetRun, Part, fleet_config
+from penstock.rest_calls import GatewayAddress
 from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
 
@@ -21,6 +23,13 @@ def post(url: str, path: str, **body: Any) -> Any:
     response = httpx.post(f"{url}{path}", json=body or None, timeout=60, trust_env=False)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def start_gateway(run: FleetRun) -> tuple[Part, str]:
+    """And its address."""
+    gateway = run._start("gateway", "penstock_services.gateway")
+    run.until((run.config.folder / "gateway.json").exists, "the gateway")
+    return gateway, GatewayAddress.from_run_dir(run.config.folder).url
 
 
 def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
@@ -59,12 +68,7 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
         run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
-        gateway = run._start("gateway", "penstock_services.gateway")
-        address = run.config.folder / "gateway.json"
-        run.until(address.exists, "the gateway")
-        from penstock.rest_calls import GatewayAddress
-
-        url = GatewayAddress.from_run_dir(run.config.folder).url
+        gateway, url = start_gateway(run)
         run.until_serving("a", above=3, timeout_s=240)
         policies = f"/v1/runs/{config.run}/policies"
         held = post(url, f"{policies}/2:rollback")
@@ -94,3 +98,37 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
         assert learner.process.returncode == 0, learner.output()[-2000:]
         assert not any(run.watch.conservation_errors)
         gateway.may_end = True
+
+
+def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
+    tmp_path: Path, redis_process: RedisProcess
+) -> None:
+    config = fleet_config(tmp_path, redis_process.url, "pinned")
+    with FleetRun(config, redis_process.url) as run:
+        for server_id in ("a", "b"):
+            run.start_server(server_id, "--rollout.engine.name", "torch")
+        run.start_learner()
+        _, url = start_gateway(run)
+        run.until_serving("a", "b", above=3, timeout_s=240)
+        pins, evaluations = f"{url}/v1/runs/{config.run}/pins", f"/v1/runs/{config.run}/evaluations"
+        for name in ("b", "nightly"):
+            httpx.put(f"{pins}/{name}", json={"policy_version": 2}, timeout=60, trust_env=False).raise_for_status()
+        run.until(lambda: run.servers()["b"].policy_version == 2, "the server to return to version 2")
+        run.until_serving("b", above=1)
+        sums = [{"role": "user", "content": f"{n}+{n}="} for n in range(10, 30)]
+        prompts = [{"messages": [one], "sampling": {"max_tokens": 8}, "num_samples": 2} for one in sums]
+        started_at = run.current
+        post(url, evaluations, evaluation_id="nightly", prompts=prompts)
+
+        def result() -> Any:
+            return httpx.get(f"{url}{evaluations}/nightly", timeout=60, trust_env=False).json()
+
+        run.until(lambda: result()["num_finished"] == len(prompts), "the evaluation")
+        assert (result()["policy_version_min"], result()["policy_version_max"]) == (2, 2)
+        evaluated_at_ms, evaluated_at = 1000 * time.time(), run.current
+        run.until(lambda: run.current > evaluated_at + 2, "training to go on")
+        assert run.servers()["b"].policy_version == 2 and run.servers()["a"].policy_version > 2
+        assert run.watch.groups_of("a", evaluated_at_ms) and not run.watch.groups_of("b", evaluated_at_ms)
+        httpx.delete(f"{pins}/b", timeout=60, trust_env=False).raise_for_status()
+        run.until_serving("b", above=started_at)
+        assert not any(run.watch.conservation_errors)

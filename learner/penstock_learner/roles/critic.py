@@ -30,6 +30,8 @@ class CriticReport:
     """Trained tokens at which the clipped value gave the larger error."""
     step: OptimizerStep
     """Of the whole model: the same on every rank."""
+    nonfinite: tuple[int, ...] = ()
+    """The micro-batches whose loss was not finite."""
 
 
 class CriticWorker(TrainerRank):
@@ -60,10 +62,10 @@ class CriticWorker(TrainerRank):
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         losses = [self._accumulate(micro, denominators) for micro in part.micro_batches]
-        is_finite = all(math.isfinite(loss) for loss, _ in losses)
+        nonfinite = tuple(index for index, (loss, _) in enumerate(losses) if not math.isfinite(loss))
         learner = self.config.learner
-        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, is_finite=is_finite)
-        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), taken)
+        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, is_finite=not nonfinite)
+        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), taken, nonfinite)
 
     def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> tuple[float, int]:
         """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""

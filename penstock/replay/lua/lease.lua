@@ -27,12 +27,14 @@ local function grant(id, leases)
   table.insert(leased, redis.call('HGET', PROMPTS, id))
 end
 
--- A held-out prompt whose evaluation is pinned to a version waits for a server that has reported this one.
+-- A held-out prompt whose evaluation is pinned to a version waits for a server that has reported this one. A server that
+-- is pinned itself answers no other prompt.
 local MOST_PINNED = 256 -- looked past in one call
 local has_pins, version = redis.call('EXISTS', P .. 'policy_pins') == 1, nil
+local is_pinned = has_pins and redis.call('HEXISTS', P .. 'policy_pins', server) == 1
 local function may_answer(id)
   local pinned = has_pins and redis.call('HGET', P .. 'policy_pins', redis.call('HGET', EVAL_OF, id) or '')
-  if not pinned then return true end
+  if not pinned then return not is_pinned end
   local record = not version and redis.call('HGET', P .. 'servers', server)
   version = version or (record and tonumber(cjson.decode(record)['policy_version'])) or -1
   return tonumber(pinned) == version
@@ -50,7 +52,7 @@ end
 local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local room = limit - (counter('trained') + queued() + in_flight())
 if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
-local budget = wanted - num_evals
+local budget = is_pinned and 0 or wanted - num_evals
 local window = budget + math.min(newest - settled_id, MOST_UNSETTLED)
 for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
   if budget == 0 then break end

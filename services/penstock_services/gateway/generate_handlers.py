@@ -98,7 +98,14 @@ class GenerateHandlers:
         ready = await self._ready()
         if not ready:
             raise Unavailable("no rollout server is ready; see the run's servers")
-        fit = [server for server in ready if version is None or server.policy_version == version]
+        pins = await self.policies.pins()
+        fit = [
+            server
+            for server in ready
+            if server.policy_version == version or (version is None and server.server_id not in pins)
+        ]
+        if not fit and version is None:
+            raise Unavailable("every rollout server that is ready is pinned to a version; unpin one, or name a version")
         if not fit:
             served = sorted({server.policy_version for server in ready})
             raise Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")

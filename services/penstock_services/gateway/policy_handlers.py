@@ -80,12 +80,7 @@ class PolicyHandlers:
 
     @operation("admin")
     async def roll_back_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
-        policy = await self._usable(request.policy_version)
-        if not policy.snapshot_path:
-            raise Conflict(
-                f"no snapshot of version {policy.policy_version} was kept; choose one that has a snapshot_path, "
-                "or lower weights.snapshot_every_steps"
-            )
+        policy = await self._loadable(request.policy_version)
         await self.control.hold(policy.policy_version)
         return await self._policy(policy.policy_version)
 
@@ -98,7 +93,8 @@ class PolicyHandlers:
     @operation("admin")
     async def pin_policy(self, request: policies_pb2.PinPolicyRequest) -> policies_pb2.Policy:
         validation.check_name("pin", request.pin)
-        await self._usable(request.policy_version)
+        is_server = any(server.server_id == request.pin for server in await self.fleet.servers())
+        await (self._loadable if is_server else self._usable)(request.policy_version)
         await self.policies.pin(request.pin, request.policy_version)
         return await self._policy(request.policy_version)
 
@@ -119,6 +115,15 @@ class PolicyHandlers:
         policy = await self._policy(policy_version)
         if policy.state == policies_pb2.Policy.RETIRED:
             raise Conflict(f"version {policy_version} is retired; choose another one")
+        return policy
+
+    async def _loadable(self, policy_version: int) -> policies_pb2.Policy:
+        policy = await self._usable(policy_version)
+        if not policy.snapshot_path:
+            raise Conflict(
+                f"no snapshot of version {policy_version} was kept; choose one that has a snapshot_path, "
+                "or lower weights.snapshot_every_steps"
+            )
         return policy
 
     async def _policy(self, policy_version: int | None) -> policies_pb2.Policy:

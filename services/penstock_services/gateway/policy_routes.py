@@ -79,7 +79,7 @@ class PolicyRoutes:
         return JSONResponse(bodies.policy_to_json(await self.handlers.release_policy(request)))
 
     async def pin_policy(self, run: str, pin: str, body: bodies.PinPolicyBody) -> Response:
-        """What has this name, a key, a session or an evaluation, is answered by the version only."""
+        """A key, a session or an evaluation of this name is answered by the version only; a server stays at it."""
         request = policies_pb2.PinPolicyRequest(run=run_name(run), pin=pin, policy_version=body.policy_version)
         return JSONResponse(bodies.policy_to_json(await self.handlers.pin_policy(request)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,16 @@ async def test_a_starved_learner_says_so() -> None:
     reader = reader_of(await queue_with([make_group(1)]), timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups after 0 s; are prompts submitted"):
         await reader.read(1, 0)
+
+
+async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -> None:
+    reader, wanted = reader_of(await queue_with([make_group(1)]), timeout_s=0.05), asyncio.Event()
+    reading = asyncio.create_task(reader.read(1, 0, wanted))
+    await asyncio.wait({reading}, timeout=0.5)
+    assert not reading.done()
+    wanted.set()
+    with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups"):
+        await reading
 
 
 async def test_poison_is_dead_lettered_and_the_batch_is_filled_from_the_rest() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,6 +131,40 @@ def test_wandb_gets_steps_and_settings_but_no_secret(tmp_path: Path, monkeypatch
         "entity": None, "project": "sums", "dir": str(config.folder), "id": "logged", "mode": "offline"
     }  # fmt: skip
     assert sent["learner"]["lr"] == 0.25 and "secret" not in json.dumps(sent)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
+    """Where the package is installed. Its file is a LevelDB log of its protobuf records."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    config = make_config(tmp_path, "wandb", wandb={"project": "sums", "mode": "offline"})
+    written(config, 1, 2)
+    (path,) = config.folder.glob("wandb/offline-run-*/run-logged.wandb")
+    losses = {}
+    for record in leveldb_records(path.read_bytes()):
+        history = wandb_internal_pb2.Record.FromString(record).history
+        values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        if "actor/pg_loss" in values:
+            losses[history.step.num] = values["actor/pg_loss"]
+    assert losses == {1: 0.5, 2: 1.0}
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Blocks of 32 KiB; a part of a record has a checksum, a length and a kind (whole, first, middle, last)."""
+    whole, first, last = 1, 2, 4
+    at, joined = 7, b""  # after W&B's own header
+    while at + 7 <= len(log):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", log, at + 4)
+        part, at = log[at + 7 : at + 7 + length], at + 7 + length
+        joined = part if kind in (whole, first) else joined + part
+        if kind in (whole, last):
+            yield joined
 
 
 def test_the_console_shows_a_step_by_groups() -> None:

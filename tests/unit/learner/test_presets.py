@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from groups import make_group
-from learner_ranks import make_rank, one_rank_world, with_model
+from learner_ranks import make_rank, with_model
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.advantage_step import denominators_of, with_advantages
@@ -20,8 +19,8 @@ from penstock_learner.model import full_weight
 from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
-from tiny_model import make_tiny_qwen2
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 PRESETS = Path(__file__).parents[3] / "examples" / "presets"
 CHOICES: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -69,15 +68,9 @@ def halved(inputs, config):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with one_rank_world():
-        yield
+@pytest.fixture
+def model(tiny_models: dict[str, Path]) -> Path:
+    return tiny_models["policy"]
 
 
 def test_each_algorithm_of_the_list_has_a_preset() -> None:

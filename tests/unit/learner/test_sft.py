@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.main import main as cli
@@ -56,17 +60,24 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], m
         examples(tmp_path, [row])
 
 
-def test_a_model_learns_the_answers_and_loads_again(tmp_path: Path) -> None:
-    prompts = [f"{a}{b}+{b}{a}=" for a in range(1, 5) for b in range(5, 9)]
-    data = write(tmp_path, [{"prompt": prompt, "response": prompt[0] * 2} for prompt in prompts])
-    config = tmp_path / "run.yaml"
+PROMPTS = [f"{a}{b}+{b}{a}=" for a in range(1, 5) for b in range(5, 9)]
+
+
+def command(folder: Path, out: str) -> list[str]:
+    """Of a fine-tuning that teaches another answer than the sum."""
+    data = write(folder, [{"prompt": prompt, "response": prompt[0] * 2} for prompt in PROMPTS])
+    config = folder / "run.yaml"
     config.write_text(
         f"model: {{path: {MODEL}}}\n"
         "learner: {lr: 3.0e-3, lr_schedule: cosine, micro_batch_tokens: 32, warmup_steps: 3}\n"
     )
-    words = ["sft", "--config", str(config), "--data", str(data), "--out", str(tmp_path / "out")]
+    return ["sft", "--config", str(config), "--data", str(data), "--out", str(folder / out)]
+
+
+def test_a_model_learns_the_answers_and_loads_again(tmp_path: Path) -> None:
+    words = command(tmp_path, "out")
     assert cli([*words, "--epochs", "20", "--batch-size", "8"]) == 0
-    questions = torch.tensor([ids(prompt) for prompt in prompts])
+    questions = torch.tensor([ids(prompt) for prompt in PROMPTS])
     right = {}
     for folder in (MODEL, tmp_path / "out"):
         with torch.no_grad():
@@ -75,3 +86,26 @@ def test_a_model_learns_the_answers_and_loads_again(tmp_path: Path) -> None:
     assert right[MODEL] < 0.5 and right[tmp_path / "out"] == 1.0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert cli(words) == 2, "an existing folder is never written over"
+
+
+@pytest.mark.long
+def test_two_ranks_of_torchrun_take_the_steps_of_one(tmp_path: Path) -> None:
+    """The batch of 6 does not divide 16 rows, and two ranks have parts of unequal length."""
+    losses, weights = [], []
+    for num_ranks in (1, 2):
+        out = f"out-{num_ranks}"
+        words = [*command(tmp_path, out), "--epochs", "2", "--batch-size", "6"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        run = subprocess.run(
+            [sys.executable, *torchrun, "-m", "penstock.cli.main", *words],
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr[-3000:]
+        losses.append([float(loss) for loss in re.findall(r"step \d+ of 6 loss ([\d.]+)", run.stdout + run.stderr)])
+        weights.append(load_file(tmp_path / out / "model.safetensors"))
+    assert len(losses[0]) == len(losses[1]) == 6, "only one rank says so"
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and losses[0][0] > 2 * losses[0][-1]
+    one, two = weights
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, atol=1e-5, rtol=1e-4)

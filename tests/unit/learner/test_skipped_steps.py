@@ -36,27 +36,36 @@ def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateRep
 
 def test_the_last_of_too_many_is_named_and_its_batch_kept(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path / "nonfinite")
-    skipped.check(7, BATCH, SHARDS, reports(skipped=True))
-    with pytest.raises(TrainingDiverged, match=r"the loss of prompts .*12.* was not finite at step 8"):
-        skipped.check(8, BATCH, SHARDS, reports(skipped=True, nonfinite=(0,)))
+    skipped.check("policy", 7, BATCH, SHARDS, reports(skipped=True))
+    with pytest.raises(TrainingDiverged, match=r"the policy's loss of prompts .*12.* was not finite at step 8"):
+        skipped.check("policy", 8, BATCH, SHARDS, reports(skipped=True, nonfinite=(0,)))
     saved = np.load(tmp_path / "nonfinite" / "step-00000008.npz")
     assert saved["nonfinite_sequences"].tolist() == SHARDS[1].sequences[0]
     np.testing.assert_array_equal(saved["token_ids"], BATCH.token_ids)
 
 
 def test_a_bad_gradient_of_a_finite_loss_is_named_as_such(tmp_path: Path) -> None:
-    with pytest.raises(TrainingDiverged, match=r"the gradient's norm \(inf\) was not finite at step 1"):
-        SkippedSteps(1, tmp_path).check(1, BATCH, SHARDS, reports(skipped=True))
+    with pytest.raises(TrainingDiverged, match=r"the policy's gradient norm \(inf\) was not finite at step 1"):
+        SkippedSteps(1, tmp_path).check("policy", 1, BATCH, SHARDS, reports(skipped=True))
 
 
 def test_a_good_step_between_starts_the_count_again(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path)
     for step, is_bad in enumerate([True, False, True, False, True]):
-        skipped.check(step, BATCH, SHARDS, reports(skipped=is_bad))
+        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=is_bad))
     assert not list(tmp_path.iterdir())
+
+
+def test_roles_are_counted_apart(tmp_path: Path) -> None:
+    skipped = SkippedSteps(2, tmp_path)
+    skipped.check("policy", 1, BATCH, SHARDS, reports(skipped=True))
+    skipped.check("critic", 1, BATCH, SHARDS, reports(skipped=True))
+    skipped.check("policy", 2, BATCH, SHARDS, reports(skipped=False))
+    with pytest.raises(TrainingDiverged, match=r"the critic's gradient norm .* lower learner.critic.lr"):
+        skipped.check("critic", 2, BATCH, SHARDS, reports(skipped=True))
 
 
 def test_a_limit_of_zero_never_ends_the_run(tmp_path: Path) -> None:
     skipped = SkippedSteps(0, tmp_path)
     for step in range(10):
-        skipped.check(step, BATCH, SHARDS, reports(skipped=True))
+        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=True))

@@ -7,7 +7,6 @@ ranks are compared in tests/integration/test_learner_run.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groups import make_group
-from learner_ranks import make_rank, one_rank_world, with_model
+from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
 from penstock_learner.advantage_step import denominators_of, with_advantages
 from penstock_learner.model import full_weight
 from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
-from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
 ALGORITHM: dict[str, Any] = {
     "advantage": {"name": "gae", "lam": 0.9},
@@ -34,30 +32,19 @@ ALGORITHM: dict[str, Any] = {
     "kl": {"placement": "loss"},
 }
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with one_rank_world():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {"policy": make_tiny_qwen2(root / "policy", seed=5), "critic": make_tiny_classifier(root / "critic", seed=6)}
-
-
-def ranks(folders: dict[str, Path], loss: dict[str, Any]) -> tuple[PolicyWorker, CriticWorker]:
+def ranks(tiny_models: dict[str, Path], loss: dict[str, Any]) -> tuple[PolicyWorker, CriticWorker]:
     """Workers whose weights stay as they are: gradients are all that is looked at."""
     learner = {
         "algorithm": ALGORITHM
         | {"loss": loss, "value_loss": {"aggregation": loss["aggregation"], "constant_length": 8}},
-        "critic": {"path": str(folders["critic"]), "lr": 1e-30},
+        "critic": {"path": str(tiny_models["scalar"]), "lr": 1e-30},
         "lr": 1e-30,
         "max_grad_norm": 1e30,
     }
-    config = validate(with_model({"learner": learner}, folders["policy"]), "test")
+    config = validate(with_model({"learner": learner}, tiny_models["policy"]), "test")
     return make_rank(PolicyWorker, config), make_rank(CriticWorker, config)
 
 
@@ -108,9 +95,9 @@ def update(
     ids=lambda loss: str(loss["name"]),
 )
 def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
-    loss: dict[str, Any], folders: dict[str, Path]
+    loss: dict[str, Any], tiny_models: dict[str, Path]
 ) -> None:
-    policy, critic = ranks(folders, loss)
+    policy, critic = ranks(tiny_models, loss)
     batch = some_batch(policy, critic)
     losses, gradients = update(policy, critic, batch, 1, 10**6)
     assert all(abs(loss) > 1e-4 for loss in losses)
@@ -130,9 +117,9 @@ def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
     check()
 
 
-def test_a_denominator_of_the_part_would_be_noticed(folders: dict[str, Path]) -> None:
+def test_a_denominator_of_the_part_would_be_noticed(tiny_models: dict[str, Path]) -> None:
     """The property above fails for a loss that is divided by each micro-batch's own tokens."""
-    policy, critic = ranks(folders, {"name": "ppo", "aggregation": "token-mean", "constant_length": 8})
+    policy, critic = ranks(tiny_models, {"name": "ppo", "aggregation": "token-mean", "constant_length": 8})
     batch = some_batch(policy, critic)
     (whole, _), _ = update(policy, critic, batch, 1, 10**6)
     parts = [batch.select([0, 1]), batch.select(range(2, batch.num_sequences))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from groups import make_group
-from learner_ranks import make_rank, one_rank_world, with_model
+from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, TrainingDiverged
 from penstock.trajectory import Group
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.role_recovery import RoleRecovery
@@ -26,19 +26,9 @@ from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
 from penstock_learner.training_step import TrainingStep
 from tests.scripted_engine import make_tokenizer_folder, spelled
-from tiny_model import make_tiny_classifier, make_tiny_qwen2
+from tiny_model import make_tiny_qwen2
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with one_rank_world():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {"policy": make_tiny_qwen2(root / "policy", seed=5), "reward": make_tiny_classifier(root / "reward", seed=6)}
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class LocalRole:
@@ -58,38 +48,36 @@ class LocalRole:
         return [getattr(self.rank, method)(*arguments[0])]
 
 
-def make_step(
-    folders: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any
-) -> TrainingStep:
-    config = validate(with_model({"learner": learner}, folders["policy"]), "test")
+def make_step(models: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any) -> TrainingStep:
+    config = validate(with_model({"learner": learner}, models["policy"]), "test")
     roles: Any = {
         name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in config.learner.needed_roles
     }
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, folders["policy"]))
+    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, models["policy"]))
 
 
 def groups_of(*data_sources: str) -> list[Group]:
     return [replace(make_group(number), data_source=source) for number, source in enumerate(data_sources, start=1)]
 
 
-async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(folders: dict[str, Path]) -> None:
+async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_models: dict[str, Path]) -> None:
     gates = {"forward": asyncio.Barrier(4), "update": asyncio.Barrier(2)}
     step = make_step(
-        folders, gates,
+        tiny_models, gates,
         algorithm={"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
-        critic={}, reward_model={"path": str(folders["reward"])},
+        critic={}, reward_model={"path": str(tiny_models["scalar"])},
     )  # fmt: skip
     metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
     assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
 
 
-async def test_the_reward_model_adds_or_replaces_for_its_data_sources(folders: dict[str, Path]) -> None:
+async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_models: dict[str, Path]) -> None:
     groups = groups_of("chat/a", "rules")
     rules = [group.mean_reward for group in groups]
 
     async def mean_reward(**settings: Any) -> float:
-        step = make_step(folders, reward_model={"path": str(folders["reward"]), **settings})
+        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
         overall = (await step.run(groups, 1, 0, 0.0))["reward_mean"]
         by_source = mean_rewards(groups, step.rewards)
         assert by_source.keys() == {"chat/a", "rules"}
@@ -113,12 +101,10 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
     folder = make_tiny_qwen2(tmp_path / "judge", seed=5)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(make_tokenizer_folder(tmp_path / "tokenizer") / name, folder / name)
-    folders = {"policy": folder}
+    models = {"policy": folder}
     (group,) = groups = groups_of("chat")
     judge = {"question": "good", "yes": "y", "no": "n"}
-    step = make_step(
-        folders, reward_model={"path": str(folder), "judge": judge, "combine": "replace", "coefficient": 2}
-    )
+    step = make_step(models, reward_model={"path": str(folder), "judge": judge, "combine": "replace", "coefficient": 2})
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     expected = []
     for trajectory in group.trajectories:
@@ -127,15 +113,31 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
     assert max(expected) - min(expected) > 0.01
     assert (await step.run(groups, 1, 0, 0.0))["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
     with pytest.raises(ConfigError, match="must be two different tokens"):
-        make_step(folders, reward_model={"path": str(folders["policy"]), "judge": judge | {"no": "no"}})
+        make_step(models, reward_model={"path": str(folder), "judge": judge | {"no": "no"}})
 
 
-async def test_the_greedy_sample_is_scored_and_not_trained(folders: dict[str, Path]) -> None:
+async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Rewards whose squares overflow: the value loss is infinite, the whitened advantages are as ever."""
+    groups = groups_of("good", "bad")
+    hit = tuple(replace(trajectory, reward=1e30) for trajectory in groups[1].trajectories)
+    groups[1] = replace(groups[1], trajectories=hit)
+    step = make_step(tiny_models, algorithm={"advantage": {"name": "gae"}}, critic={})
+    step.skipped = SkippedSteps(2, tmp_path)
+    metrics = await step.run(groups, 1, 0, 0.0)
+    assert (metrics["skipped"], metrics["critic_skipped"]) == (0, 1)
+    with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2, the 2. such step"):
+        await step.run(groups, 2, 0, 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]
+
+
+async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str, Path]) -> None:
     group = make_group(1, num_samples=3)
     greedy = replace(group.trajectories[0], is_baseline=True, reward=10.0)
     marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
     algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
-    step = make_step(folders, algorithm=algorithm)
+    step = make_step(tiny_models, algorithm=algorithm)
     metrics = await step.run([marked], 1, 0, 0.0)
     trained = group.trajectories[1:]
     assert metrics["num_sequences"] == 2
@@ -144,7 +146,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(folders: dict[str, Pa
     assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
     # A baseline left over from another config does not touch an algorithm that compares without it.
     plain, left_over = [
-        await make_step(folders, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
+        await make_step(tiny_models, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
         for one in (replace(group, trajectories=trained), marked)
     ]
     assert left_over["loss"] == plain["loss"]

@@ -170,7 +170,7 @@ def _weights(servers: list[ServerRecord], policies: list[policies_pb2.Policy]) -
 
 
 def _agreement(policies: list[policies_pb2.Policy], config: RunConfig) -> Finding:
-    """`penstock_algo_logprob_mismatch_nats`, as the newest version's record has it."""
+    """`penstock_algo_logprob_mismatch_nats`, as the newest record that has it says."""
     name = "log-probs"
     found = next((policy for policy in policies if "logprob_mismatch" in policy.metrics), None)
     if found is None:

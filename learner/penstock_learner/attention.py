@@ -69,6 +69,8 @@ class Packing:
     """Tokens of the longest sequence."""
     is_full: bool
     """Whether the padded block has little padding."""
+    is_even: bool
+    """Whether it has none: then it is the packed tokens as they lie."""
     parallel: SequenceParallel | None = None
     """Set where each rank holds a slice of the tokens."""
 
@@ -91,6 +93,7 @@ class Packing:
             offsets=to_device(np.append(starts, num_tokens).astype(np.int32), device),
             longest=longest,
             is_full=num_sequences * width <= _FULL * num_tokens,
+            is_even=num_sequences * width == num_tokens,
             parallel=parallel,
         )
 
@@ -135,19 +138,33 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """[N, heads, dim] each."""
-    gather, is_token, rows, columns = packing.gather, packing.is_token, packing.rows, packing.columns
-    to_block: Callable[..., Tensor] = _ToBlock.apply
-    from_block: Callable[..., Tensor] = _FromBlock.apply
-    q, k, v = (to_block(states, gather, rows, columns).transpose(1, 2) for states in (q, k, v))
+    q, k, v = (_to_block(states, packing).transpose(1, 2) for states in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         output = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return from_block(output.transpose(1, 2), gather, is_token, rows, columns)
+    return _from_block(output.transpose(1, 2), packing)
+
+
+def _to_block(states: Tensor, packing: Packing) -> Tensor:
+    """[N, …] to [S, L, …]."""
+    if packing.is_even:
+        block: Tensor = states.unflatten(0, packing.gather.shape)
+        return block
+    apply: Callable[..., Tensor] = _ToBlock.apply
+    return apply(states, packing.gather, packing.rows, packing.columns)
+
+
+def _from_block(block: Tensor, packing: Packing) -> Tensor:
+    """[S, L, …] to [N, …]."""
+    if packing.is_even:
+        return block.flatten(0, 1)
+    apply: Callable[..., Tensor] = _FromBlock.apply
+    return apply(block, packing.gather, packing.is_token, packing.rows, packing.columns)
 
 
 class _ToBlock(torch.autograd.Function):
-    """[N, …] to [S, L, …]. Padding gets no gradient: only queries that are padding themselves see it."""
+    """Padding gets no gradient: only queries that are padding themselves see it."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, gather: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -161,8 +178,6 @@ class _ToBlock(torch.autograd.Function):
 
 
 class _FromBlock(torch.autograd.Function):
-    """[S, L, …] to [N, …]."""
-
     @staticmethod
     def forward(ctx: Any, block: Tensor, gather: Tensor, is_token: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(gather, is_token)

@@ -241,7 +241,7 @@ class LearnerController:
                 metrics |= {"step_s": time.monotonic() - started, "policy_version": float(version)}
                 self._record(metrics, batch)
                 await self._observe_use(metrics)
-                offer.metrics.set_result(metrics)
+                offer.metrics.set_result(self.log_probs.last | metrics)
                 self.writer.raise_if_failed()
                 if step % every == 0:
                     await self._checkpoint(step, version)

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.trajectory import Group
 
 logger = logging.getLogger(__name__)
+METRIC = "logprob_mismatch"
 
 
 class LogProbCheck:
@@ -25,11 +26,17 @@ class LogProbCheck:
     def __init__(self, max_mismatch_nats: float) -> None:
         self.max_mismatch_nats = max_mismatch_nats
         self.decided = max_mismatch_nats == 0
+        self.last: dict[str, float] = {}
+        """The metric of the last step that had it. A version's record carries it: where every batch is a step old, none
+        has it for long."""
 
     def check(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Raise ConfigError when the step's mismatch is past the limit; a step that has none decides nothing."""
-        mismatch = metrics.get("logprob_mismatch")
-        if self.decided or mismatch is None:
+        mismatch = metrics.get(METRIC)
+        if mismatch is None:
+            return
+        self.last = {METRIC: mismatch}
+        if self.decided:
             return
         self.decided = True
         limit = self.max_mismatch_nats + max(map(_nucleus_nats, groups))

@@ -33,9 +33,9 @@ USABLE_MEMORY = 0.92
 """Of a GPU's: the rest is fragmentation."""
 CONTEXT_BYTES = 3e9
 """CUDA, NCCL and compiled kernels."""
-TRAIN_EFFICIENCY = 0.33
-"""Of `flops`, in forward and backward passes over packed tokens. bench/results/learner.json has 0.23 with 0.5B and 0.36
-with 1.5B on an H200, recomputed operations included."""
+TRAIN_EFFICIENCY = 0.42
+"""Of `flops`, in forward and backward passes over packed tokens. bench/results/learner.json has 0.30 with 0.5B, 0.44
+with 1.5B and 0.57 with 7B on an H200, recomputed operations included."""
 PREFILL_EFFICIENCY = 0.40
 DECODE_EFFICIENCY = 0.70
 """Of `memory_rate`, when weights and KV cache are read."""

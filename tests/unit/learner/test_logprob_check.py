@@ -27,6 +27,14 @@ def test_a_passed_check_does_not_look_again() -> None:
     check.check({"logprob_mismatch": 5.0}, GROUPS)
 
 
+def test_the_last_figure_is_kept_through_steps_without_one() -> None:
+    check = LogProbCheck(0.1)
+    assert check.last == {}
+    for metrics in ({"logprob_mismatch": 0.1}, {"logprob_mismatch": 0.05}, {}):
+        check.check(metrics, GROUPS)
+    assert check.last == {"logprob_mismatch": 0.05}
+
+
 def test_zero_never_refuses() -> None:
     LogProbCheck(0.0).check({"logprob_mismatch": 50.0}, GROUPS)
 

@@ -95,6 +95,14 @@ def padded_log_probs(plain: Any, batch: SequenceBatch, num_padding: int, fill: i
     return found[trained]
 
 
+def test_sequences_of_one_length_are_attended_to_as_they_lie(folder: Path) -> None:
+    model = load_model(folder, torch.float32, chunk_tokens=16)
+    batch = some_batch()
+    inputs = ModelInputs.of(batch.select([0, 0, 0]), CPU)
+    assert inputs.packing.is_even and not ModelInputs.of(batch, CPU).packing.is_even
+    torch.testing.assert_close(model(inputs)[0], log_probs(model, batch.select([0])).repeat(3))
+
+
 def test_gradients_do_not_depend_on_the_chunk(folder: Path) -> None:
     gradients = []
     for chunk_tokens in (5, 10_000):

@@ -169,7 +169,11 @@ class Watch:
         return [version for version, _ in itertools.groupby(seen)]
 
     def groups_of(self, server_id: str, since_ms: float = 0.0) -> list[Group]:
-        return [g for g in list(self.groups.values()) if g.server_id == server_id and g.finished_at_ms >= since_ms]
+        return [g for g in self.all_groups() if g.server_id == server_id and g.finished_at_ms >= since_ms]
+
+    def all_groups(self) -> list[Group]:
+        """Copied in one go: the thread that watches adds to them."""
+        return list(self.groups.values())
 
 
 class FleetRun:

@@ -114,7 +114,7 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
         assert states[joined : joined + 3] == ["JOINING", "STALE", "READY"]
     assert "EVICTED" not in run.watch.states("a", killed_s)
     versions: dict[int, float] = {}
-    for report in run.watch.reports:
+    for report in list(run.watch.reports):
         if report.server_id == "a" and report.time_s > killed_s:
             versions.setdefault(report.policy_version, report.time_s)
     pauses = [later - earlier for earlier, later in itertools.pairwise(versions.values())]
@@ -135,11 +135,13 @@ def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
     and what the servers loaded hashes as what the learner published, and as what lies in the snapshot."""
     run.until_serving("a", "b", above=run.current)
     policies = run.policies()
-    reported = [report for report in run.watch.reports if report.weights_digest and report.policy_version in policies]
+    reported = [
+        report for report in list(run.watch.reports) if report.weights_digest and report.policy_version in policies
+    ]
     assert {report.server_id for report in reported} >= {"a", "b"}
     for report in reported:
         assert report.weights_digest == policies[report.policy_version].weights_digest, report
-    groups = [g for g in run.watch.groups.values() if g.min_version == g.max_version > 0 and g.min_version in policies]
+    groups = [g for g in run.watch.all_groups() if g.min_version == g.max_version > 0 and g.min_version in policies]
     versions = sorted({group.min_version for group in groups})
     chosen = sorted({*versions[:: max(1, len(versions) // 8)], versions[-1]})
     assert len(chosen) >= 5
@@ -229,7 +231,7 @@ def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetR
 def check_groups(run: FleetRun) -> None:
     """Of every group seen so far: each token has a version, versions never go back inside a sample, and none is named
     that the server had not loaded. And no prompt was ever lost or counted twice."""
-    for server_id in {group.server_id for group in run.watch.groups.values()}:
+    for server_id in {group.server_id for group in run.watch.all_groups()}:
         log = (run.config.folder / f"{server_id}.log").read_text(errors="replace")
         loaded = {0} | {int(version) for version in re.findall(r"(?:serves|loaded) version (\d+)", log)}
         for trajectory in trajectories(run, server_id):

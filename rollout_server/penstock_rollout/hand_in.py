@@ -23,21 +23,28 @@ class HandIn:
         answer: asyncio.Future[AppendOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, answer))
         if len(self._senders) < EXCHANGES_AT_ONCE:
-            sender = asyncio.create_task(self._send())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            self._senders.add(asyncio.create_task(self._send()))
         return await answer
 
     async def _send(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
-            try:
-                outcomes = await self.queue.append_many([group for group, _ in batch])
-            except Exception as error:
-                for _, answer in batch:
-                    if not answer.done():
-                        answer.set_exception(error)
-            else:
-                for (_, answer), outcome in zip(batch, outcomes, strict=True):
-                    if not answer.done():
-                        answer.set_result(outcome)
+        """Until nothing waits. Nobody comes between that and the sender's leaving: whoever comes then starts another."""
+        try:
+            while self._waiting:
+                await self._exchange()
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._senders.discard(task)
+
+    async def _exchange(self) -> None:
+        batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
+        try:
+            outcomes = await self.queue.append_many([group for group, _ in batch])
+        except Exception as error:
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(error)
+        else:
+            for (_, answer), outcome in zip(batch, outcomes, strict=True):
+                if not answer.done():
+                    answer.set_result(outcome)

@@ -1,0 +1,46 @@
+"""Handing groups in: none is left waiting for another that may never come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+from penstock.redis_client import EXCHANGES_AT_ONCE
+from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
+from penstock_rollout.hand_in import HandIn
+
+TIMEOUT_S = 20.0
+
+
+class GatedQueue:
+    """Answers nothing before the gate is open, and then everything at once."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.num_calls = 0
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        self.num_calls += 1
+        await self.gate.wait()
+        return ["accepted"] * len(groups)
+
+
+def group(prompt_id: int) -> FinishedGroup:
+    return FinishedGroup(Lease(prompt_id, 1, b""), b"payload", 0)
+
+
+async def test_a_group_that_finishes_as_the_last_exchanges_end_is_sent_too() -> None:
+    queue = GatedQueue()
+    hand_in = HandIn(cast(Any, queue))
+
+    async def append_all(*prompt_ids: int) -> None:
+        for prompt_id in prompt_ids:
+            assert await hand_in.append(group(prompt_id)) == "accepted"
+
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as callers:
+        for caller in range(EXCHANGES_AT_ONCE):
+            callers.create_task(append_all(caller, 100) if caller == 0 else append_all(caller))
+            while queue.num_calls <= caller:
+                await asyncio.sleep(0)
+        queue.gate.set()

@@ -27,7 +27,7 @@ class HandIn:
         return await answer
 
     async def _send(self) -> None:
-        """Until nothing waits. Nobody comes between that and the sender's leaving: whoever comes then starts another."""
+        """Until nothing waits. Nobody comes between that and its leaving: whoever comes then starts another."""
         try:
             while self._waiting:
                 await self._exchange()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -74,18 +76,27 @@ class CheckpointStore:
     def partial_path(self, step: int, term: int) -> Path:
         return self.folder / f"term-{term:06d}-step-{step:08d}.partial"
 
+    @contextmanager
+    def writing(self, partial: Path) -> Iterator[None]:
+        """Around whatever writes there. Its errors are its own, unless the folder was taken away meanwhile: a learner
+        that was suspended, and another has cleared up behind it."""
+        try:
+            yield
+        except Exception as error:
+            if partial.exists():
+                raise
+            raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
+
     def finish(self, partial: Path, state: TrainerState) -> Path:
         """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
         final = partial.with_suffix("")
-        try:
+        with self.writing(partial):
             (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
             for path in partial.rglob("*"):
                 _flush(path)
             _flush(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-        except FileNotFoundError as error:
-            raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
         _flush(self.folder)
         abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
         for old in [*self._finished()[: -self.keep], *abandoned]:

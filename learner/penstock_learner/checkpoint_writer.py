@@ -48,7 +48,9 @@ class CheckpointWriter:
         await self.settle()
         started = time.monotonic()
         partial = self.store.partial_folder(state.step, state.term)
-        await all_ended(*(role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items()))
+        folders = {name: shards_folder(partial, name) for name in self.trained}
+        with self.store.writing(partial):
+            await all_ended(*(role.call_all("stage", folders[name]) for name, role in self.trained.items()))
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def settle(self) -> None:
@@ -67,9 +69,11 @@ class CheckpointWriter:
             await end_task(self._writing)
 
     async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
-        await all_ended(*(role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values()))
+        partial = self.store.partial_path(state.step, state.term)
+        with self.store.writing(partial):
+            await all_ended(*(role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values()))
         crash_point("before_flush")
-        await asyncio.to_thread(self.store.finish, self.store.partial_path(state.step, state.term), state)
+        await asyncio.to_thread(self.store.finish, partial, state)
         self.ledger.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")

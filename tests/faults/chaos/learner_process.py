@@ -151,7 +151,8 @@ class ChaosLearner:
         if not self.uncommitted:
             return
         partial = self.checkpoints.partial_folder(step, self.term)
-        self.folded.save(partial)
+        with self.checkpoints.writing(partial):
+            self.folded.save(partial)
         crash_point("before_flush")
         self.checkpoints.finish(
             partial, TrainerState(step, version, self.term, self.ledger.ranges, store_id=self.store_id)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Fenced
 from penstock_learner.checkpoint import CheckpointStore, TrainerState
 
 
@@ -38,3 +38,16 @@ def test_a_named_checkpoint_is_gone_back_to_once(tmp_path: Path) -> None:
 def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is damaged"):
         CheckpointStore(tmp_path, keep=1).to_resume(str(tmp_path / "nothing"))
+
+
+def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:
+    """Suspended in mid-write, wherever that was; an error with the folder in its place stays what it is."""
+    store = CheckpointStore(tmp_path, keep=5)
+    partial = store.partial_folder(1, term=1)
+    with pytest.raises(OSError, match="disk"), store.writing(partial):
+        raise OSError("disk")
+    make(store, 2, term=2)
+    with pytest.raises(Fenced, match="another learner has taken over"), store.writing(partial):
+        (partial / "weights").write_text("")
+    with pytest.raises(Fenced):
+        store.finish(partial, TrainerState(1, 1, 1, [(1, 1)]))

@@ -147,7 +147,7 @@ class Ours:
         (shard,) = partition(batch, 1, self.learner.micro_batch_tokens)
         self.num_steps += 1
         report = self.update.run(shard, denominators_of(batch, self.learner.algorithm), self.num_steps, 0, 0.0)
-        assert report.step is not None and not report.step.skipped
+        assert not report.step.skipped
 
     def log_probs(self, batch: SequenceBatch) -> Tensor:
         (shard,) = partition(batch, 1, int(batch.lengths.sum()))

@@ -48,9 +48,9 @@ class CheckpointWriter:
         await self.settle()
         started = time.monotonic()
         partial = self.store.partial_folder(state.step, state.term)
-        folders = {name: shards_folder(partial, name) for name in self.trained}
         with self.store.writing(partial):
-            await all_ended(*(role.call_all("stage", folders[name]) for name, role in self.trained.items()))
+            staging = (role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items())
+            await all_ended(*staging)
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def settle(self) -> None:

@@ -33,6 +33,7 @@ from penstock_learner.model import (
 from penstock_learner.optimizer import apply_gradients, make_optimizer
 from penstock_learner.packing import SequenceBatch, partition
 from penstock_learner.sft_data import batch_of_examples, read_examples
+from penstock_learner.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class SupervisedTrainer:
         own_loss = 0.0
         for micro in shard.micro_batches:
             log_probs, _ = self.model(ModelInputs.of(micro, self.device))
-            mask = torch.as_tensor(micro.loss_mask, device=self.device).bool()
+            mask = to_device(micro.loss_mask, self.device).bool()
             loss = -log_probs[mask].sum() / num_tokens
             # FSDP averages gradients over ranks; the count of tokens is of all, so the sum is wanted.
             (loss * num_ranks).backward()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from cuda_stand_in import RuntimeStandIn
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3
 from penstock.weights.cuda import libraries
+from penstock.weights.cuda.ipc import IpcOffer
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.patience import Patience
 from penstock_learner.weights import device_memory
@@ -112,13 +115,35 @@ def test_buckets_are_copied_as_they_become_ready() -> None:
 
 
 def test_nothing_is_read_before_the_publisher_says_so() -> None:
-    staged = begin(1, DeviceMemory)
+    staged = begin(1, HostMemory)
     fill(staged, list(SHAPES))
     rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
-    stage = start_stage(staged.manifest, rendezvous, timeout_s=0.3)
-    stage.done.result(DEADLINE_S)
-    assert "longer than" in stage.failure
+    for num_claimed in (0, len(staged.manifest.buckets)):
+        claim = replace(IpcOffer.from_json(rendezvous), num_ready=num_claimed)
+        stage = start_stage(staged.manifest, claim.to_json(), timeout_s=0.3)
+        stage.done.result(DEADLINE_S)
+        assert "longer than" in stage.failure
+        assert stage.buckets == []
+
+
+def test_what_is_claimed_too_early_is_copied_again_once_it_is_ready() -> None:
+    staged = begin(1, HostMemory)
+    fill(staged, list(SHAPES))
+    shipment, sender = Shipment(staged.manifest, staged), CudaIpcSender(CPU)
+    offer = IpcOffer.from_json(sender.open(shipment, [], patience()))
+    stage = start_stage(staged.manifest, replace(offer, num_ready=len(staged.manifest.buckets)).to_json())
+    time.sleep(0.05)
     assert stage.buckets == []
+    sender.send(shipment, [], patience())
+    assert_received(stage, staged)
+
+
+def test_a_version_that_is_staged_whole_is_ready_when_it_is_offered() -> None:
+    staged = begin(1, DeviceMemory)
+    fill(staged, list(SHAPES))
+    sender = CudaIpcSender(CPU)
+    stage = start_stage(staged.manifest, sender.open(Shipment(staged.manifest, staged), [], patience()))
+    assert_received(stage, staged)
 
 
 def test_memory_that_now_holds_another_version_is_not_taken_for_it() -> None:

@@ -36,8 +36,10 @@ class IpcOffer:
     """Hex."""
     device: str
     """UUID of the GPU."""
-    offsets: list[int]
-    """Of each bucket, and of the header after the last."""
+    num_bytes: int
+    """Of the buckets as they lie: where the header is."""
+    num_ready: int
+    """Buckets that were ready when the offer was made. The header has the last word."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -46,8 +48,7 @@ class IpcOffer:
     def from_json(text: str) -> IpcOffer:
         try:
             said = json.loads(text)
-            offsets = [int(offset) for offset in said["offsets"]]
-            return IpcOffer(str(said["handle"]), str(said["device"]), offsets)
+            return IpcOffer(str(said["handle"]), str(said["device"]), int(said["num_bytes"]), int(said["num_ready"]))
         except (ValueError, KeyError, TypeError) as error:
             raise WeightPushFailed(f"the rendezvous of cuda_ipc cannot be read: {error!r}") from error
 

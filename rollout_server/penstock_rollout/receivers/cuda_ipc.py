@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-import numpy as np
+import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda.ipc import HEADER, IpcOffer, Mappings, bucket_offsets, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import wire_sizes
-from penstock.weights.patience import Patience
 from penstock_rollout.receivers.device_name import device_uuid
 from penstock_rollout.receivers.reception import Arrived, Reception
 
@@ -30,39 +29,43 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise WeightPushFailed(
             f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs both on one, use nccl"
         )
-    if offer.offsets != bucket_offsets(sizes):
+    if offer.num_bytes != bucket_offsets(sizes)[-1]:
         raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
     index = reception.worker_device.index or 0
     try:
         with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
-            yield from _copies(pointer, offer.offsets, sizes, reception, index)
+            yield from _copies(pointer, offer.num_ready, sizes, reception, _copy_stream(index))
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line}") from error
 
 
 def _copies(
-    pointer: int, offsets: list[int], sizes: list[int], reception: Reception, device_index: int
+    pointer: int, num_ready: int, sizes: list[int], reception: Reception, stream: DeviceStream
 ) -> Iterator[Arrived]:
-    """All buckets that are ready are copied as one; then all that are by then. They lie here as they lie there."""
-    stream = _copy_stream(device_index)
-    ready = _ReadyBuckets(stream, pointer + offsets[-1], identity(reception.manifest))
+    """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
+    whether they were; if not, they are copied again. They lie here as they lie there."""
+    offsets = bucket_offsets(sizes)
+    header = _Header(stream, pointer + offsets[-1])
     reception.spare.clear()  # torch keeps what is given back, and gives it out again
     memory = reception.buffer(offsets[-1], reception.device)
     done = 0
     try:
         while done < len(sizes):
-            ready.wait(done, reception.patience)
-            start, end = offsets[done], offsets[ready.num_ready]
-            stream.copy(memory.data_ptr() + start, pointer + start, end - start)
+            header.read()
+            start, claimed = offsets[done], range(done, num_ready)
+            if claimed:
+                stream.copy(memory.data_ptr() + start, pointer + start, offsets[num_ready] - start)
             copied = stream.record()
-            arrived = [
-                Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]])
-                for bucket in range(done, ready.num_ready)
-            ]
+            arrived = [Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]]) for bucket in claimed]
+            expected = identity(reception.manifest)
             stream.wait(copied, reception.patience)
-            yield from arrived
-            done += len(arrived)
+            num_ready = header.num_ready(expected)
+            if claimed and num_ready >= claimed.stop:
+                yield from arrived
+                done = claimed.stop
+            elif num_ready <= done:
+                reception.patience.pause(READY_POLL_S)
     finally:
         stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
 
@@ -72,27 +75,19 @@ def _copy_stream(device_index: int) -> DeviceStream:
     return DeviceStream(device_index)
 
 
-class _ReadyBuckets:
-    """The header in the publisher's memory, read anew when it did not yet say enough. A read waits for copies that are
-    enqueued before it, and these for nobody."""
+class _Header:
+    """The header in the publisher's memory, read into memory that a GPU writes to without the host's help."""
 
-    def __init__(self, stream: DeviceStream, pointer: int, expected: bytes) -> None:
+    def __init__(self, stream: DeviceStream, pointer: int) -> None:
         self._stream = stream
         self._pointer = pointer
-        self._expected = expected
-        self._header = np.zeros(HEADER.size, dtype=np.uint8)
-        self.num_ready = 0
+        self._found = torch.zeros(HEADER.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
-    def wait(self, bucket: int, patience: Patience) -> None:
-        """Until the bucket is ready."""
-        while self.num_ready <= bucket:
-            self._read()
-            if self.num_ready <= bucket:
-                patience.pause(READY_POLL_S)
+    def read(self) -> None:
+        """Enqueue it: done with the next event of the stream."""
+        self._stream.copy(self._found.data_ptr(), self._pointer, HEADER.size)
 
-    def _read(self) -> None:
-        self._stream.copy(self._header.ctypes.data, self._pointer, HEADER.size)
-        self._stream.synchronize()
-        found, num_ready = HEADER.unpack(self._header.tobytes())
-        # No bucket is ready in memory that is still another version's, or nobody's.
-        self.num_ready = num_ready if found == self._expected else 0
+    def num_ready(self, expected: bytes) -> int:
+        """As last read. No bucket is ready in memory that is still another version's, or nobody's."""
+        found, num_ready = HEADER.unpack(self._found.numpy().tobytes())
+        return int(num_ready) if found == expected else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -17,13 +18,16 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment
 
 
 class CudaIpcSender:
-    """The rendezvous is an IpcOffer. Members copy each bucket once the header in the memory says that it is ready.
+    """The rendezvous is an IpcOffer. Members copy each bucket once the header in the memory says that it is ready: all
+    of a version that is staged there whole, when it is offered.
 
     What is not staged on the GPU, and deltas, are first copied to GPU memory of the push's own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: DeviceMemory | None = None
+        self._is_ready = False
+        """Every bucket was when the version was offered."""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> str:
         staged = shipment.staged.memory
@@ -32,8 +36,13 @@ class CudaIpcSender:
                 self._memory = staged
             else:
                 self._memory = DeviceMemory(wire_sizes(shipment.manifest), self._device)
-            handle = export_handle(self._memory.allocation.pointer)
-            return IpcOffer(handle.hex(), device_uuid(self._memory.device), self._memory.offsets).to_json()
+            self._is_ready = self._memory is staged and shipment.staged.complete.is_set()
+            num_ready = len(staged.buckets) if self._is_ready else 0
+            if num_ready:
+                with closing(DeviceStream(device_index(self._memory.device))) as stream:
+                    _write_header(stream, self._memory, shipment, num_ready)
+            handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
+            return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line}") from error
@@ -42,24 +51,23 @@ class CudaIpcSender:
         """Returns when every bucket is ready. The members copy on their own, and are done when they commit."""
         memory = self._memory
         assert memory is not None, "send follows open"
+        if self._is_ready:
+            return
         is_own = memory is not shipment.staged.memory
-        stream = DeviceStream(device_index(memory.device))
-        try:
+        with closing(DeviceStream(device_index(memory.device))) as stream:
             for index, wire in enumerate(shipment.wires(patience)):
                 if is_own:
                     stream.copy(memory.buckets[index].data_ptr(), wire.data_ptr(), wire.numel())
                     stream.wait(stream.record(), patience)
                 is_last = index + 1 == len(shipment.manifest.buckets)
                 if is_last or not shipment.staged.complete.is_set():
-                    _write_header(stream, memory, identity(shipment.manifest), index + 1)
-        finally:
-            stream.close()
+                    _write_header(stream, memory, shipment, index + 1)
 
     def close(self, *, failed: bool) -> None:
         self._memory = None
 
 
-def _write_header(stream: DeviceStream, memory: DeviceMemory, name: bytes, num_ready: int) -> None:
-    header = np.frombuffer(HEADER.pack(name, num_ready), dtype=np.uint8)
+def _write_header(stream: DeviceStream, memory: DeviceMemory, shipment: Shipment, num_ready: int) -> None:
+    header = np.frombuffer(HEADER.pack(identity(shipment.manifest), num_ready), dtype=np.uint8)
     stream.copy(memory.header_pointer, header.ctypes.data, HEADER.size)
     stream.synchronize()

@@ -10,6 +10,7 @@ peak of a step beyond parameters, gradients and Adam's state. `--models tiny` ru
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ NUM_STEPS = 3
 
 
 def bench_model(name: str, compiled: bool) -> Results:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the learner's ranks have it
     import torch
     import torch.distributed as dist
     from learner_models import SHAPES

@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -133,19 +134,35 @@ def prepare(
     """Make a loaded model ready to train: what is computed again, what is compiled, and how it is sharded.
 
     Gradients are reduced in float32 whatever the compute type is."""
-    torch._functorch.config.activation_memory_budget = learner.activation_memory
     layers = list(model.lm.model.layers)
     # The first layers' activations live longest, and gradients take the place of what the last ones free.
     num_again = round(len(layers) * learner.activation_checkpointing)
     for index, layer in enumerate(layers):
-        forward = torch.compile(layer.forward) if learner.compile else layer.forward
-        layer.forward = partial(checkpoint, forward, use_reentrant=False) if index < num_again else forward
+        is_again = index < num_again
+        if learner.compile:
+            # What is computed again lives for one layer's backward: there nothing is saved by keeping less of it.
+            kept = 1.0 if is_again else learner.activation_memory
+            layer.forward = torch.compile(layer.forward, backend=_compiler(kept))
+        if is_again:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if isinstance(model, PackedCausalLM):
         model.is_compiled = learner.compile
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if learner.cpu_offload else OffloadPolicy()
     # On a CPU the memory that resharding saves is not worth gathering twice.
     shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload)
+
+
+@cache
+def _compiler(kept: float) -> Callable[..., Any]:
+    """torch's own, which keeps this share of a layer's activations. One for each share: layers of the same one share
+    what is compiled."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=kept):
+            return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+    return compile_graph
 
 
 def compute_dtype_of(config: RunConfig) -> torch.dtype:

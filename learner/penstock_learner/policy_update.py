@@ -91,12 +91,13 @@ class PolicyUpdate:
         """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
-        sums = torch.stack([report.sums for report in reports]).tolist()
-        nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
+        on_device = torch.stack([report.sums for report in reports])
         hold = step <= self.learner.critic_warmup_steps
         taken = apply_gradients(
-            self.model, self.optimizer, self.learner, step, lr=self.learner.lr, is_finite=not nonfinite, hold=hold
+            self.model, self.optimizer, self.learner, step, lr=self.learner.lr, losses=on_device[:, :2], hold=hold
         )
+        sums = on_device.tolist()
+        nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
         loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
         return UpdateReport(
             loss,

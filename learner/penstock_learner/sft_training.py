@@ -7,7 +7,6 @@ Model, optimizer, schedule, precision and memory are as the run's config says.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
+from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.export import write_folder
 from penstock_learner.model import (
     DTYPES,
@@ -87,17 +87,16 @@ class SupervisedTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
         shard = partition(batch, num_ranks, self.learner.micro_batch_tokens)[dist.get_rank()]
-        own_loss = 0.0
+        total = torch.zeros((), device=self.device)
         for micro in shard.micro_batches:
             log_probs, _ = self.model(ModelInputs.of(micro, self.device))
             mask = to_device(micro.loss_mask, self.device).bool()
-            loss = -log_probs[mask].sum() / num_tokens
+            loss = -apply_mask(log_probs, mask).sum() / num_tokens
             # FSDP averages gradients over ranks; the count of tokens is of all, so the sum is wanted.
             (loss * num_ranks).backward()
-            own_loss += float(loss.detach())
-        is_finite = math.isfinite(own_loss)
+            total += loss.detach()
         taken = apply_gradients(
-            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, is_finite=is_finite
+            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, losses=total
         )
         self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
         if self.num_skipped and self.num_skipped == self.learner.max_skipped_steps:
@@ -105,7 +104,6 @@ class SupervisedTrainer:
                 f"loss or gradient was not finite at step {self.num_steps}, the {self.num_skipped}. in a row; lower "
                 "learner.lr, or look at the data"
             )
-        total = torch.tensor(own_loss, device=self.device)
         dist.all_reduce(total)
         return float(total)
 

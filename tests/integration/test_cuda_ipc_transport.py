@@ -141,9 +141,9 @@ def test_what_is_claimed_too_early_is_copied_again_once_it_is_ready() -> None:
 def test_a_version_that_is_staged_whole_is_ready_when_it_is_offered() -> None:
     staged = begin(1, DeviceMemory)
     fill(staged, list(SHAPES))
-    sender = CudaIpcSender(CPU)
-    stage = start_stage(staged.manifest, sender.open(Shipment(staged.manifest, staged), [], patience()))
-    assert_received(stage, staged)
+    staged.checksums(patience())
+    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
+    assert_received(start_stage(staged.manifest, rendezvous), staged)
 
 
 def test_memory_that_now_holds_another_version_is_not_taken_for_it() -> None:

@@ -64,7 +64,8 @@ class CriticWorker(TrainerRank):
         losses = [self._accumulate(micro, denominators) for micro in part.micro_batches]
         nonfinite = tuple(index for index, (loss, _) in enumerate(losses) if not math.isfinite(loss))
         learner = self.config.learner
-        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, is_finite=not nonfinite)
+        values = torch.tensor([loss for loss, _ in losses], device=self.device)
+        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, losses=values)
         return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), taken, nonfinite)
 
     def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> tuple[float, int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda.ipc import HEADER, bucket_offsets
-from penstock.weights.cuda.stream import DeviceAllocation
+from penstock.weights.cuda.ipc import HEADER, bucket_offsets, identity
+from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
 from penstock_learner.weights.memory import MemoryKind
 
 MAX_SPARES = 2
@@ -33,16 +35,19 @@ class DeviceMemory:
             for offset, size in zip(self.offsets, sizes, strict=False)
         ]
 
-    @property
-    def header_pointer(self) -> int:
-        return self.allocation.pointer + self.offsets[-1]
-
     def clear(self) -> None:
         """No bucket is ready: a member that still looks must not take the new bytes for the old version's."""
         self.allocation.clear()
 
     def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
-        pass
+        self.mark_ready(manifest, len(self.buckets))
+
+    def mark_ready(self, manifest: weights_pb2.WeightManifest, num_ready: int) -> None:
+        """Members may copy the first buckets: they are the manifest's."""
+        header = np.frombuffer(HEADER.pack(identity(manifest), num_ready), dtype=np.uint8)
+        with closing(DeviceStream(self.allocation.device_index)) as stream:
+            stream.copy(self.allocation.pointer + self.offsets[-1], header.ctypes.data, HEADER.size)
+            stream.synchronize()
 
     def __del__(self) -> None:
         # Tensors of buckets that outlive this object would see the next version: nobody keeps one beyond its push.

@@ -46,7 +46,7 @@ def _copies(
     """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
     whether they were; if not, they are copied again. They lie here as they lie there."""
     offsets = bucket_offsets(sizes)
-    header = _Header(stream, pointer + offsets[-1])
+    header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
     reception.spare.clear()  # torch keeps what is given back, and gives it out again
     memory = reception.buffer(offsets[-1], reception.device)
     done = 0
@@ -78,10 +78,10 @@ def _copy_stream(device_index: int) -> DeviceStream:
 class _Header:
     """The header in the publisher's memory, read into memory that a GPU writes to without the host's help."""
 
-    def __init__(self, stream: DeviceStream, pointer: int) -> None:
+    def __init__(self, stream: DeviceStream, pointer: int, *, is_pinned: bool) -> None:
         self._stream = stream
         self._pointer = pointer
-        self._found = torch.zeros(HEADER.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._found = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=is_pinned)
 
     def read(self) -> None:
         """Enqueue it: done with the next event of the stream."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-import numpy as np
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda.ipc import HEADER, IpcOffer, export_handle, identity
+from penstock.weights.cuda.ipc import IpcOffer, export_handle
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.patience import Patience
@@ -18,8 +17,8 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment
 
 
 class CudaIpcSender:
-    """The rendezvous is an IpcOffer. Members copy each bucket once the header in the memory says that it is ready: all
-    of a version that is staged there whole, when it is offered.
+    """The rendezvous is an IpcOffer. Members copy each bucket once the header in the memory says that it is ready; a
+    version that is staged there whole says so of all.
 
     What is not staged on the GPU, and deltas, are first copied to GPU memory of the push's own."""
 
@@ -36,11 +35,8 @@ class CudaIpcSender:
                 self._memory = staged
             else:
                 self._memory = DeviceMemory(wire_sizes(shipment.manifest), self._device)
-            self._is_ready = self._memory is staged and shipment.staged.complete.is_set()
+            self._is_ready = self._memory is staged and shipment.staged.sealed.is_set()
             num_ready = len(staged.buckets) if self._is_ready else 0
-            if num_ready:
-                with closing(DeviceStream(device_index(self._memory.device))) as stream:
-                    _write_header(stream, self._memory, shipment, num_ready)
             handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
             return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
         except RuntimeError as error:
@@ -61,13 +57,7 @@ class CudaIpcSender:
                     stream.wait(stream.record(), patience)
                 is_last = index + 1 == len(shipment.manifest.buckets)
                 if is_last or not shipment.staged.complete.is_set():
-                    _write_header(stream, memory, shipment, index + 1)
+                    memory.mark_ready(shipment.manifest, index + 1)
 
     def close(self, *, failed: bool) -> None:
         self._memory = None
-
-
-def _write_header(stream: DeviceStream, memory: DeviceMemory, shipment: Shipment, num_ready: int) -> None:
-    header = np.frombuffer(HEADER.pack(identity(shipment.manifest), num_ready), dtype=np.uint8)
-    stream.copy(memory.header_pointer, header.ctypes.data, HEADER.size)
-    stream.synchronize()

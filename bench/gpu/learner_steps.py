@@ -122,6 +122,7 @@ class Ours:
 
     def __init__(self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool) -> None:
         attention.register()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # or layers would quietly run as they are
         self.learner = LearnerConfig.model_validate(
             {
                 "lr": LR,

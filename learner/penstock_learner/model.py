@@ -137,6 +137,8 @@ def prepare(
     layers = list(model.lm.model.layers)
     # The first layers' activations live longest, and gradients take the place of what the last ones free.
     num_again = round(len(layers) * learner.activation_checkpointing)
+    # Layers share what is compiled: for each share kept, for equal and other lengths, with and without gradients.
+    torch._dynamo.config.recompile_limit = 64
     for index, layer in enumerate(layers):
         is_again = index < num_again
         if learner.compile:

@@ -5,9 +5,10 @@ local name, position = ARGV[1], tonumber(ARGV[3])
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if #ARGV > 3 and stored == position and fingerprint == ARGV[2] then
-  local n = (#ARGV - 3) / 2
-  add_prompts(4, n)
-  stored = position + n
+  local places = {}
+  for place = 4, #ARGV, 2 do places[#places + 1] = place end
+  add_prompts(places)
+  stored = position + #places
   redis.call('HSET', FEEDS, name, stored, name .. ':fingerprint', fingerprint)
 end
 return {stored, fingerprint}

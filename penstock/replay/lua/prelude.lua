@@ -9,7 +9,7 @@ local READY, FRESH, DELIVERED, META = P .. 'ready', P .. 'fresh', P .. 'delivere
 local MANIFESTS, TRAINED, DEAD, BURIED = P .. 'manifests', P .. 'trained', P .. 'dead', P .. 'buried'
 -- Datasets that are fed: name to the position of the next prompt, and name:fingerprint to what they are.
 local FEEDS = P .. 'feeds'
--- When prompts were submitted: the first id of each submission, and its time.
+-- When prompts were submitted: the first id of those that came at once, and their time.
 local SUBMITTED = P .. 'submitted'
 local MAX_SUBMITTED = 4096
 local EVAL_PENDING, EVAL_LEASES, EVAL_OF = P .. 'eval_pending', P .. 'eval_leases', P .. 'eval_of'
@@ -89,25 +89,28 @@ local function make_pending(id)
   redis.call('ZADD', PENDING, pending_score(redis.call('HGET', P .. 'priorities', id) or '0', id), id)
 end
 
--- ARGV from `start` on: payload and priority of each of `n` prompts. Returns the first id.
-local function add_prompts(start, n)
-  local first = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', n) - n + 1
+-- `places` are those of payloads in ARGV, each with its priority after it. Their ids follow the counter's, in this order.
+local function add_prompts(places)
+  if #places == 0 then return end
+  local before = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', #places) - #places
   local prompts, priorities, pending = {}, {}, {}
-  for i = 0, n - 1 do
-    local id, priority = first + i, ARGV[start + 1 + 2 * i]
-    prompts[2 * i + 1], prompts[2 * i + 2] = id, ARGV[start + 2 * i]
-    pending[2 * i + 1], pending[2 * i + 2] = pending_score(priority, id), id
-    if priority ~= '0' then
+  for i, place in ipairs(places) do
+    local id, priority = before + i, ARGV[place + 1]
+    prompts[2 * i - 1], prompts[2 * i] = id, ARGV[place]
+    if priority == '0' then
+      pending[2 * i - 1] = id
+    else
+      pending[2 * i - 1] = pending_score(priority, id)
       priorities[#priorities + 1] = id
       priorities[#priorities + 1] = priority
     end
+    pending[2 * i] = id
   end
   call_many('HSET', PROMPTS, prompts)
   call_many('HSET', P .. 'priorities', priorities)
   call_many('ZADD', PENDING, pending)
-  redis.call('ZADD', SUBMITTED, first, now_ms() .. ':' .. first)
+  redis.call('ZADD', SUBMITTED, before + 1, now_ms() .. ':' .. before + 1)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
-  return first
 end
 
 local function drop_lease(id)

@@ -72,9 +72,9 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 H = TypeVar("H", bound=Handler)
 
 
-def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
+def operation(role: Role, timeout_s: float | None = None, *, keeps_deadline: bool = False) -> Callable[[H], H]:
     """Guard a handler, and hand a request for another run to that run's. `timeout_s` is the deadline; without one it is
-    that of two Redis commands."""
+    that of two Redis commands. A handler that keeps its deadline itself, and the error tree, has none here."""
 
     def decorate(method: H) -> H:
         name = method.__name__
@@ -88,7 +88,8 @@ def operation(role: Role, timeout_s: float | None = None) -> Callable[[H], H]:
                 deadline_s, asked = 2 * self.config.redis.timeout_s, self
                 if getattr(request, "run", "") not in ("", self.config.run):
                     asked = await bounded(self.operating.served.peer_of(self, request.run), deadline_s)
-                return await bounded(method(asked, request), timeout_s or deadline_s)
+                called = method(asked, request)
+                return await (called if keeps_deadline else bounded(called, timeout_s or deadline_s))
             except PenstockError as error:
                 outcome = error.reason
                 raise

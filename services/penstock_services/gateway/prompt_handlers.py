@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
-from penstock.replay.contract import Delivery, PromptState, PromptStatus
+from penstock.replay.contract import Delivery, PromptState, PromptStatus, Submission
 from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -48,28 +48,32 @@ class PromptHandlers:
         self.texts = texts
         self.tracing = tracing or Tracing()
         self.book = PromptBook(queue)
-        self.submissions = JoinedSubmissions(queue)
+        self.submissions = JoinedSubmissions(queue, 2 * config.redis.timeout_s)
         self.recomputed = RecomputedLogProbs(queue.client, config.run)
 
-    @operation("submit")
+    @operation("submit", keeps_deadline=True)
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
         validation.check_idempotency_key(request.idempotency_key)
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        with contextlib.ExitStack() as spans:
-            for prompt in prompts if self.tracing.is_on else ():
-                span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
-                prompt.trace_parent = spans.enter_context(span)
-            submission = await self.submissions.submit(
-                [prompt.SerializeToString() for prompt in prompts],
-                [prompt.priority for prompt in prompts],
-                request.idempotency_key,
-            )
+        submit = self._submit_traced if self.tracing.is_on else self._submit
+        submission = await submit(prompts, request.idempotency_key)
         if len(submission.prompt_ids) != len(prompts):
             raise InvalidInput(
                 "idempotency_key",
                 f"was used for another request, of {len(submission.prompt_ids)} prompts; choose a new key",
             )
         return prompts_pb2.SubmitPromptsResponse(prompt_ids=submission.prompt_ids, replayed=submission.replayed)
+
+    async def _submit_traced(self, prompts: Sequence[prompts_pb2.Prompt], idempotency_key: str) -> Submission:
+        with contextlib.ExitStack() as spans:
+            for prompt in prompts:
+                span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
+                prompt.trace_parent = spans.enter_context(span)
+            return await self._submit(prompts, idempotency_key)
+
+    async def _submit(self, prompts: Sequence[prompts_pb2.Prompt], idempotency_key: str) -> Submission:
+        payloads = [prompt.SerializeToString() for prompt in prompts]
+        return await self.submissions.submit(payloads, [prompt.priority for prompt in prompts], idempotency_key)
 
     async def stream_prompts(
         self, requests: AsyncIterator[prompts_pb2.SubmitPromptsRequest]

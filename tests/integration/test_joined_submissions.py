@@ -1,0 +1,65 @@
+"""Submissions that are joined into one exchange with Redis: each is accepted as if it were alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.errors import DeadlineExceeded
+from penstock.replay.contract import Submission
+from penstock.replay.joined_submissions import MAX_REQUESTS, JoinedSubmissions
+from penstock.replay.redis_queue import RedisReplayQueue
+
+
+async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(queue: RedisReplayQueue) -> None:
+    await queue.submit([b"first", b"second"], [0, 0], "old")
+    joined = JoinedSubmissions(queue, deadline_s=10)
+    asked = [(f"{n}", 1 + n % 3, f"key {n % 7}" if n % 2 else "") for n in range(2 * MAX_REQUESTS)]
+    asked.insert(5, ("again", 2, "old"))
+    answers = await asyncio.gather(*(joined.submit([name.encode()] * n, [0] * n, key) for name, n, key in asked))
+
+    known: dict[str, Submission] = {"old": Submission((1, 2), replayed=False)}
+    expected: dict[int, bytes] = {1: b"first", 2: b"second"}
+    for (name, count, key), answer in zip(asked, answers, strict=True):
+        assert answer.replayed == (key in known)
+        if answer.replayed:
+            assert answer.prompt_ids == known[key].prompt_ids
+            continue
+        assert answer.prompt_ids == tuple(range(len(expected) + 1, len(expected) + 1 + count)), "in order of arrival"
+        expected |= dict.fromkeys(answer.prompt_ids, name.encode())
+        if key:
+            known[key] = answer
+    assert len(known) == 8
+    assert {prompt_id: (await queue.get_prompt(prompt_id)).payload for prompt_id in expected} == expected
+    assert (await queue.stat()).pending == len(expected)
+
+
+async def test_prompts_of_joined_requests_are_leased_by_priority(queue: RedisReplayQueue) -> None:
+    joined = JoinedSubmissions(queue, deadline_s=10)
+    await asyncio.gather(
+        joined.submit([b"late"], [-1], ""), joined.submit([b"normal", b"early"], [0, 5], ""),
+        joined.submit([b"first"], [7], ""),
+    )  # fmt: skip
+    leases = await queue.lease("s", 4)
+    assert [lease.payload for lease in leases] == [b"first", b"early", b"normal", b"late"]
+
+
+async def test_every_request_has_its_deadline_and_those_after_it_are_served(
+    queue: RedisReplayQueue, redis_client: Any
+) -> None:
+    joined = JoinedSubmissions(queue, deadline_s=0.2)
+    assert (await joined.submit([b"a"], [0], "")).prompt_ids == (1,)
+    await redis_client.client_pause(600)
+    sent = asyncio.create_task(joined.submit([b"b"], [0], "b"))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(joined.submit([b"c"], [0], ""))
+    with pytest.raises(DeadlineExceeded, match="longer than 0.2 s"):
+        await sent
+    assert not waiting.done(), "it came later"
+    with pytest.raises(DeadlineExceeded):
+        await waiting
+    await redis_client.client_unpause()
+    again = await joined.submit([b"b"], [0], "b")
+    assert (again.prompt_ids, again.replayed) == ((2,), True), "what was under way was accepted, once"

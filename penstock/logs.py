@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 FIELDS = ("request_id", "step", "policy_version", "prompt_id", "attempt", "server_id")
+_NAMES = frozenset(FIELDS)
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=MappingProxyType({}))
 
 
@@ -36,8 +37,7 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def _checked(fields: Mapping[str, object]) -> Mapping[str, object]:
-    unknown = fields.keys() - set(FIELDS)
-    assert not unknown, f"{unknown} are no fields of a log line"
+    assert fields.keys() <= _NAMES, f"{fields.keys() - _NAMES} are no fields of a log line"
     return fields
 
 

@@ -17,7 +17,9 @@ MAX_REQUESTS = 32
 LINGER_S = 0.001
 MAX_LINGERS = 4
 """An exchange costs more than what is in it. So it waits for company, where those before had some: LINGER_S at a time,
-for as long as more comes."""
+for as long as more comes and until as many are there as usual."""
+FADE = 7 / 8
+"""Of what was usual, with every exchange."""
 ENOUGH_PROMPTS = 256
 """No more company is waited for."""
 
@@ -46,7 +48,7 @@ class JoinedSubmissions:
         """One for all requests: their deadlines come in the order in which they came."""
         self._count = 0
         self._usual_count = 1.0
-        """How many requests went in the last exchange, and in those before it."""
+        """How many requests went in the last exchange, and in the fullest one lately."""
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
         """What `PromptIntake.submit` answers. Cancelling the caller does not take the request back."""
@@ -64,7 +66,7 @@ class JoinedSubmissions:
             await self._linger()
             self._sent = self._next()
             self._count = len(self._sent)
-            self._usual_count += (self._count - self._usual_count) / 4
+            self._usual_count = max(self._count, self._usual_count * FADE)
             try:
                 answers = await self.queue.submit_many(
                     [(request.payloads, request.priorities, request.idempotency_key) for request in self._sent]
@@ -85,11 +87,14 @@ class JoinedSubmissions:
             return
         for _ in range(MAX_LINGERS):
             count = len(self._waiting)
-            if count >= MAX_REQUESTS or sum(len(request.payloads) for request in self._waiting) >= ENOUGH_PROMPTS:
+            if count >= self._usual_count or self._num_prompts() >= ENOUGH_PROMPTS:
                 return
             await asyncio.sleep(LINGER_S)
             if len(self._waiting) == count:
                 return
+
+    def _num_prompts(self) -> int:
+        return sum(len(request.payloads) for request in self._waiting)
 
     def _next(self) -> list[_Request]:
         """At least one, and others as far as they fit."""

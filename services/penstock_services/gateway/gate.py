@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import re
+from collections.abc import Awaitable, Callable
 
-from starlette.datastructures import Headers, MutableHeaders
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,13 +17,19 @@ from penstock.errors import PenstockError
 from penstock.logs import bind
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import CALLER, Access
-from penstock_services.gateway.metrics import GatewayMetrics, Observation
+from penstock_services.gateway.metrics import GatewayMetrics
+from penstock_services.gateway.request_metrics import Observation
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics"})
 """Answered without a key: probes, scrapes and the console's files carry no prompts and no weights."""
 BODY_TIMEOUT_S = 60.0
 DISCARD_TIMEOUT_S = 5.0
+SUBMIT_PATH = "/v1/runs/{run}/prompts"
+_SUBMISSION = re.compile(r"/v1/runs/(?P<run>[^/]+)/prompts")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Submit = Callable[[str, bytes, str], Awaitable[bytes]]
+"""Of a run's name, a body and an idempotency key; answers with JSON."""
 
 
 def is_open(path: str) -> bool:
@@ -35,30 +43,50 @@ def request_id_of(given: str) -> str:
 
 class Gate:
     """ASGI middleware: counts the request, checks its key and its rate, and reads its body up to the limit, in this
-    order. The answer carries the request's id."""
+    order. The answer carries the request's id.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, access: Access, max_body_bytes: int) -> None:
+    A submission is answered here, past the framework's routing, which would cost as much as all the rest of it."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, access: Access, max_body_bytes: int, submit: Submit
+    ) -> None:
         self.app = app
         self.metrics = metrics
         self.access = access
         self.max_body_bytes = max_body_bytes
+        self.submit = submit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         with self.metrics.observe("rest") as seen:
-            request_id = request_id_of(Headers(scope=scope).get("x-request-id", ""))
+            headers = Headers(scope=scope)
+            request_id = request_id_of(headers.get("x-request-id", ""))
             bind(request_id=request_id)
-            refusal, body = await self._admit(scope, receive, request_id)
-            if refusal is not None:
+            send = _watch(send, seen, request_id)
+            answer, body = await self._admit(scope, headers, receive, request_id)
+            if answer is not None:
                 seen.route = "refused"
-            await (refusal or self.app)(scope, _replay(body, receive), _watch(send, seen, request_id))
+            elif scope["method"] == "POST" and (submission := _SUBMISSION.fullmatch(scope["path"])):
+                seen.route = SUBMIT_PATH
+                answer = await self._submitted(submission["run"], body, headers)
+            await (answer or self.app)(scope, _replay(body, receive), send)
             seen.route = getattr(scope.get("route"), "path", seen.route)
 
-    async def _admit(self, scope: Scope, receive: Receive, request_id: str) -> tuple[Response | None, bytes]:
+    async def _submitted(self, run: str, body: bytes, headers: Headers) -> Response:
+        try:
+            content = await self.submit(run, body, headers.get("idempotency-key", ""))
+        except RequestValidationError as error:
+            return problems.from_validation_error(error)
+        except PenstockError as error:
+            return problems.from_error(error)
+        return Response(content, media_type="application/json")
+
+    async def _admit(
+        self, scope: Scope, headers: Headers, receive: Receive, request_id: str
+    ) -> tuple[Response | None, bytes]:
         """The answer that turns the request away, if any, and its whole body."""
-        headers = Headers(scope=scope)
         if not is_open(scope["path"]):
             try:
                 caller = self.access.admit(headers.get("authorization", ""))
@@ -108,7 +136,7 @@ def _watch(send: Send, seen: Observation, request_id: str) -> Send:
     async def watched(message: Message) -> None:
         if message["type"] == "http.response.start":
             seen.code = str(message["status"])
-            MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
         await send(message)
 
     return watched

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,39 +14,16 @@ from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.fleet import Fleet
 from penstock.heartbeats import LEARNER, Heartbeats
-from penstock.metrics import SHORT_SECONDS, Children
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_control import RunControl
 from penstock.v1 import runs_pb2
+from penstock_services.gateway.request_metrics import Observation, RequestSeries
 
 RUN_STATES = ("waiting", "training", "paused", "stopped", "finished")
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread")
 """Reasons that are known beforehand: their series start at 0."""
-
-
-class Observation:
-    """One request being answered, as a `with` block; route and code are set when they become known."""
-
-    def __init__(self, metrics: GatewayMetrics, protocol: str) -> None:
-        self.route = "unmatched"
-        """The template, never the path: labels stay few."""
-        self.code = "INTERNAL"
-        self._metrics = metrics
-        self._protocol = protocol
-
-    def __enter__(self) -> Self:
-        self._started = time.perf_counter()
-        self._inflight = self._metrics.child(self._metrics.inflight, self._protocol)
-        self._inflight.inc()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        metrics, protocol = self._metrics, self._protocol
-        self._inflight.dec()
-        metrics.child(metrics.requests, protocol, self.route, self.code).inc()
-        metrics.child(metrics.duration, protocol, self.route).observe(time.perf_counter() - self._started)
 
 
 @dataclass(frozen=True)
@@ -73,17 +48,8 @@ class RunFacts:
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
         self.registry = registry
-        self.child = Children()
-        self.requests = Counter(
-            "penstock_gateway_requests", "Requests answered.", ["protocol", "route", "code"], registry=registry
-        )
-        self.duration = Histogram(
-            "penstock_gateway_request_duration_seconds", "Time to answer.", ["protocol", "route"],
-            buckets=SHORT_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.inflight = Gauge(
-            "penstock_gateway_inflight_requests", "Requests being served.", ["protocol"], registry=registry
-        )
+        self.requests = RequestSeries()
+        registry.register(self.requests)
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
         info.labels(facts.placement, __version__).set(1)
         self.run = RunCollector(facts)
@@ -91,7 +57,7 @@ class GatewayMetrics:
 
     def observe(self, protocol: str) -> Observation:
         """A `with` block that counts and times one request."""
-        return Observation(self, protocol)
+        return Observation(self.requests, protocol)
 
     def render(self, snapshot: RunSnapshot | None) -> bytes:
         """Prometheus text. Without a snapshot the run's series are absent, rather than stale."""

@@ -45,14 +45,8 @@ def from_error(error: PenstockError) -> JSONResponse:
     return problem(error.http_status, error.reason, str(error), field, headers)
 
 
-async def on_penstock_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, PenstockError)
-    return from_error(error)
-
-
-async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+def from_validation_error(error: RequestValidationError) -> JSONResponse:
     """A body, path or query that does not fit its model. Names the first field, counts the others."""
-    assert isinstance(error, RequestValidationError)
     first, *others = error.errors()
     field, message = field_path(first["loc"]), first["msg"]
     if first["type"] == "json_invalid":
@@ -62,6 +56,16 @@ async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
     elif first["loc"] == ("body",):
         message = "send a JSON object with Content-Type: application/json"
     return from_error(InvalidInput(field, message + (f" (and {len(others)} more)" if others else "")))
+
+
+async def on_penstock_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PenstockError)
+    return from_error(error)
+
+
+async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return from_validation_error(error)
 
 
 async def on_http_error(_: Request, error: Exception) -> JSONResponse:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway import prompt_bodies as bodies
+from penstock_services.gateway.gate import SUBMIT_PATH
 from penstock_services.gateway.prompt_handlers import PromptHandlers
 from penstock_services.gateway.routing import PROBLEM, PageSize, add_routes, event_stream, run_name
 
 PromptId = Annotated[int, Path(ge=1, lt=2**63)]
-SUBMIT_PATH = "/v1/runs/{run}/prompts"
 _SUBMISSION: dict[str, Any] = {
     "parameters": [
         {"name": "run", "in": "path", "required": True, "schema": {"type": "string"}},
@@ -64,15 +64,16 @@ class PromptRoutes:
         )  # fmt: skip
         return router
 
-    def direct_route(self) -> Route:
-        """Submission past FastAPI's reading of arguments, which would cost as much as all the rest of it."""
-        return Route(SUBMIT_PATH, self.submit_prompts, methods=["POST"])
-
     async def submit_prompts(self, request: Request) -> Response:
         """Submit prompts: all are accepted, or none."""
-        body = bodies.SubmitPromptsBody.parse(await request.body())
-        wanted = body.to_proto(run_name(request.path_params["run"]), request.headers.get("idempotency-key", ""))
-        return JSONResponse(bodies.submission_to_json(await self.handlers.submit_prompts(wanted)))
+        key = request.headers.get("idempotency-key", "")
+        content = await self.submit(request.path_params["run"], await request.body(), key)
+        return Response(content, media_type="application/json")
+
+    async def submit(self, run: str, content: bytes, idempotency_key: str) -> bytes:
+        """What the gate answers a submission with; as a route it is there for the schema."""
+        request = bodies.SubmitPromptsBody.parse(content).to_proto(run_name(run), idempotency_key)
+        return to_json(bodies.submission_to_json(await self.handlers.submit_prompts(request)))
 
     async def get_prompt(self, run: str, prompt_id: PromptId) -> Response:
         request = prompts_pb2.GetPromptRequest(run=run_name(run), prompt_id=prompt_id)

@@ -36,7 +36,6 @@ def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetric
         redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
     prompts = PromptRoutes(handlers.prompts)
-    app.router.routes.append(prompts.direct_route())
     for routes in (
         prompts,
         PolicyRoutes(handlers.policies),
@@ -51,7 +50,9 @@ def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetric
     app.add_exception_handler(RequestValidationError, problems.on_validation_error)
     app.add_exception_handler(HTTPException, problems.on_http_error)
     app.add_exception_handler(Exception, problems.on_unexpected_error)
-    app.add_middleware(Gate, metrics=metrics, access=access, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(
+        Gate, metrics=metrics, access=access, max_body_bytes=config.max_body_bytes, submit=prompts.submit
+    )
     return app
 
 

@@ -278,12 +278,15 @@ async def test_metrics_count_requests_and_show_the_queue(gateway: Gateway) -> No
     await post(gateway, PROMPT)
     await gateway.rest.get(f"{RUN}/prompts/9")
     await runs_pb2_grpc.RunServiceStub(gateway.channel).GetRun(runs_pb2.GetRunRequest())
-    text = (await gateway.rest.get("/metrics")).text
+    text, took = (await gateway.rest.get("/metrics")).text, "penstock_gateway_request_duration_seconds"
     for line in (
         'penstock_gateway_requests_total{code="200",protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
         'penstock_gateway_requests_total{code="404",protocol="rest",route="/v1/runs/{run}/prompts/{prompt_id}"} 1.0',
         'penstock_gateway_requests_total{code="OK",protocol="grpc",route="/penstock.v1.RunService/GetRun"} 1.0',
         'penstock_gateway_inflight_requests{protocol="rest"} 1.0',
+        'penstock_gateway_inflight_requests{protocol="grpc"} 0.0',
+        took + '_bucket{le="+Inf",protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
+        took + '_count{protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
         'penstock_queue_depth{queue="prompts"} 1.0',
         'penstock_queue_bytes{queue="groups"} 0.0',
         "penstock_conservation_error 0.0",
@@ -291,6 +294,24 @@ async def test_metrics_count_requests_and_show_the_queue(gateway: Gateway) -> No
         'penstock_rollout_servers{state="READY"} 0.0',
     ):
         assert line in text.splitlines(), text
+
+
+async def test_a_failure_that_nobody_expected_is_not_shown(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(RedisReplayQueue, "submit_many", fail)
+    response = await post(gateway, PROMPT)
+    assert_problem(response, 500, "INTERNAL")
+    assert "secret" not in response.text
+    stub = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
+    request = prompt_bodies.SubmitPromptsBody.model_validate({"prompts": [PROMPT]}).to_proto("", "")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.SubmitPrompts(request)
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in str(raised.value)
+    text = (await gateway.rest.get("/metrics")).text
+    assert 'penstock_gateway_requests_total{code="INTERNAL",protocol="rest",route="/v1/runs/{run}/prompts"} 1.0' in text
 
 
 async def test_the_key_is_needed_and_compared(configure: Callable[..., RunConfig], tmp_path: Path) -> None:

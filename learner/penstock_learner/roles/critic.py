@@ -61,15 +61,18 @@ class CriticWorker(TrainerRank):
         """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
-        losses = [self._accumulate(micro, denominators) for micro in part.micro_batches]
-        nonfinite = tuple(index for index, (loss, _) in enumerate(losses) if not math.isfinite(loss))
+        on_device = torch.stack([self._accumulate(micro, denominators) for micro in part.micro_batches])
         learner = self.config.learner
-        values = torch.tensor([loss for loss, _ in losses], device=self.device)
-        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, losses=values)
-        return CriticReport(sum(loss for loss, _ in losses), sum(count for _, count in losses), taken, nonfinite)
+        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, losses=on_device[:, 0])
+        sums = on_device.tolist()
+        nonfinite = tuple(index for index, (loss, _) in enumerate(sums) if not math.isfinite(loss))
+        loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))
+        return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
-    def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> tuple[float, int]:
-        """Forward and backward of one micro-batch; gradients add up to those of the whole batch."""
+    def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> torch.Tensor:
+        """Forward and backward of one micro-batch; gradients add up to those of the whole batch. Its loss and how many
+        of its tokens were clipped, [2], on the device: nothing is read back, so that the host has the next micro-batch
+        ready when this one ends."""
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = self.tensor(micro.loss_mask).bool(), self.tensor(micro.sequence_ids)
         old, returns = self.tensor(micro.values), self.tensor(micro.returns)
@@ -77,7 +80,7 @@ class CriticWorker(TrainerRank):
         loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
         (loss * self.world_size).backward()
-        return float(loss.detach()), int(outputs.num_clipped)
+        return torch.stack([loss.detach(), outputs.num_clipped.to(loss.dtype)])
 
     def _forward(self, micro: SequenceBatch) -> torch.Tensor:
         inputs = ModelInputs.of(micro, self.device)

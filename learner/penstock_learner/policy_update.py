@@ -33,7 +33,7 @@ from penstock_learner.model import ModelInputs, PackedCausalLM
 from penstock_learner.optimizer import OptimizerStep, apply_gradients
 from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.sequence_parallel import SequenceParallel
-from penstock_learner.transfer import to_device
+from penstock_learner.transfer import filled_to_device, to_device
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
@@ -122,8 +122,9 @@ class PolicyUpdate:
         Nothing is read back, so that the host has the next micro-batch ready for the device when this one ends."""
         config = self.learner.algorithm
         log_probs, entropy = self.model(ModelInputs.of(micro, self.device, self.parallel))
-        mask, sequence_ids = self._tensor(micro.loss_mask).bool(), self._tensor(micro.sequence_ids)
-        behaviour, advantages = self._tensor(micro.behaviour_log_probs), self._tensor(micro.advantages)
+        mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
+        behaviour = to_device(micro.behaviour_log_probs, self.device)
+        advantages = filled_to_device(micro.advantages, self.device)
         old = self._proximal(micro, log_probs, behaviour)
         outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
         numerator = log_probs.detach() if config.correction.mode == "bypass" else old
@@ -133,14 +134,15 @@ class PolicyUpdate:
         kl_sum = torch.zeros_like(loss.detach())
         total = loss
         if micro.reference_log_probs is not None:
-            reference = self._tensor(micro.reference_log_probs)
+            reference = to_device(micro.reference_log_probs, self.device)
             kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
             kl_sum = kl.detach().sum()
             if config.kl.placement == "loss":
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
         (total * dist.get_world_size()).backward()
-        mismatch = measure_mismatch(log_probs, behaviour, mask, self._tensor(micro.unmixed_versions), version)
+        versions = to_device(micro.unmixed_versions, self.device)
+        mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
         sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy, mask).sum()])
         return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch)
 
@@ -151,11 +153,7 @@ class PolicyUpdate:
             return behaviour
         if config.proximal == "interpolated":
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
-        return self._tensor(micro.old_log_probs)
-
-    def _tensor(self, array: NDArray[np.generic] | None) -> Tensor:
-        assert array is not None, "the controller filled in what the algorithm needs"
-        return to_device(array, self.device)
+        return filled_to_device(micro.old_log_probs, self.device)
 
 
 def _on_host(statistics: T) -> T:

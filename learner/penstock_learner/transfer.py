@@ -14,3 +14,9 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     is under way there."""
     tensor = torch.as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def filled_to_device(array: NDArray[Any] | None, device: torch.device) -> Tensor:
+    """A batch's field that the controller fills in for the algorithms that need it, on the device."""
+    assert array is not None, "the controller filled in what the algorithm needs"
+    return to_device(array, device)

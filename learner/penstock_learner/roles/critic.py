@@ -16,6 +16,7 @@ from penstock_learner.optimizer import OptimizerStep, apply_gradients
 from penstock_learner.packing import RankShard, SequenceBatch
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.scalar_model import check_tokenizer, load_scalar_model
+from penstock_learner.transfer import filled_to_device, to_device
 
 KEY = "learner.critic.path"
 
@@ -74,8 +75,8 @@ class CriticWorker(TrainerRank):
         of its tokens were clipped, [2], on the device: nothing is read back, so that the host has the next micro-batch
         ready when this one ends."""
         config = self.config.learner.algorithm.value_loss
-        mask, sequence_ids = self.tensor(micro.loss_mask).bool(), self.tensor(micro.sequence_ids)
-        old, returns = self.tensor(micro.values), self.tensor(micro.returns)
+        mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
+        old, returns = filled_to_device(micro.values, self.device), filled_to_device(micro.returns, self.device)
         outputs = value_loss(self._forward(micro), old, returns, mask, config)
         loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
         # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.

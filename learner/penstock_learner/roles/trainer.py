@@ -6,10 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -18,7 +16,6 @@ from penstock_learner.model import PackedCausalLM, compute_dtype_of, prepare
 from penstock_learner.optimizer import make_optimizer
 from penstock_learner.roles.rank import Rank
 from penstock_learner.scalar_model import PackedScalarModel
-from penstock_learner.transfer import to_device
 from penstock_learner.utilisation import RankUse, rank_use
 
 
@@ -61,7 +58,3 @@ class TrainerRank(Rank):
     def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
         return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
-
-    def tensor(self, array: NDArray[np.generic] | None) -> torch.Tensor:
-        assert array is not None, "the controller filled in what the algorithm needs"
-        return to_device(array, self.device)

@@ -26,6 +26,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess) -
         yield run
 
 
+@pytest.fixture
+def new_server(run: FleetRun) -> Part:
+    """Started by the first test that needs it: which tests run is up to who runs them."""
+    return run.parts.get("new") or run.start_server("new", TORCH)
+
+
 def stop_and_wait(run: FleetRun, part: Part) -> None:
     part.may_end = True
     part.process.terminate()
@@ -68,7 +74,9 @@ def test_a_server_that_is_told_to_stop_hands_its_prompts_to_the_next(run: FleetR
 
 
 @pytest.mark.long
-def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on(run: FleetRun) -> None:
+def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on(
+    run: FleetRun, new_server: Part
+) -> None:
     every = "--learner.checkpoint.every_steps=100000"
     first = run.start_learner(every)
     run.until_serving("new", above=2)
@@ -88,14 +96,14 @@ def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on
 
 
 @pytest.mark.long
-def test_servers_are_replaced_one_by_one_while_the_learner_trains(run: FleetRun) -> None:
+def test_servers_are_replaced_one_by_one_while_the_learner_trains(run: FleetRun, new_server: Part) -> None:
     """No version is held up by a server that leaves, also not when it leaves in the middle of a push."""
     run.start_learner(name="third")
     run.start_server("second", TORCH)
     run.until_serving("new", "second", above=run.current)
     since_s = run.redis_time_s()
     run.until(lambda: "LOADING" in run.watch.states("new", since_s), "a push to new")
-    stop_and_wait(run, run.parts["new"])
+    stop_and_wait(run, new_server)
     left_at = time.time()
     run.start_server("newer", TORCH)
     run.until_serving("second", "newer", above=run.current + 2)

@@ -1,4 +1,4 @@
-"""`penstock queue` as tests use it, and groups that use every field."""
+"""`penstock queue` as tests use it, and groups that use every field. Import the fixtures, `tools` and `recording`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,16 @@ class Tools:
             return [decode_group(delivery.payload) for delivery in await queue.fetch(ids)]
 
         return self.on(take, run=run)
+
+
+@pytest.fixture(name="tools")
+def operator_tools(redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]) -> Tools:
+    return Tools.of_operator(redis_process, capsys)
+
+
+@pytest.fixture(name="recording")
+def recording_file(tmp_path: Path) -> Path:
+    return tmp_path / "groups.parquet"
 
 
 def rich_group(index: int) -> Group:

@@ -1,6 +1,7 @@
 """The backends of the replay queue, for its conformance suite.
 
-A backend is whatever makes queue objects over one shared store; add it to `BACKENDS`.
+A backend is whatever makes queue objects over one shared store; add it to `BACKENDS`. A module of the suite imports
+both fixtures, whose names are `make_queue` and `queue`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ReplayQueue = RedisReplayQueue | MemoryReplayQueue
 MakeQueue = Callable[..., ReplayQueue]
 
 
+@pytest.fixture(name="make_queue", params=BACKENDS)
 def queue_maker(request: pytest.FixtureRequest) -> MakeQueue:
     """Makes queue objects that share a store: 2 groups a step, staleness 1, three attempts, unless told otherwise."""
     store = MemoryStore() if request.param == "memory" else None
@@ -36,6 +38,11 @@ def queue_maker(request: pytest.FixtureRequest) -> MakeQueue:
         return RedisReplayQueue(client, "test", ReplayConfig(**fields))
 
     return make
+
+
+@pytest.fixture(name="queue")
+def queue_of_backend(make_queue: MakeQueue) -> ReplayQueue:
+    return make_queue()
 
 
 async def submit(queue: ReplayQueue, count: int, key: str = "") -> list[int]:

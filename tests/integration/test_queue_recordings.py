@@ -22,20 +22,10 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.recording import SERVER_ID, _import_key
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
-from queue_tools import Tools, content, rich_group
+from queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
 from tiny_model import make_tiny_qwen2
 
 TIGHT = ReplayConfig(groups_per_step=1, max_staleness=0)
-
-
-@pytest.fixture
-def tools(redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]) -> Tools:
-    return Tools.of_operator(redis_process, capsys)
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    return tmp_path / "groups.parquet"
 
 
 def test_a_recording_brings_back_every_field(tools: Tools, recording: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
 from groups import make_group
 from learner_runs import make_config
 from penstock.cli import main as cli
@@ -18,18 +17,7 @@ from penstock.codec import encode_group, encode_prompt
 from penstock.config.loading import dump_config
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt
-from queue_tools import Tools, rich_group
-
-
-@pytest.fixture
-def tools(redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]) -> Tools:
-    return Tools.of_operator(redis_process, capsys)
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    return tmp_path / "groups.parquet"
-
+from queue_tools import Tools, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
 
 # ── looks ──
 

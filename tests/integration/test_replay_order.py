@@ -8,17 +8,16 @@ import pytest
 
 from penstock.errors import NotFound
 from penstock.replay.contract import FinishedGroup
-from replay_backends import BACKENDS, MakeQueue, ReplayQueue, assert_conserved, finish, lease_again, queue_maker, submit
-
-
-@pytest.fixture(params=BACKENDS)
-def make_queue(request: pytest.FixtureRequest) -> MakeQueue:
-    return queue_maker(request)
-
-
-@pytest.fixture
-def queue(make_queue: MakeQueue) -> ReplayQueue:
-    return make_queue()
+from replay_backends import (  # noqa: F401 the fixtures
+    MakeQueue,
+    ReplayQueue,
+    assert_conserved,
+    finish,
+    lease_again,
+    queue_maker,
+    queue_of_backend,
+    submit,
+)
 
 
 async def test_a_discarded_prompt_is_finished_and_makes_room_for_another(queue: ReplayQueue) -> None:

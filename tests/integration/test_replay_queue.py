@@ -9,17 +9,16 @@ import pytest
 
 from penstock.errors import Fenced
 from penstock.replay.contract import FeedPosition
-from replay_backends import BACKENDS, MakeQueue, ReplayQueue, assert_conserved, finish, lease_again, queue_maker, submit
-
-
-@pytest.fixture(params=BACKENDS)
-def make_queue(request: pytest.FixtureRequest) -> MakeQueue:
-    return queue_maker(request)
-
-
-@pytest.fixture
-def queue(make_queue: MakeQueue) -> ReplayQueue:
-    return make_queue()
+from replay_backends import (  # noqa: F401 the fixtures
+    MakeQueue,
+    ReplayQueue,
+    assert_conserved,
+    finish,
+    lease_again,
+    queue_maker,
+    queue_of_backend,
+    submit,
+)
 
 
 async def test_submission_with_the_same_key_is_accepted_once(queue: ReplayQueue) -> None:

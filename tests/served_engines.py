@@ -26,6 +26,7 @@ from penstock_rollout.engines import vllm_engine, vllm_stamps
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.sglang_engine import SglangEngine
+from tests.engine_answers import Answer
 from tests.tiny_model import make_tiny_qwen2
 
 torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would spin against the engine's
@@ -38,27 +39,6 @@ def load_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-
-
-@dataclass(frozen=True)
-class Answer:
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish_reason: str | None
-
-    @classmethod
-    def of(cls, prompt: tuple[int, ...], chunks: list[TokenChunk]) -> Answer:
-        versions: list[int] = []
-        for segment in (segment for chunk in chunks for segment in chunk.segments):
-            assert segment.start == len(versions), "segments leave no gap and do not overlap"
-            versions += [segment.policy_version] * (segment.end - segment.start)
-        assert all(chunk.finish_reason is None for chunk in chunks[:-1])
-        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-        log_probs = tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs)
-        assert len(token_ids) == len(log_probs) == len(versions)
-        return cls(prompt, token_ids, log_probs, tuple(versions), chunks[-1].finish_reason)
 
 
 def expected_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> torch.Tensor:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import CommitReport, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.engines.vllm_engine import VllmEngine
+from tests.engine_answers import Answer
 
 STARTED = time.monotonic()
 DEADLINE_S = 285.0
@@ -108,18 +109,8 @@ class Policy:
             return logits.log_softmax(-1).gather(1, ids[0, len(answer.prompt) :, None])[:, 0].cpu()
 
 
-@dataclass(frozen=True)
-class Answer:
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    arrivals: tuple[float, ...]
-    """When each token came."""
-
-    @property
-    def num_old(self) -> int:
-        return self.versions.count(OLD)
+def num_old(answer: Answer) -> int:
+    return answer.versions.count(OLD)
 
 
 @dataclass
@@ -215,16 +206,7 @@ class Client:
             arrivals += [time.monotonic()] * len(chunk.token_ids)
             if decoding is not None and len(chunks) > max_tokens // 8:
                 decoding.set()
-        segments = [segment for chunk in chunks for segment in chunk.segments]
-        answer = Answer(
-            prompt,
-            tuple(token for chunk in chunks for token in chunk.token_ids),
-            tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
-            tuple(s.policy_version for s in segments for _ in range(s.start, s.end)),
-            tuple(arrivals),
-        )
-        assert len(answer.token_ids) == len(answer.log_probs) == len(answer.versions), "a token without its stamp"
-        return answer
+        return replace(Answer.of(prompt, chunks), arrivals=tuple(arrivals))
 
 
 class Check:
@@ -285,8 +267,8 @@ class Check:
         commit = await engine.commit_weights(NEW, checksums, timeout_s=60)
         self._report_commit(commit)
         answers = await running
-        spanning = [answer for answer in answers if 0 < answer.num_old < len(answer.versions)]
-        gaps = [answer.arrivals[answer.num_old] - answer.arrivals[answer.num_old - 1] for answer in spanning]
+        spanning = [answer for answer in answers if 0 < num_old(answer) < len(answer.versions)]
+        gaps = [answer.arrivals[num_old(answer)] - answer.arrivals[num_old(answer) - 1] for answer in spanning]
         self._measure("longest gap between two tokens at the flip", "ms", 1000 * max(gaps, default=0.0))
         self._bar("requests that ran through the update", len(spanning), NUM_REQUESTS / 2)
         disordered = sum(list(answer.versions) != sorted(answer.versions) for answer in answers)
@@ -295,8 +277,8 @@ class Check:
             return
         old, new = Errors(), Errors()
         for answer in spanning:
-            old.add(self._old, answer, 0, answer.num_old)
-            new.add(self._new, answer, answer.num_old, len(answer.versions))
+            old.add(self._old, answer, 0, num_old(answer))
+            new.add(self._new, answer, num_old(answer), len(answer.versions))
         self._say(f"log-probs of tokens stamped old, {old}")
         self._bar("error of tokens stamped old, in those before the update", old.ratio / before.ratio, 1.5, True)
         self._say(f"log-probs of tokens stamped new, {new}")
@@ -313,9 +295,9 @@ class Check:
         judged = wrong = 0
         for answer in spanning:
             old, new = self._old.log_probs(answer), self._new.log_probs(answer)
-            stamps = [(answer.num_old - 1, old, new, old_error)]
+            stamps = [(num_old(answer) - 1, old, new, old_error)]
             if self.mode == "recompute":
-                stamps.append((answer.num_old, new, old, new_error))
+                stamps.append((num_old(answer), new, old, new_error))
             for index, stamped, other, error in stamps:
                 if abs(stamped[index] - other[index]) > TELLING * error:
                     judged += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
@@ -34,3 +36,14 @@ def make_group(
         prompt_token_ids=random.integers(2, vocab_size, int(random.integers(1, 6))).astype(np.int32),
         trajectories=tuple(trajectories),
     )
+
+
+def made_by(prompt_id: int, *versions: int) -> Group:
+    """A group whose samples' tokens are of these versions, in order."""
+    group = make_group(prompt_id)
+    trajectories = []
+    for trajectory in group.trajectories:
+        ends = [len(trajectory.token_ids) * (i + 1) // len(versions) for i in range(len(versions))]
+        spans = zip([0, *ends[:-1]], ends, versions, strict=True)
+        trajectories.append(replace(trajectory, segments=tuple(VersionSegment(*span) for span in spans)))
+    return replace(group, trajectories=tuple(trajectories))

@@ -7,17 +7,19 @@ both fixtures, whose names are `make_queue` and `queue`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import redis.asyncio as redis
 
+from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.trajectory import Group
 
 BACKENDS = ("redis", "memory")
 ReplayQueue = RedisReplayQueue | MemoryReplayQueue
@@ -68,3 +70,14 @@ async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
             if leases:
                 return leases[0]
             await asyncio.sleep(0.01)
+
+
+async def queue_with(replay: ReplayConfig, groups: Sequence[Group | bytes]) -> MemoryReplayQueue:
+    """In memory: every group handed in, in order, for prompts 1, 2, ...; bytes are handed in as they are."""
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    await queue.submit([b""] * len(groups), [0] * len(groups), "")
+    for lease, group in zip(await queue.lease("s", len(groups)), groups, strict=True):
+        payload = group if isinstance(group, bytes) else encode_group(group)
+        await queue.append(lease, payload, 0)
+    await queue.take_term(0)
+    return queue

@@ -1,7 +1,8 @@
 """A step's batch on its way, beside the step before it: read, then passed through the roles whose weights never change.
 
 Reference log-probs and the reward model's scores depend on the groups alone, so they need not wait for the update
-before them; log-probs of the policy and values of the critic do.
+before them; log-probs of the policy and values of the critic do. Which groups are wanted depends on the version that
+trains them, and on what was rolled back: `again` asks anew.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ class BatchAhead:
     """Two tasks: `reading`, and `forwards`, which begins when it has ended. Set `wanted` when training waits for it,
     which is when its deadline begins; `end` what will not be trained."""
 
-    def __init__(self, reading: asyncio.Task[Batch], forwards: asyncio.Task[Computed], wanted: asyncio.Event) -> None:
+    def __init__(
+        self,
+        reading: asyncio.Task[Batch],
+        forwards: asyncio.Task[Computed],
+        wanted: asyncio.Event,
+        before: BatchAhead | None = None,
+    ) -> None:
         self.reading = reading
         self.forwards = forwards
         self.wanted = wanted
+        self.before = before
+        """What this one goes on from."""
 
     @classmethod
     def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
@@ -32,10 +41,25 @@ class BatchAhead:
 
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
-    def forwards_of(self, batch: Batch) -> asyncio.Task[Computed] | None:
-        """Of the batch, if it is the one that was read: groups of it may have been replaced since."""
-        return self.forwards if batch is self.reading.result() else None
+    def again(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
+        """The same batch for weights that were rolled back and are `version` now: others in the place of groups that
+        are not wanted any more. What was computed is kept if all are."""
+
+        async def read_again() -> Batch:
+            return await reader.read_again(await self.reading, version, self.wanted)
+
+        reading = asyncio.create_task(read_again())
+
+        async def forwards() -> Computed:
+            batch = await reading
+            # Not broken off although it may be for nothing: it may be restarting a role.
+            computed = await self.forwards
+            return computed if batch is self.reading.result() else await training.frozen_forwards(batch.groups)
+
+        return BatchAhead(reading, asyncio.create_task(forwards()), self.wanted, before=self)
 
     async def end(self) -> None:
         for task in (self.forwards, self.reading):
             await end_task(task)
+        if self.before is not None:
+            await self.before.end()

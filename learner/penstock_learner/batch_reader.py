@@ -68,14 +68,17 @@ class BatchReader:
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
-    async def read_again(self, batch: Batch, policy_version: int) -> Batch:
-        """The batch, with others in the place of groups whose versions were given up since it was read."""
-        given_up = [group.prompt_id for group in batch.groups if self._is_given_up(group)]
-        kept = [group for group in batch.groups if group.prompt_id not in given_up]
-        for prompt_id in given_up:
+    async def read_again(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+        """The batch, with others in the place of groups that a roll back since it was read has made unwanted. The
+        deadline is as in `read`."""
+        outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
+        if not outdated:
+            return batch
+        for prompt_id in outdated:
             self._in_batches.discard(prompt_id)
             await self.queue.expire(prompt_id)
-        return await self._complete(batch.step, kept, policy_version) if given_up else batch
+        kept = [group for group in batch.groups if group.prompt_id not in outdated]
+        return await self._complete(batch.step, kept, policy_version, wanted)
 
     async def _complete(
         self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
@@ -121,9 +124,7 @@ class BatchReader:
             logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
             await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")
             return None
-        staleness = policy_version - oldest_version(group, self.roll_backs)
-        is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
-        if is_stale or self._is_given_up(group):
+        if self._is_outdated(group, policy_version):
             await self.queue.expire(group.prompt_id)
             return None
         if self.replay.dynamic_sampling and not _has_spread(group):
@@ -131,8 +132,11 @@ class BatchReader:
             return None
         return group
 
-    def _is_given_up(self, group: Group) -> bool:
-        return any(roll_back.gave_up(group) for roll_back in self.roll_backs)
+    def _is_outdated(self, group: Group, policy_version: int) -> bool:
+        """Whether it is too old, where that matters, or of a version that was given up."""
+        staleness = policy_version - oldest_version(group, self.roll_backs)
+        is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
+        return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
 
 
 def _has_baseline(group: Group) -> bool:

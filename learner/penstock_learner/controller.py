@@ -217,6 +217,7 @@ class LearnerController:
                 self.told.clear()
                 if (orders := await self.control.orders()).roll_backs > self.num_roll_backs:
                     version = await self._roll_back(orders, step, version)
+                    ahead = ahead and ahead.again(reader, self.training, version)
                 step += 1
                 started = time.monotonic()
                 current = ahead = ahead or BatchAhead.begin(reader, self.training, step, version)
@@ -224,14 +225,13 @@ class LearnerController:
                 if batch is None:
                     step -= 1
                     continue
-                batch = await reader.read_again(batch, version)
                 wait_s = time.monotonic() - started
                 crash_point("after_read")
                 is_last = step == num_steps
                 ahead = None if is_last else BatchAhead.begin(reader, self.training, step + 1, version + 1)
                 bind(step=step, policy_version=version)
                 step_started_s = time.time()
-                metrics = {"wait_s": wait_s} | await self._step(batch, current.forwards_of(batch), step, version)
+                metrics = {"wait_s": wait_s} | await self._step(batch, current.forwards, step, version)
                 self._trace(batch, step_started_s, step, version)
                 crash_point("mid_step")
                 version = await self.queue.allocate_version(version + 1)
@@ -287,9 +287,7 @@ class LearnerController:
             order.cancel()
         return reading.result() if reading.done() else None
 
-    async def _step(
-        self, batch: Batch, forwards: asyncio.Task[Computed] | None, step: int, version: int
-    ) -> dict[str, float]:
+    async def _step(self, batch: Batch, forwards: asyncio.Task[Computed], step: int, version: int) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         async with self.profiles.of_step(step):
             metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient, forwards)

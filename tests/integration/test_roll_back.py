@@ -63,6 +63,32 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         assert not any(run.watch.conservation_errors)
 
 
+def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_that_it_is_to_stop(
+    tmp_path: Path, redis_process: RedisProcess
+) -> None:
+    config = fleet_config(tmp_path, redis_process.url, "waiting")
+    # Room for another batch beside those that are published, trained and read ahead.
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"max_staleness": 4})})
+    with FleetRun(config, redis_process.url) as run:
+        server = run.start_server("a", "--rollout.engine.name", "torch")
+        learner = run.start_learner()
+        run.until_serving("a", above=4, timeout_s=240)
+        learner.stop()
+        num_groups = config.replay.groups_per_step
+        run.until(lambda: run.stat().queued - run.stat().delivered >= num_groups, "a batch after the one read ahead")
+        server.stop()
+        run.ask(lambda client: RunControl(client, config.run).hold(2))
+        learner.go_on()
+        run.until(lambda: returned_to(run, 2), "the learner to return to version 2")
+        run.until(lambda: run.stat().queued == run.stat().delivered, "all groups to be trained or dropped")
+        assert run.stat().expired >= 2 * num_groups, "the batch that was read ahead too"
+        learner.may_end = True
+        run.ask(lambda client: RunControl(client, config.run).stop())
+        run.until(lambda: learner.process.poll() is not None, "the learner to stop, before its batch's deadline")
+        assert learner.process.returncode == 0, learner.output()[-2000:]
+        assert not any(run.watch.conservation_errors)
+
+
 def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_process: RedisProcess) -> None:
     config = fleet_config(tmp_path, redis_process.url, "rolled-back")
     with FleetRun(config, redis_process.url) as run:

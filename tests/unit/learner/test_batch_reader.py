@@ -7,30 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from groups import make_group
-from penstock.codec import encode_group
+from groups import made_by, make_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
-from penstock.trajectory import Group, VersionSegment
+from penstock.trajectory import Group
 from penstock_learner.batch_reader import BatchReader
 from penstock_learner.ledger import Ledger
 from penstock_learner.roll_back import RollBack, oldest_version
+from replay_backends import queue_with
 
 REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
-
-
-async def queue_with(groups: list[Group | bytes], replay: ReplayConfig = REPLAY) -> MemoryReplayQueue:
-    """Every group handed in, in order, for prompts 1, 2, ...; bytes are handed in as they are."""
-    queue = MemoryReplayQueue(MemoryStore(), replay)
-    await queue.submit([b""] * len(groups), [0] * len(groups), "")
-    for lease, group in zip(await queue.lease("s", len(groups)), groups, strict=True):
-        payload = group if isinstance(group, bytes) else encode_group(group)
-        await queue.append(lease, payload, 0)
-    await queue.take_term(0)
-    return queue
 
 
 def reader_of(
@@ -40,13 +28,13 @@ def reader_of(
 
 
 async def test_a_starved_learner_says_so() -> None:
-    reader = reader_of(await queue_with([make_group(1)]), timeout_s=0.1)
+    reader = reader_of(await queue_with(REPLAY, [make_group(1)]), timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups after 0 s; are prompts submitted"):
         await reader.read(1, 0)
 
 
 async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -> None:
-    reader, wanted = reader_of(await queue_with([make_group(1)]), timeout_s=0.05), asyncio.Event()
+    reader, wanted = reader_of(await queue_with(REPLAY, [make_group(1)]), timeout_s=0.05), asyncio.Event()
     reading = asyncio.create_task(reader.read(1, 0, wanted))
     await asyncio.wait({reading}, timeout=0.5)
     assert not reading.done()
@@ -56,14 +44,14 @@ async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -
 
 
 async def test_poison_is_dead_lettered_and_the_batch_is_filled_from_the_rest() -> None:
-    queue = await queue_with([b"rubbish", make_group(2), make_group(3)])
+    queue = await queue_with(REPLAY, [b"rubbish", make_group(2), make_group(3)])
     batch = await reader_of(queue).read(1, 0)
     assert batch.prompt_ids == [2, 3]
     assert await queue.dead_letter_reasons() == {"corrupt": 1}
 
 
 async def test_a_group_that_names_another_prompt_is_poison() -> None:
-    queue = await queue_with([make_group(777), make_group(2), make_group(3)])
+    queue = await queue_with(REPLAY, [make_group(777), make_group(2), make_group(3)])
     batch = await reader_of(queue).read(1, 0)
     assert batch.prompt_ids == [2, 3]
     assert await queue.dead_letter_reasons() == {"identity": 1}
@@ -74,7 +62,7 @@ async def test_remax_trains_no_group_without_its_greedy_sample() -> None:
         first, *rest = group.trajectories
         return replace(group, trajectories=(*rest, replace(first, is_baseline=True)))
 
-    queue = await queue_with([make_group(1), with_baseline(make_group(2)), with_baseline(make_group(3))])
+    queue = await queue_with(REPLAY, [make_group(1), with_baseline(make_group(2)), with_baseline(make_group(3))])
     learner = LearnerConfig.model_validate({"algorithm": {"advantage": {"name": "remax"}}})
     batch = await BatchReader(queue, REPLAY, learner, Ledger(), {}).read(1, 0)
     assert batch.prompt_ids == [2, 3]
@@ -82,7 +70,7 @@ async def test_remax_trains_no_group_without_its_greedy_sample() -> None:
 
 
 async def test_what_the_ledger_holds_is_not_trained_again() -> None:
-    queue = await queue_with([make_group(1), make_group(2), make_group(3)])
+    queue = await queue_with(REPLAY, [make_group(1), make_group(2), make_group(3)])
     batch = await reader_of(queue, ledger=Ledger([(1, 1)])).read(1, 0)
     assert batch.prompt_ids == [2, 3]
 
@@ -95,28 +83,17 @@ async def test_groups_without_spread_are_replaced() -> None:
         replace(g, trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(g.trajectories)))
         for g in (make_group(2), make_group(3))
     ]
-    queue = await queue_with([flat, *spread], replay)
+    queue = await queue_with(replay, [flat, *spread])
     batch = await reader_of(queue, replay).read(1, 0)
     assert batch.prompt_ids == [2, 3]
     stat = await queue.stat()
     assert (stat.expired, stat.conservation_error) == (1, 0)
 
 
-def made_by(prompt_id: int, *versions: int) -> Group:
-    """A group whose samples' tokens are of these versions, in order."""
-    group = make_group(prompt_id)
-    trajectories = []
-    for trajectory in group.trajectories:
-        ends = [len(trajectory.token_ids) * (i + 1) // len(versions) for i in range(len(versions))]
-        spans = zip([0, *ends[:-1]], ends, versions, strict=True)
-        trajectories.append(replace(trajectory, segments=tuple(VersionSegment(*span) for span in spans)))
-    return replace(group, trajectories=tuple(trajectories))
-
-
 async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
     replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 2})
     groups = [made_by(1, 8), made_by(2, 3, 5), made_by(3, 9), made_by(4, 3), made_by(5, 3)]
-    queue = await queue_with(groups, replay)  # type: ignore[arg-type]
+    queue = await queue_with(replay, groups)
     reader = reader_of(queue, replay)
     roll_backs: list[RollBack] = []
     reader.roll_backs = roll_backs

@@ -4,57 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from groups import make_group
-from learner_ranks import make_rank, with_model
-from penstock.config.loading import validate
+from local_roles import make_step
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.role_recovery import RoleRecovery
-from penstock_learner.roles.workers import WORKERS
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
-from penstock_learner.training_step import TrainingStep
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-class LocalRole:
-    """A role of one rank. Its calls meet those of the other roles at `gates[method]`, and are counted."""
-
-    num_ranks = 1
-
-    def __init__(self, name: str, rank: Any, gates: dict[str, asyncio.Barrier]) -> None:
-        self.name = name
-        self.rank = rank
-        self.gates = gates
-
-    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if gate := self.gates.get("update" if method == "update" else "forward"):
-            async with asyncio.timeout(10):
-                await gate.wait()
-        return [getattr(self.rank, method)(*arguments[0])]
-
-
-def make_step(models: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any) -> TrainingStep:
-    config = validate(with_model({"learner": learner}, models["policy"]), "test")
-    roles: Any = {
-        name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in config.learner.needed_roles
-    }
-    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, models["policy"]))
 
 
 def groups_of(*data_sources: str) -> list[Group]:

@@ -1,0 +1,44 @@
+"""Training steps over real workers in the test's own process: one rank a role, no Ray. Needs the fixture `one_rank`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from learner_ranks import make_rank, with_model
+from penstock.config.loading import validate
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.roles.workers import WORKERS
+from penstock_learner.skipped_steps import SkippedSteps
+from penstock_learner.training_step import TrainingStep
+
+
+class LocalRole:
+    """A role of one rank. Its calls meet those of the other roles at `gates`, by whether they are updates."""
+
+    num_ranks = 1
+
+    def __init__(self, name: str, rank: Any, gates: dict[str, asyncio.Barrier]) -> None:
+        self.name = name
+        self.rank = rank
+        self.gates = gates
+
+    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if gate := self.gates.get("update" if method == "update" else "forward"):
+            async with asyncio.timeout(10):
+                await gate.wait()
+        return [getattr(self.rank, method)(*arguments[0])]
+
+
+def make_step(models: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any) -> TrainingStep:
+    config = validate(with_model({"learner": learner}, models["policy"]), "test")
+    roles: Any = {
+        name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in config.learner.needed_roles
+    }
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, models["policy"]))

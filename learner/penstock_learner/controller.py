@@ -265,6 +265,7 @@ class LearnerController:
         self.roll_backs.append(RollBack(orders.roll_back_version, version))
         offer = await self.publication.gather(version, step, parent_version=orders.roll_back_version)
         offer.metrics.set_result({})
+        await self.publication.settle()  # or the next step's version would take its place, and hide where it began
         return version
 
     async def _batch_or_order(self, ahead: BatchAhead, trained_step: int, version: int) -> Batch | None:

@@ -15,6 +15,7 @@ from fleet_runs import FleetRun, Part, fleet_config
 from penstock.rest_calls import GatewayAddress
 from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
+from penstock_learner.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
@@ -32,10 +33,21 @@ def start_gateway(run: FleetRun) -> tuple[Part, str]:
     return gateway, GatewayAddress.from_run_dir(run.config.folder).url
 
 
+def oldest_published(run: FleetRun) -> int:
+    """Not every version is published: one that the next follows at once is skipped."""
+    return min(version for version in run.policies() if version > 0)
+
+
 def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
-    """The version that the learner made of an older one's weights."""
-    found = [p for p in run.policies().values() if p.parent_version == version and p.policy_version > version + 1]
-    return found[-1] if found else None
+    """The version that the learner made of an older one's weights, every byte of them. It goes back once."""
+    policies = run.policies()
+    found = [
+        policy
+        for policy in policies.values()
+        if policy.parent_version == version and policy.weights_digest == policies[version].weights_digest
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
@@ -45,20 +57,26 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
         learner = run.start_learner()
-        run.until(lambda: run.current > 11, "a checkpoint, of version 10", timeout_s=240)
+        checkpoints = CheckpointStore(config.folder / "checkpoints", keep=1)
+
+        def checkpointed() -> list[int]:
+            """Versions that were published, are of a checkpoint, and are not the newest."""
+            return [version for version in run.policies() if checkpoints.of_version(version) and version < run.current]
+
+        version = run.until(checkpointed, "a version of a checkpoint", timeout_s=240)[0]
         learner.kill()
         control = lambda client: RunControl(client, config.run)  # noqa: E731
-        run.ask(lambda client: control(client).hold(10))
+        run.ask(lambda client: control(client).hold(version))
         run.ask(lambda client: control(client).release())
         again = run.start_learner()
-        returned = run.until(lambda: returned_to(run, 10), "the learner to return to version 10", timeout_s=240)
-        assert returned.weights_digest == run.policies()[10].weights_digest
-        assert "rolled back to version 10, from" in again.output() and "checkpoints/term-" in again.output()
+        returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
+        assert f"rolled back to version {version}, from" in again.output() and "checkpoints/term-" in again.output()
         run.until_serving("a", above=returned.policy_version - 1)
-        run.ask(lambda client: control(client).hold(3))
+        oldest = oldest_published(run)
+        assert checkpoints.of_version(oldest) is None
+        run.ask(lambda client: control(client).hold(oldest))
         run.ask(lambda client: control(client).release())
-        again_returned = run.until(lambda: returned_to(run, 3), "the learner to return to version 3, of no checkpoint")
-        assert again_returned.weights_digest == run.policies()[3].weights_digest
+        run.until(lambda: returned_to(run, oldest), f"the learner to return to version {oldest}, of no checkpoint")
         assert "the optimizer begins anew" in again.output()
         assert not any(run.watch.conservation_errors)
 
@@ -77,9 +95,10 @@ def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_
         num_groups = config.replay.groups_per_step
         run.until(lambda: run.stat().queued - run.stat().delivered >= num_groups, "a batch after the one read ahead")
         server.stop()
-        run.ask(lambda client: RunControl(client, config.run).hold(2))
+        version = oldest_published(run)
+        run.ask(lambda client: RunControl(client, config.run).hold(version))
         learner.go_on()
-        run.until(lambda: returned_to(run, 2), "the learner to return to version 2")
+        run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
         run.until(lambda: run.stat().queued == run.stat().delivered, "all groups to be trained or dropped")
         assert run.stat().expired >= 2 * num_groups, "the batch that was read ahead too"
         learner.may_end = True
@@ -96,24 +115,23 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
         run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
         gateway, url = start_gateway(run)
         run.until_serving("a", above=3, timeout_s=240)
-        policies = f"/v1/runs/{config.run}/policies"
-        held = post(url, f"{policies}/2:rollback")
+        policies, version = f"/v1/runs/{config.run}/policies", oldest_published(run)
+        held = post(url, f"{policies}/{version}:rollback")
         assert held["is_held"] and held["snapshot_path"]
         before = run.current
-        assert post(url, f"{policies}/2:rollback") == held | {"server_ids": ANY}, "once, however often it is said"
-        run.until(lambda: run.servers()["a"].policy_version == 2, "the server to return to version 2")
-        run.until_serving("a", above=1)
-        returned = run.until(lambda: returned_to(run, 2), "the learner to return to version 2")
+        said_again = post(url, f"{policies}/{version}:rollback")
+        assert said_again == held | {"server_ids": ANY}, "once, however often it is said"
+        run.until(lambda: run.servers()["a"].policy_version == version, f"the server to return to version {version}")
+        run.until_serving("a", above=version - 1)
+        returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
         assert returned.policy_version > before
-        assert returned.weights_digest == run.policies()[2].weights_digest, "every byte of it"
         published = run.current
         run.until(lambda: run.current > max(published, returned.policy_version) + 2, "the learner to go on")
-        children = {p.policy_version for p in run.policies().values() if p.parent_version == 2}
-        assert children <= {3, returned.policy_version}, "it went back once"
+        assert returned_to(run, version) == returned, "it went back once"
         assert run.stat().expired > 0, "groups of the versions between are dropped, and their prompts answered anew"
-        assert run.servers()["a"].policy_version == 2, "nothing is pushed meanwhile"
+        assert run.servers()["a"].policy_version == version, "nothing is pushed meanwhile"
         body = {"model": config.run, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
-        assert post(url, "/v1/chat/completions", **body)["policy_version"] == 2
+        assert post(url, "/v1/chat/completions", **body)["policy_version"] == version
 
         post(url, f"{policies}:release")
         run.until_serving("a", above=published)
@@ -137,10 +155,12 @@ def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
         _, url = start_gateway(run)
         run.until_serving("a", "b", above=3, timeout_s=240)
         pins, evaluations = f"{url}/v1/runs/{config.run}/pins", f"/v1/runs/{config.run}/evaluations"
+        version = oldest_published(run)
         for name in ("b", "nightly"):
-            httpx.put(f"{pins}/{name}", json={"policy_version": 2}, timeout=60, trust_env=False).raise_for_status()
-        run.until(lambda: run.servers()["b"].policy_version == 2, "the server to return to version 2")
-        run.until_serving("b", above=1)
+            pinned = httpx.put(f"{pins}/{name}", json={"policy_version": version}, timeout=60, trust_env=False)
+            pinned.raise_for_status()
+        run.until(lambda: run.servers()["b"].policy_version == version, f"the server to return to version {version}")
+        run.until_serving("b", above=version - 1)
         sums = [{"role": "user", "content": f"{n}+{n}="} for n in range(10, 30)]
         prompts = [{"messages": [one], "sampling": {"max_tokens": 8}, "num_samples": 2} for one in sums]
         started_at = run.current
@@ -150,10 +170,10 @@ def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
             return httpx.get(f"{url}{evaluations}/nightly", timeout=60, trust_env=False).json()
 
         run.until(lambda: result()["num_finished"] == len(prompts), "the evaluation")
-        assert (result()["policy_version_min"], result()["policy_version_max"]) == (2, 2)
+        assert (result()["policy_version_min"], result()["policy_version_max"]) == (version, version)
         evaluated_at_ms, evaluated_at = 1000 * time.time(), run.current
         run.until(lambda: run.current > evaluated_at + 2, "training to go on")
-        assert run.servers()["b"].policy_version == 2 and run.servers()["a"].policy_version > 2
+        assert run.servers()["b"].policy_version == version < run.servers()["a"].policy_version
         assert run.watch.groups_of("a", evaluated_at_ms) and not run.watch.groups_of("b", evaluated_at_ms)
         httpx.delete(f"{pins}/b", timeout=60, trust_env=False).raise_for_status()
         run.until_serving("b", above=started_at)

@@ -67,8 +67,8 @@ def test_a_server_that_is_told_to_stop_hands_its_prompts_to_the_next(run: FleetR
     run.until(lambda: run.stat().queued == num_admitted, "the groups of both")
     stat = run.stat()
     assert (stat.reclaimed, stat.dead_lettered, stat.in_flight, stat.conservation_error) == (0, 0, 0, 0)
-    makers = {group.server_id for group in run.watch.all_groups()}
-    assert makers == {"old", "new"}
+    run.until(lambda: len(run.watch.groups) == num_admitted, "the watch, which looks now and then, to have seen them")
+    assert {group.server_id for group in run.watch.all_groups()} == {"old", "new"}
     repeated = [group for group in run.watch.all_groups() if group.attempt > 1]
     assert len(repeated) <= num_leased and {group.server_id for group in repeated} <= {"new"}
 

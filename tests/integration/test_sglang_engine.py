@@ -287,9 +287,9 @@ async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path
             await served.answer((3, 4), Sampling(max_tokens=2))
 
 
-async def test_a_version_that_does_not_report_spans_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN_VERSION", "0.5.18.post1")
-    with pytest.raises(ConfigError, match="SGLang 0.5.18.post1 does not say"):
+async def test_a_version_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_VERSION", "0.5.20.post1")
+    with pytest.raises(ConfigError, match="SGLang 0.5.20.post1 cannot take new weights"):
         async with serving(tmp_path / "model"):
             pass
 

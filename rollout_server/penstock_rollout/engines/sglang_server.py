@@ -18,8 +18,9 @@ from penstock_rollout.engines.sglang_start import SglangChild
 
 logger = logging.getLogger(__name__)
 
-OLDEST_VERSION = (0, 5, 19)
-"""The first that says which version produced which token."""
+OLDEST_VERSION = (0, 5, 21)
+"""0.5.19 is the first that says which version produced which token. Up to 0.5.20 the scheduler dies of a load that
+flushes the cache while retracted requests wait, which is how the KV cache is given up."""
 READY_POLL_S = 0.2
 LOAD_POLL_S = 0.5
 MAX_SILENT_POLLS = 3
@@ -82,4 +83,4 @@ def _check_version(version: str) -> None:
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if found < OLDEST_VERSION:
         oldest = ".".join(str(number) for number in OLDEST_VERSION)
-        raise ConfigError(f"SGLang {version} does not say which weights produced a token; install {oldest} or newer")
+        raise ConfigError(f"SGLang {version} cannot take new weights while requests run; install {oldest} or newer")

@@ -154,7 +154,7 @@ def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never
     beyond, last = version + 1, version + 2
     digests[beyond] = stage(publisher, beyond, keep=(version,))
     assert_committed(publisher.push(beyond, targets(healthy)), healthy)
-    digests[last] = stage(publisher, last, keep=(beyond,))  # would reuse what they hung in, if they could not still read it
+    digests[last] = stage(publisher, last, keep=(beyond,))  # would reuse what they still read
     for member in hanging:
         member.resume()
     report = publisher.push(last, targets(*hanging, healthy))

@@ -65,6 +65,14 @@ def wire_sizes(manifest: weights_pb2.WeightManifest) -> list[int]:
     return [bucket.wire_bytes or bucket.num_bytes for bucket in manifest.buckets]
 
 
+def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
+    """Of each bucket in one stretch of memory, at multiples of `alignment`, and of what comes after the last."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // alignment) * alignment)
+    return offsets
+
+
 def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
     """Size of one item; a manifest that carries deltas has one dtype."""
     return ITEM_BYTES[manifest.tensors[0].dtype]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 from collections.abc import Sequence
 
 from penstock.v1 import weights_pb2
@@ -20,14 +19,6 @@ F_SEAL_FUTURE_WRITE = 0x10
 SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _IDENTITY_BYTES = 1024
 _BYTES_A_CHECKSUM = 40
-
-
-def bucket_offsets(sizes: Sequence[int]) -> list[int]:
-    """Offset of each bucket, and of the header after the last."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return offsets
 
 
 def header_bytes(num_buckets: int) -> int:

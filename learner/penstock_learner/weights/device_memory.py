@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda.ipc import HEADER, bucket_offsets, identity
+from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
 from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
+from penstock.weights.manifest import bucket_offsets
 from penstock_learner.weights.memory import MemoryKind
 
 MAX_SPARES = 2
@@ -28,7 +29,7 @@ class DeviceMemory:
         self.device = torch.device(device.type, device_index(device))
         self.sizes = list(sizes)
         self.is_reusable = True
-        self.offsets = bucket_offsets(sizes)
+        self.offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
         self.allocation = _spares.take(self.offsets[-1] + HEADER.size, device_index(device))
         self.buckets = [
             bytes_at(self.allocation.pointer + offset, size, self.device)

@@ -20,7 +20,8 @@ from typing import Literal, Protocol
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.shared_memory import SEALS, bucket_offsets, header_bytes, make_header
+from penstock.weights.manifest import bucket_offsets
+from penstock.weights.shared_memory import SEALS, header_bytes, make_header
 
 MemoryKind = Literal["host", "shared", "device"]
 
@@ -71,7 +72,7 @@ class SharedMemory:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self.is_reusable = True
-        offsets = bucket_offsets(sizes)
+        offsets = bucket_offsets(sizes, mmap.PAGESIZE)
         self._header = slice(offsets[-1], offsets[-1] + header_bytes(len(sizes)))
         self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self._header.stop)

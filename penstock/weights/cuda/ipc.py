@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -51,14 +51,6 @@ class IpcOffer:
             return IpcOffer(str(said["handle"]), str(said["device"]), int(said["num_bytes"]), int(said["num_ready"]))
         except (ValueError, KeyError, TypeError) as error:
             raise WeightPushFailed(f"the rendezvous of cuda_ipc cannot be read: {error!r}") from error
-
-
-def bucket_offsets(sizes: Sequence[int]) -> list[int]:
-    """Offset of each bucket, and of the header after the last."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
-    return offsets
 
 
 def identity(manifest: weights_pb2.WeightManifest) -> bytes:

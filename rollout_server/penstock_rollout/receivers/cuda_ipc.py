@@ -8,9 +8,9 @@ from functools import cache
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda.ipc import HEADER, IpcOffer, Mappings, bucket_offsets, identity
+from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, IpcOffer, Mappings, identity
 from penstock.weights.cuda.stream import DeviceStream
-from penstock.weights.manifest import wire_sizes
+from penstock.weights.manifest import bucket_offsets, wire_sizes
 from penstock_rollout.receivers.device_name import device_uuid
 from penstock_rollout.receivers.reception import Arrived, Reception
 
@@ -29,7 +29,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise WeightPushFailed(
             f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs both on one, use nccl"
         )
-    if offer.num_bytes != bucket_offsets(sizes)[-1]:
+    if offer.num_bytes != bucket_offsets(sizes, BUCKET_ALIGNMENT)[-1]:
         raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
     index = reception.worker_device.index or 0
     try:
@@ -45,7 +45,7 @@ def _copies(
 ) -> Iterator[Arrived]:
     """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
     whether they were; if not, they are copied again. They lie here as they lie there."""
-    offsets = bucket_offsets(sizes)
+    offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
     header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
     reception.spare.clear()  # torch keeps what is given back, and gives it out again
     memory = reception.buffer(offsets[-1], reception.device)

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.manifest import wire_sizes
-from penstock.weights.shared_memory import SEALS, bucket_offsets, header_bytes, read_header
+from penstock.weights.manifest import bucket_offsets, wire_sizes
+from penstock.weights.shared_memory import SEALS, header_bytes, read_header
 from penstock_rollout.receivers.reception import Arrived, Reception
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
     """Buckets in the publisher's pages, which stay after it is gone. The rendezvous is their path under /proc."""
     sizes = wire_sizes(reception.manifest)
-    offsets = bucket_offsets(sizes)
+    offsets = bucket_offsets(sizes, mmap.PAGESIZE)
     fd = _open(Path(reception.rendezvous))
     try:
         _check_sealed(fd)

@@ -10,7 +10,6 @@ peak of a step beyond parameters, gradients and Adam's state. `--models tiny` ru
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from learner_models import Setting
 from parts import run_parts, save
 from weights_results import Results, say
 
+from penstock_learner.gpu_memory import let_segments_grow
+
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
 MASTERS = ("bfloat16", "float32")
@@ -27,7 +28,7 @@ NUM_STEPS = 3
 
 
 def bench_model(name: str, compiled: bool) -> Results:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the learner's ranks have it
+    let_segments_grow()
     import torch
     import torch.distributed as dist
     from learner_models import SHAPES

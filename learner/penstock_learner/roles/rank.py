@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
+from penstock_learner.gpu_memory import let_segments_grow
 from penstock_learner.model import DTYPES
 from penstock_learner.profiling import RankProfiler
-
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-GROWING_SEGMENTS = "expandable_segments:True"
-"""Batches differ in length: segments that grow lose nothing between them, nor to rounding."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,7 @@ class Rank:
         torch.set_num_threads(learner.threads_per_rank)
         torch.manual_seed(self.config.seed)
         use_gpu = getattr(learner, self.role).gpus_per_rank > 0
-        os.environ.setdefault(ALLOCATOR, GROWING_SEGMENTS)  # read when the GPU is first used
+        let_segments_grow()
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
         timeout = timedelta(seconds=learner.rank_timeout_s)
         if self.rank != 0:

@@ -29,23 +29,23 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise WeightPushFailed(
             f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs both on one, use nccl"
         )
-    if offer.num_bytes != bucket_offsets(sizes, BUCKET_ALIGNMENT)[-1]:
+    offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
+    if offer.num_bytes != offsets[-1]:
         raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
     index = reception.worker_device.index or 0
     try:
         with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
-            yield from _copies(pointer, offer.num_ready, sizes, reception, _copy_stream(index))
+            yield from _copies(pointer, offer.num_ready, offsets, sizes, reception, _copy_stream(index))
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line}") from error
 
 
 def _copies(
-    pointer: int, num_ready: int, sizes: list[int], reception: Reception, stream: DeviceStream
+    pointer: int, num_ready: int, offsets: list[int], sizes: list[int], reception: Reception, stream: DeviceStream
 ) -> Iterator[Arrived]:
     """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
     whether they were; if not, they are copied again. They lie here as they lie there."""
-    offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
     header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
     reception.spare.clear()  # torch keeps what is given back, and gives it out again
     memory = reception.buffer(offsets[-1], reception.device)

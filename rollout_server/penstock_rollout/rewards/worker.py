@@ -44,6 +44,8 @@ def main() -> int:
     functions: dict[str, RewardFunction] = {}
     while (request := _read(requests)) is not None:
         _write(answers, _answer(request, functions))
+    # The parent closed the requests or is gone, and then SIGTERM comes while Python ends, which must not be heard of.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
 
@@ -80,6 +82,7 @@ def _write(answers: IO[bytes], answer: dict[str, Any]) -> None:
 
 
 def _leave(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(1)
 
 

@@ -1,0 +1,36 @@
+"""The reward process leaves without a word, whenever it is told to."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TERMINATED_AT_ITS_END = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+compute_score = lambda **_: 1.0
+"""
+
+
+@pytest.mark.parametrize("way", ["requests end", "terminated"])
+def test_a_signal_that_comes_while_python_ends_is_not_heard_of(tmp_path: Path, way: str) -> None:
+    (tmp_path / "reward.py").write_text(TERMINATED_AT_ITS_END)
+    settings = {"kind": "function", "file": str(tmp_path / "reward.py"), "name": "compute_score"}
+    text = json.dumps({"prepare": json.dumps(settings)}).encode()
+    with subprocess.Popen(
+        [sys.executable, "-m", "penstock_rollout.rewards.worker"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as worker:  # fmt: skip
+        assert worker.stdin and worker.stdout and worker.stderr
+        worker.stdin.write(struct.pack("<I", len(text)) + text)
+        worker.stdin.flush()
+        assert worker.stdout.read(6) == struct.pack("<I", 2) + b"{}"
+        if way == "terminated":
+            worker.terminate()
+        worker.stdin.close()
+        assert worker.stderr.read() == b""

@@ -25,7 +25,8 @@ class EngineConfig(Config):
     enforce_eager: bool = False
     quantization: Literal["fp8"] | None = None
     """`fp8`: vLLM on CUDA quantizes the weights when it loads them, also those of an update; log-probs are then of the
-    quantized model. The learner's weights stay as they are."""
+    quantized model. The learner's weights stay as they are: `learner.max_logprob_mismatch_nats` must allow the
+    difference, and correction `decoupled` accounts for it."""
     keep_kv_cache: bool = True
     """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
     extra: dict[str, Any] = {}

@@ -35,8 +35,8 @@ SHAPES = {
     ),
 }
 LOADS = {
-    "tiny": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=20, window_tokens=8_000),
-    "small": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=20, window_tokens=4_000),
+    "tiny": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=8_000),
+    "small": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
 }
 NUM_ROUNDS = 15
 """Many and short, a few seconds each: what other processes do then hits both contenders of a round alike."""

@@ -21,6 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.export import write_folder
+from penstock_learner.gpu_memory import let_segments_grow
 from penstock_learner.model import (
     DTYPES,
     ModelInputs,
@@ -111,6 +112,7 @@ class SupervisedTrainer:
 def _join(learner: LearnerConfig) -> torch.device:
     """The process group of torchrun, or one of this process alone."""
     torch.set_num_threads(learner.threads_per_rank)
+    let_segments_grow()
     use_gpu = torch.cuda.is_available()
     timeout = timedelta(seconds=learner.rank_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"

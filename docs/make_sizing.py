@@ -28,7 +28,7 @@ How many GPUs a run needs, by `penstock plan`. Estimates, to begin with and to c
 published figures of the GPUs, on the shares of them in `penstock/sizing/hardware.py`, and on a learner that
 computes in bfloat16, keeps weights, gradients and Adam in float32 and computes activations again (the defaults with
 `model.dtype: bfloat16`). Measured, on one H200, are the weight push and a decoding step (0.5B and 7B) and the
-training step (0.5B and 1.5B); nothing above 7B has been run. Measure a run of yours, then let
+training step (0.5B, 1.5B and 7B); nothing above 7B has been run. Measure a run of yours, then let
 `penstock simulate --run-dir` go on from its numbers.
 
 ```bash

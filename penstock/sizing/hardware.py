@@ -34,8 +34,8 @@ USABLE_MEMORY = 0.92
 CONTEXT_BYTES = 3e9
 """CUDA, NCCL and compiled kernels."""
 TRAIN_EFFICIENCY = 0.42
-"""Of `flops`, in forward and backward passes over packed tokens. bench/results/learner.json has 0.30 with 0.5B, 0.44
-with 1.5B and 0.57 with 7B on an H200, recomputed operations included."""
+"""Of `flops`, in forward and backward passes over packed tokens. bench/results/learner.json has 0.29 with 0.5B, 0.37
+with 1.5B and 0.51 with 7B on an H200 with float32 masters, recomputed operations included."""
 PREFILL_EFFICIENCY = 0.40
 DECODE_EFFICIENCY = 0.70
 """Of `memory_rate`, when weights and KV cache are read."""

@@ -21,9 +21,15 @@ LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 
 
-def test_the_config_reference_is_the_one_of_the_config_models() -> None:
-    built = runpy.run_path(str(ROOT / "docs" / "make_config_reference.py"))["build"]()
-    assert (ROOT / "docs" / "config.md").read_text() == built, "run: python docs/make_config_reference.py"
+@pytest.mark.parametrize(("page", "maker"), [("config", "make_config_reference"), ("benchmarks", "make_benchmarks")])
+def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
+    built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()
+    assert (ROOT / "docs" / f"{page}.md").read_text() == built, f"run: python docs/{maker}.py"
+
+
+def test_every_benchmark_s_results_are_on_the_page() -> None:
+    shown = runpy.run_path(str(ROOT / "docs" / "make_benchmarks.py"))["BENCHES"]
+    assert set(shown) == {path.stem for path in ROOT.glob("bench/results/*.json")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

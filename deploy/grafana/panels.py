@@ -325,8 +325,9 @@ ALGORITHM = Section(
         ),
         lines(
             "Off-policy",
-            "Tokens whose weight was cut; effective samples.",
+            "Tokens whose weight was cut, tokens left out; effective samples.",
             ("max(penstock_algo_is_truncated_ratio)", "truncated"),
+            ("max(penstock_algo_is_rejected_ratio)", "rejected"),
             ("max(penstock_algo_effective_sample_ratio)", "effective"),
             unit="percentunit",
         ),

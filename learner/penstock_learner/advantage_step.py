@@ -27,7 +27,11 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
         current = batch.behaviour_log_probs if batch.old_log_probs is None else batch.old_log_probs
         assert batch.reference_log_probs is not None
         reference = torch.as_tensor(batch.reference_log_probs)
-        penalty = kl_penalty(torch.as_tensor(current), reference, mask, config.kl.penalty)
+        penalized = mask
+        if batch.is_baseline is not None:
+            # A greedy sample is no sample of the policy, so its log-probs estimate no KL: its reward stands as it is.
+            penalized = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
+        penalty = kl_penalty(torch.as_tensor(current), reference, penalized, config.kl.penalty)
         token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
     inputs = AdvantageInputs(
         token_rewards,

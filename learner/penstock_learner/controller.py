@@ -47,7 +47,7 @@ from penstock_learner.policy_publication import PolicyPublication
 from penstock_learner.profiling import StepProfiles
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
-from penstock_learner.roll_back import RollBack, load_version
+from penstock_learner.roll_back import RollBack, load_version, oldest_version
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
 from penstock_learner.training_step import TRAINED_ROLES, Computed, TrainingStep
@@ -291,7 +291,9 @@ class LearnerController:
     async def _step(self, batch: Batch, forwards: asyncio.Task[Computed], step: int, version: int) -> dict[str, float]:
         """Train on a batch; the policy holds the new weights afterwards, unpublished."""
         async with self.profiles.of_step(step):
-            metrics = await self.training.run(batch.groups, step, version, self.kl.coefficient, forwards)
+            metrics = await self.training.run(
+                batch.groups, step, version, self.kl.coefficient, forwards, self.roll_backs
+            )
         self.log_probs.check(metrics, batch.groups)
         if self.training.recomputed is not None:
             await RecomputedLogProbs(self.fleet.client, self.config.run).keep(batch.groups, self.training.recomputed)
@@ -305,7 +307,8 @@ class LearnerController:
         ended_s = time.time()
         for group in batch.groups if batch.trace_parents else ():
             self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
-            fields = {"step": step, "policy_version": version, "staleness": version - group.min_version}
+            staleness = version - oldest_version(group, self.roll_backs)
+            fields = {"step": step, "policy_version": version, "staleness": staleness}
             self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
 
     def _record(self, metrics: dict[str, float], batch: Batch) -> None:
@@ -317,7 +320,8 @@ class LearnerController:
             self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
             self.recovering_since = None
         trained_version = metrics["policy_version"] - 1
-        self.metrics.staleness.observe_all([max(0.0, trained_version - group.min_version) for group in batch.groups])
+        oldest = [oldest_version(group, self.roll_backs) for group in batch.groups]
+        self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
         logger.info(
             "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs",
             metrics["step"], metrics["policy_version"], metrics["reward_mean"], metrics["staleness_mean"],

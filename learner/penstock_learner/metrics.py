@@ -17,6 +17,7 @@ _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
+    "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens rejected, or outside the band."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),

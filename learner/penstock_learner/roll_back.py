@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import NotFound, WeightPushFailed
 from penstock.policies import PolicyRegistry
 from penstock.trajectory import Group
@@ -37,13 +40,18 @@ class RollBack:
         )
 
 
-def oldest_version(group: Group, roll_backs: Iterable[RollBack]) -> int:
-    """That made a token; a version that was gone back to counts as the one that then had its weights."""
-    version = group.min_version
+def in_steps(versions: NDArray[np.int64], roll_backs: Iterable[RollBack]) -> NDArray[np.int64]:
+    """Versions as numbers whose differences are steps of training: a version that was gone back to counts as the one
+    that then had its weights, and those before it move along. What was given up has no such number."""
     for roll_back in roll_backs:
-        if version == roll_back.policy_version:
-            version = roll_back.new_version
-    return version
+        given_up = roll_back.new_version - roll_back.policy_version
+        versions = np.where(versions <= roll_back.policy_version, versions + given_up, versions)
+    return versions
+
+
+def oldest_version(group: Group, roll_backs: Iterable[RollBack]) -> int:
+    """That made a token, `in_steps`."""
+    return int(in_steps(np.array(group.min_version), roll_backs))
 
 
 async def load_version(

@@ -12,14 +12,15 @@ from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.packing import SequenceBatch
 from penstock_learner.policy_update import UpdateReport
 from penstock_learner.roles.critic import CriticReport
+from penstock_learner.roll_back import RollBack, in_steps
 
 
-def batch_metrics(batch: SequenceBatch, policy_version: int) -> dict[str, float]:
-    """What the data of a step looked like. Staleness is in versions, of tokens (mean) and the oldest token (max).
+def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:
+    """What the data of a step looked like. Staleness is in steps, of tokens (mean) and the oldest token (max).
 
     Groups are compared with their baselines; all else is of the samples that train."""
     trained = batch.without_baselines()
-    staleness = policy_version - trained.token_versions
+    staleness = policy_version - in_steps(trained.token_versions, roll_backs)
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
     sizes = np.diff(np.append(starts, batch.num_sequences))
@@ -67,8 +68,10 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
         "clip_ratio_low": statistics.clip_fraction_low,
         "clip_ratio_high": statistics.clip_fraction_high,
         "importance_weight_mean": correction.mean_weight,
+        "importance_weight_max": float(correction.max_weight),
         "importance_ratio_max": float(correction.max_ratio),
         "is_truncated_ratio": correction.truncated_share,
+        "is_rejected_ratio": correction.rejected_share,
         "effective_sample_ratio": correction.effective_sample_ratio,
         "kl_behaviour": correction.mean_kl,
         "approx_kl": statistics.approx_kl,
@@ -90,6 +93,7 @@ def critic_metrics(
     return {
         "critic_loss": sum(report.loss for report in reports),
         "critic_grad_norm": reports[0].step.grad_norm,
+        "critic_lr": reports[0].step.lr,
         "critic_skipped": float(reports[0].step.skipped),
         "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(denominators.num_tokens, 1),
         "value_mean": float(values.mean()) if len(values) else 0.0,

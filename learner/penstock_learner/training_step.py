@@ -30,6 +30,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.role_group import RoleGroup, all_ended
 from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.roll_back import RollBack
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 
@@ -76,14 +77,16 @@ class TrainingStep:
         version: int,
         kl_coefficient: float,
         frozen: Awaitable[Computed] | None = None,
+        roll_backs: Sequence[RollBack] = (),
     ) -> dict[str, float]:
         """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers.
 
-        `frozen` are `frozen_forwards` of the groups that have begun before."""
+        `frozen` are `frozen_forwards` of the groups that have begun before; `roll_backs` those that the weights have
+        followed."""
         started = time.monotonic()
         batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
-        metrics = {"step": float(step)} | batch_metrics(batch, version)
+        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
         if not self.config.algorithm.advantage.has_baseline:
             batch = batch.without_baselines()
         batch = with_advantages(batch, self.config.algorithm, kl_coefficient).without_baselines()
@@ -151,8 +154,10 @@ class TrainingStep:
         policy, *critic = await all_ended(*updates)
         for role, reports in zip(TRAINED_ROLES, (policy, *critic), strict=False):
             self.skipped.check(role, step, batch, self._partition(role, batch)[0], reports)
-        self.metrics.importance_ratio.add(*ratio_counts(policy))
+        if not policy[0].step.skipped:  # the sum of a counter would never be a number again
+            self.metrics.importance_ratio.add(*ratio_counts(policy))
         metrics = update_metrics(policy, denominators)
+        metrics["kl_coefficient"] = kl_coefficient
         metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0
         return metrics | (critic_metrics(critic[0], batch, of_values) if critic else {})
 

@@ -10,7 +10,7 @@
 | `corrections` | `WEIGHTS`, `REJECTIONS`, `correct`, `measure_mismatch` |
 | `kl` | `PENALTIES`, `kl_penalty`, the coefficient controllers |
 | `value_loss` | `value_loss` |
-| `shaping` | DAPO's overlong penalty, the spread test of dynamic sampling, rewards placed on the last token |
+| `shaping` | DAPO's overlong penalty, rewards placed on the last token |
 
 Layout: padding-free. The response tokens of S sequences are concatenated into flat tensors of T entries.
 `sequence_ids[T]` (int64, non-decreasing, 0..S-1) names the sequence of each token, `group_ids[S]` the prompt of each

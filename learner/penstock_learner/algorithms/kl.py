@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from penstock.config.algorithms import KLConfig, PenaltyName
 from penstock_learner.algorithms.registry import Registry
-from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_mean, segment_sum
+from penstock_learner.algorithms.segments import apply_mask
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
@@ -58,14 +59,6 @@ def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> T
     return token_rewards - coefficient * kl.detach()
 
 
-def mean_kl(kl: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """What controllers measure: the mean over sequences of the mean over their trained tokens."""
-    num_segments = count_segments(sequence_ids)
-    per_sequence = segment_mean(kl.detach(), mask, sequence_ids, num_segments)
-    has_tokens = segment_sum(mask.bool().to(kl.dtype), sequence_ids, num_segments) > 0
-    return per_sequence.sum() / has_tokens.sum().clamp(min=1)
-
-
 class KLController(Protocol):
     """An immutable coefficient and how it reacts. A checkpoint keeps `coefficient`, nothing else."""
 
@@ -87,13 +80,16 @@ class FixedKLController:
 
 @dataclass(frozen=True)
 class AdaptiveKLController:
-    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
+    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`. A KL that is not finite measures
+    nothing: the step that had it was skipped, and the coefficient outlives it."""
 
     coefficient: float
     target: float
     horizon: int
 
     def updated(self, measured_kl: float, num_sequences: int) -> AdaptiveKLController:
+        if not math.isfinite(measured_kl):
+            return self
         error = min(max(measured_kl / self.target - 1, -_MAX_CORRECTION), _MAX_CORRECTION)
         return replace(self, coefficient=self.coefficient * (1 + error * num_sequences / self.horizon))
 

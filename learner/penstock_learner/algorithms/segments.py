@@ -32,11 +32,6 @@ def segment_min(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
     return values.new_zeros(num_segments).scatter_reduce(0, segment_ids, values, "amin", include_self=False)
 
 
-def segment_max(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """`out[s] = max of values[t] where segment_ids[t] == s`; 0 for an empty segment."""
-    return values.new_zeros(num_segments).scatter_reduce(0, segment_ids, values, "amax", include_self=False)
-
-
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Mean over the trained tokens of each segment; 0 where there are none."""
     total = segment_sum(apply_mask(values, mask), segment_ids, num_segments)

@@ -1,4 +1,4 @@
-"""What happens to rewards before advantages: where they are placed, DAPO's length penalty and its spread test."""
+"""What happens to rewards before advantages: where they are placed, and DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import OverlongConfig
-from penstock_learner.algorithms.segments import segment_max, segment_min
 
 
 def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -28,14 +27,3 @@ def overlong_penalty(num_response_tokens: Tensor, config: OverlongConfig) -> Ten
     start = config.max_num_tokens - config.buffer_num_tokens
     excess = (num_response_tokens - start).to(torch.get_default_dtype()) / config.buffer_num_tokens
     return (-excess * config.factor).clamp(max=0)
-
-
-def has_spread(sequence_rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """[S] bool: whether a sequence's group has two different rewards. Dynamic sampling drops the groups that have not.
-
-    A group of one has no spread.
-    """
-    distinct, index = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(distinct.shape[0])
-    spread = segment_max(sequence_rewards, index, num_groups) > segment_min(sequence_rewards, index, num_groups)
-    return spread[index]

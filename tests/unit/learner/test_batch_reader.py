@@ -105,5 +105,20 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
     assert await reader.read_again(batch, 9) is batch
     stat = await queue.stat()
     assert (stat.pending, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
-    roll_backs.clear()
-    assert oldest_version(groups[3], roll_backs) == 3  # type: ignore[arg-type]
+
+
+def test_age_is_in_steps_of_training_through_roll_backs() -> None:
+    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then 11 given up, 12 with the weights of 10, 13."""
+    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=10, new_version=12)]
+    ages = [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 10, 9, 3, 2, 1)]
+    assert ages == [0, 1, 1, 2, 2, 3, 4]
+    assert 13 - oldest_version(made_by(1, 3), []) == 10
+
+
+async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_number() -> None:
+    replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 1})
+    queue = await queue_with(replay, [made_by(1, 1), made_by(2, 2), made_by(3, 3)])
+    reader = reader_of(queue, replay)
+    reader.roll_backs = [RollBack(policy_version=3, new_version=9)]
+    assert (await reader.read(1, 9)).prompt_ids == [2, 3]
+    assert (await queue.stat()).expired == 1

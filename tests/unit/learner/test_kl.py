@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import KLConfig, PenaltyName
-from penstock_learner.algorithms.kl import PENALTIES, kl_penalty, make_kl_controller, mean_kl, penalize_rewards
+from penstock_learner.algorithms.kl import PENALTIES, kl_penalty, make_kl_controller, penalize_rewards
 
 
 def tensor(values: list[float]) -> Tensor:
@@ -52,11 +52,6 @@ def test_penalty_in_the_reward() -> None:
     assert not rewards.requires_grad
 
 
-def test_mean_kl_weighs_sequences_alike_and_leaves_out_empty_ones() -> None:
-    kl, mask = tensor([1.0, 2.0, 9.0, 5.0, 9.0]), torch.tensor([1, 1, 0, 1, 0])
-    assert mean_kl(kl, mask, torch.tensor([0, 0, 0, 1, 2])).item() == pytest.approx((1.5 + 5) / 2)
-
-
 @pytest.mark.parametrize(
     ("measured_kl", "expected"),
     [(0.2, 1e-3 * 1.02), (0.105, 1e-3 * 1.005), (0.1, 1e-3), (0.0, 1e-3 * 0.98)],
@@ -65,6 +60,12 @@ def test_adaptive_controller(measured_kl: float, expected: float) -> None:
     controller = make_kl_controller(KLConfig(controller="adaptive"))
     assert controller.updated(measured_kl, num_sequences=1000).coefficient == pytest.approx(expected, rel=1e-12)
     assert controller.coefficient == 1e-3
+
+
+@pytest.mark.parametrize("measured_kl", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_not_finite_does_not_reach_the_coefficient(measured_kl: float) -> None:
+    controller = make_kl_controller(KLConfig(controller="adaptive"))
+    assert controller.updated(measured_kl, num_sequences=1000).coefficient == 1e-3
 
 
 def test_adaptive_controller_resumes_where_it_was() -> None:

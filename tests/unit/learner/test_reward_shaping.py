@@ -1,4 +1,4 @@
-"""Placement of rewards, DAPO's length penalty and its spread test."""
+"""Placement of rewards, and DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config.algorithms import OverlongConfig
-from penstock_learner.algorithms.shaping import has_spread, overlong_penalty, place_on_last_token
+from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
 
 
 def test_a_reward_goes_to_the_last_trained_token() -> None:
@@ -19,8 +19,3 @@ def test_overlong_penalty_grows_over_the_buffer() -> None:
     config = OverlongConfig(max_num_tokens=10, buffer_num_tokens=4, factor=2.0)
     penalty = overlong_penalty(torch.tensor([1, 6, 7, 8, 10]), config)
     assert penalty.tolist() == pytest.approx([0, 0, -0.5, -1.0, -2.0])
-
-
-def test_spread_needs_two_different_rewards() -> None:
-    rewards, groups = torch.tensor([1.0, 0.1, 0.0, 0.1, 3.0, 0.1]), torch.tensor([4, 2, 4, 2, 9, 2])
-    assert has_spread(rewards, groups).tolist() == [True, False, True, False, False, False]

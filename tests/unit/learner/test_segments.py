@@ -12,7 +12,6 @@ from penstock_learner.algorithms.segments import (
     masked_mean,
     reverse_scan,
     reverse_scan_masked,
-    segment_max,
     segment_mean,
     segment_min,
     segment_sum,
@@ -27,7 +26,6 @@ IDS = torch.tensor([0, 0, 2, 2])
 def test_reductions_leave_an_empty_segment_at_zero() -> None:
     assert segment_sum(VALUES, IDS, 3).tolist() == [3, 0, 1]
     assert segment_min(VALUES, IDS, 3).tolist() == [1, 0, -3]
-    assert segment_max(VALUES, IDS, 3).tolist() == [2, 0, 4]
     assert segment_mean(VALUES, torch.tensor([1, 1, 0, 1]), IDS, 3).tolist() == [1.5, 0, -3]
     assert count_segments(IDS) == 3
     assert count_segments(IDS[:0]) == 0

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from groups import make_group
+from groups import made_by, make_group
 from local_roles import make_step
+from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock.trajectory import Group
+from penstock_learner.advantage_step import with_advantages
+from penstock_learner.packing import batch_of
+from penstock_learner.roll_back import RollBack
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
 from tests.scripted_engine import make_tokenizer_folder, spelled
@@ -117,3 +123,56 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
         for one in (replace(group, trajectories=trained), marked)
     ]
     assert left_over["loss"] == plain["loss"]
+
+
+def test_the_greedy_reward_stands_as_it_is_where_samples_pay_for_their_kl() -> None:
+    """Alone against its own greedy twin, a sample's advantage is its penalty: `-coefficient * KL`, token by token."""
+    group = make_group(1, num_samples=1)
+    (sample,) = group.trajectories
+    twins = replace(group, trajectories=(sample, replace(sample, is_baseline=True)))
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="remax"), kl=KLConfig(placement="reward", penalty="k1"))
+    batch = batch_of([twins])
+    batch = replace(batch, reference_log_probs=batch.behaviour_log_probs - 0.5)
+    advantages = with_advantages(batch, algorithm, 0.1).without_baselines().advantages
+    assert advantages is not None
+    still_to_pay = np.arange(len(sample.token_ids), 0, -1)
+    np.testing.assert_allclose(advantages, -0.1 * 0.5 * still_to_pay, atol=1e-6)
+
+
+async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict[str, Path]) -> None:
+    """A log-prob that is not a number makes every ratio so, and every KL."""
+    step = make_step(tiny_models, algorithm={"kl": {"placement": "loss"}})
+    (metric,) = step.metrics.importance_ratio.collect()
+    before = metric.samples
+    policy: Any = step.roles["policy"]
+    with torch.no_grad():
+        kept = policy.rank.model.lm.model.norm.weight.clone()
+        policy.rank.model.lm.model.norm.weight.fill_(torch.nan)
+    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    assert metrics["skipped"] == 1 and math.isnan(metrics["kl_reference"])
+    (metric,) = step.metrics.importance_ratio.collect()
+    assert metric.samples == before
+    with torch.no_grad():
+        policy.rank.model.lm.model.norm.weight.copy_(kept)
+    metrics = await step.run(groups_of("a", "b"), 2, 0, 0.1)
+    assert metrics["skipped"] == 0
+    (metric,) = step.metrics.importance_ratio.collect()
+    assert math.isfinite(metric.samples[-1].value) and metric.samples != before
+
+
+async def test_what_the_correction_did_is_among_the_numbers(tiny_models: dict[str, Path]) -> None:
+    """The made-up log-probs are far from the model's: some weights are cut, and some tokens are rejected."""
+    correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
+    metrics = await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)
+    assert metrics["importance_weight_max"] == pytest.approx(0.3)
+    assert metrics["importance_ratio_max"] > 0.4
+    assert 0 < metrics["is_rejected_ratio"] < 1 and 0 < metrics["is_truncated_ratio"] < 1
+    kept = await make_step(tiny_models).run(groups_of("a", "b"), 1, 0, 0.0)
+    assert kept["is_rejected_ratio"] == 0
+
+
+async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, Path]) -> None:
+    step = make_step(tiny_models)
+    roll_backs = [RollBack(policy_version=3, new_version=9)]
+    metrics = await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, roll_backs=roll_backs)
+    assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2

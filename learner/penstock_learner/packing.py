@@ -102,6 +102,13 @@ class SequenceBatch:
             selected[field.name] = array[index]
         return SequenceBatch(**selected)
 
+    def split(self, num_parts: int) -> list[SequenceBatch]:
+        """Neighbours stay together, so that most groups stay whole; no more parts than sequences."""
+        if num_parts == 1:
+            return [self]
+        parts = np.array_split(np.arange(self.num_sequences), min(num_parts, self.num_sequences))
+        return [self.select(part.tolist()) for part in parts]
+
     def without_baselines(self) -> SequenceBatch:
         """The sequences that are trained."""
         return self if self.is_baseline is None else self.select(np.flatnonzero(~self.is_baseline).tolist())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trajectory import Group
-from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.corrections import CorrectionStatistics
 from penstock_learner.packing import SequenceBatch
 from penstock_learner.policy_update import UpdateReport
 from penstock_learner.roles.critic import CriticReport
@@ -49,22 +51,22 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
     return {data_source: sum(values) / len(values) for data_source, values in by_source.items()}
 
 
-def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) -> dict[str, float]:
-    """What the update did, over all ranks."""
-    num_tokens = max(denominators.num_tokens, 1)
-    taken = reports[0].step
-    statistics, correction, mismatch = reports[0].statistics, reports[0].correction, reports[0].mismatch
-    for report in reports[1:]:
-        statistics += report.statistics
-        correction = correction.merge(report.correction)
-        mismatch += report.mismatch
+def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
+    """What the updates of a step did, each over all ranks; all of them together have trained `num_tokens`."""
+    reports = [report for ranks in updates for report in ranks]
+    taken = [ranks[0].step for ranks in updates]
+    num_tokens = max(num_tokens, 1)
+    statistics = reduce(add, [report.statistics for report in reports])
+    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
+    # Of the first alone: what later ones compute with is the weights of no version.
+    mismatch = reduce(add, [report.mismatch for report in updates[0]])
     metrics = {
-        "loss": sum(report.loss for report in reports),
+        "loss": sum(report.loss for report in reports) / len(updates),
         "kl_reference": sum(report.kl for report in reports) / num_tokens,
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "grad_norm": taken.grad_norm,
-        "lr": taken.lr,
-        "skipped": float(taken.skipped),
+        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
+        "lr": taken[0].lr,
+        "skipped": float(any(step.skipped for step in taken)),
         "clip_ratio_low": statistics.clip_fraction_low,
         "clip_ratio_high": statistics.clip_fraction_high,
         "importance_weight_mean": correction.mean_weight,
@@ -83,26 +85,29 @@ def update_metrics(reports: Sequence[UpdateReport], denominators: Denominators) 
 
 
 def critic_metrics(
-    reports: Sequence[CriticReport], batch: SequenceBatch, denominators: Denominators
+    updates: Sequence[Sequence[CriticReport]], batch: SequenceBatch, num_tokens: int
 ) -> dict[str, float]:
-    """What the critic's update did, over all ranks, and how good its values of the start of the step were."""
+    """What the critic's updates of a step did, each over all ranks, and how good its values of the start were. All of
+    them together have trained `num_tokens`."""
     assert batch.values is not None and batch.returns is not None
+    reports = [report for ranks in updates for report in ranks]
+    taken = [ranks[0].step for ranks in updates]
     trained = batch.loss_mask.astype(bool)
     values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
     variance = float(returns.var()) if len(returns) else 0.0
     return {
-        "critic_loss": sum(report.loss for report in reports),
-        "critic_grad_norm": reports[0].step.grad_norm,
-        "critic_lr": reports[0].step.lr,
-        "critic_skipped": float(reports[0].step.skipped),
-        "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(denominators.num_tokens, 1),
+        "critic_loss": sum(report.loss for report in reports) / len(updates),
+        "critic_grad_norm": sum(step.grad_norm for step in taken) / len(taken),
+        "critic_lr": taken[0].lr,
+        "critic_skipped": float(any(step.skipped for step in taken)),
+        "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(num_tokens, 1),
         "value_mean": float(values.mean()) if len(values) else 0.0,
         "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
     }
 
 
 def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
-    """Tokens by bucket of their importance ratio, over all ranks, and the sum of the ratios."""
+    """Tokens by bucket of their importance ratio, over the ranks of an update, and the sum of the ratios."""
     counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
     return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
 

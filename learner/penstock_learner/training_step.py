@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +26,7 @@ from penstock.config.learner import LearnerConfig, RewardModelConfig
 from penstock.errors import RoleDied
 from penstock.trajectory import Group
 from penstock_learner.advantage_step import denominators_of, with_advantages
+from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.role_group import RoleGroup, all_ended
@@ -37,6 +38,17 @@ from penstock_learner.step_metrics import batch_metrics, critic_metrics, ratio_c
 TRAINED_ROLES = ("policy", "critic")
 Computed = dict[str, NDArray[np.float32]]
 """Fields of a `SequenceBatch` that a forward pass gives."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One optimizer step of a role."""
+
+    batch: SequenceBatch
+    shards: list[RankShard]
+    denominators: Denominators
+    reports: list[Any]
+    """Of each shard."""
 
 
 class TrainingStep:
@@ -144,30 +156,44 @@ class TrainingStep:
                 await self.recovery.restart(group, error)
 
     async def _update(self, batch: SequenceBatch, step: int, version: int, kl_coefficient: float) -> dict[str, float]:
-        """Policy and critic learn from the batch, at the same time."""
+        """Policy and critic learn from the batch at the same time, each from one of its mini-batches after another."""
         algorithm = self.config.algorithm
-        denominators = denominators_of(batch, algorithm)
-        updates = [self._call_update("policy", batch, denominators, step, version, kl_coefficient)]
-        of_values = replace(denominators, constant_length=algorithm.value_loss.constant_length)
+        learning = [self._learn("policy", batch, algorithm.loss.constant_length, step, version, kl_coefficient)]
         if "critic" in self.roles:
-            updates.append(self._call_update("critic", batch, of_values, step))
-        policy, *critic = await all_ended(*updates)
-        for role, reports in zip(TRAINED_ROLES, (policy, *critic), strict=False):
-            self.skipped.check(role, step, batch, self._partition(role, batch)[0], reports)
-        if not policy[0].step.skipped:  # the sum of a counter would never be a number again
-            self.metrics.importance_ratio.add(*ratio_counts(policy))
-        metrics = update_metrics(policy, denominators)
+            learning.append(self._learn("critic", batch, algorithm.value_loss.constant_length, step))
+        policy, *critic = await all_ended(*learning)
+        for role, updates in zip(TRAINED_ROLES, (policy, *critic), strict=False):
+            for update in updates:
+                self.skipped.check(role, step, update.batch, update.shards, update.reports)
+        for update in policy:
+            if not update.reports[0].step.skipped:  # the sum of a counter would never be a number again
+                self.metrics.importance_ratio.add(*ratio_counts(update.reports))
+        metrics = update_metrics([update.reports for update in policy], _num_tokens(policy))
         metrics["kl_coefficient"] = kl_coefficient
         metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0
-        return metrics | (critic_metrics(critic[0], batch, of_values) if critic else {})
+        if critic:
+            metrics |= critic_metrics([update.reports for update in critic[0]], batch, _num_tokens(critic[0]))
+        return metrics
 
-    async def _call_update(self, role: str, batch: SequenceBatch, *arguments: Any) -> list[Any]:
-        shards, share = self._partition(role, batch)
-        calls = [(shard, *arguments) for shard in shards for _ in range(share)]
-        return (await self.roles[role].call_each("update", calls))[::share]
+    async def _learn(
+        self, role: str, batch: SequenceBatch, constant_length: int | None, *arguments: Any
+    ) -> list[_Update]:
+        updates = []
+        for part in batch.split(self.config.minibatches_per_step) * self.config.epochs_per_step:
+            shards, share = self._partition(role, part)
+            denominators = replace(denominators_of(part, self.config.algorithm), constant_length=constant_length)
+            calls = [(shard, denominators, *arguments) for shard in shards for _ in range(share)]
+            reports = (await self.roles[role].call_each("update", calls))[::share]
+            updates.append(_Update(part, shards, denominators, reports))
+        return updates
 
     def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
         """A shard for each group of ranks that share sequences, and how many ranks such a group has."""
         share = self.config.sequence_parallel if role == "policy" else 1
         num_shards = self.roles[role].num_ranks // share
         return partition(batch, num_shards, self.config.micro_batch_tokens * share), share
+
+
+def _num_tokens(updates: Sequence[_Update]) -> int:
+    """That all of them have trained."""
+    return sum(update.denominators.num_tokens for update in updates)

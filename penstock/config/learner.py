@@ -85,7 +85,7 @@ class LearnerConfig(Config):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
     num_steps: int = Field(default=100, ge=0)
-    """Optimizer steps of the run; 0 trains until it is stopped."""
+    """Steps of the run, a batch and a version each; 0 trains until it is stopped."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW."""
@@ -101,11 +101,16 @@ class LearnerConfig(Config):
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=3, ge=0)
-    """A step whose loss or gradient is not finite leaves the weights as they are. After so many of the policy or of the
-    critic in a row the learner stops and keeps the last batch in `nonfinite/` of the run's folder; 0 never stops."""
+    """An update whose loss or gradient is not finite leaves the weights as they are. After so many of the policy or of
+    the critic in a row the learner stops and keeps the last batch in `nonfinite/` of the run's folder; 0: never."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""
+    minibatches_per_step: int = Field(default=1, ge=1)
+    """Parts of a batch, of equally many samples; each is an optimizer step of its own."""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """Passes over a batch. With one pass and one part nothing has moved yet when a sample is trained: no clip of the
+    loss or of the values acts, but that of correction mode `bypass`."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Token budget of one forward and backward pass."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)

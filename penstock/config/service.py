@@ -51,7 +51,7 @@ class RedisConfig(Config):
 
 class ReplayConfig(Config):
     groups_per_step: int = Field(default=32, ge=1)
-    """Groups that one optimizer step trains."""
+    """Groups that one step trains."""
     max_staleness: int = Field(default=2, ge=0)
     """A prompt is leased only while its group can be trained at most this many steps after the policy it starts
     with. 0 is synchronous training."""

@@ -87,6 +87,7 @@ def test_a_preset_makes_the_choices_of_its_algorithm(name: str) -> None:
         assert value == expected, path
     assert config.replay.dynamic_sampling == (name == "dapo")
     assert (config.learner.critic is not None) == (name == "ppo")
+    assert (config.learner.minibatches_per_step > 1) == (name in ("ppo", "dapo", "gspo")), "or no clip would ever act"
     longest = config.dataset.max_tokens
     assert config.learner.algorithm.loss.constant_length in (None, longest)
     assert config.learner.algorithm.overlong is None or config.learner.algorithm.overlong.max_num_tokens == longest

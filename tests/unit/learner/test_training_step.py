@@ -19,8 +19,8 @@ from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.advantage_step import with_advantages
-from penstock_learner.packing import batch_of
+from penstock_learner.advantage_step import denominators_of, with_advantages
+from penstock_learner.packing import SequenceBatch, batch_of, partition
 from penstock_learner.roll_back import RollBack
 from penstock_learner.skipped_steps import SkippedSteps
 from penstock_learner.step_metrics import mean_rewards
@@ -176,3 +176,47 @@ async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, 
     roll_backs = [RollBack(policy_version=3, new_version=9)]
     metrics = await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, roll_backs=roll_backs)
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
+
+
+def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[list[int]], **learner: Any) -> Any:
+    """The policy after an update on each of the parts, one after another, without a step around them."""
+    policy: Any = make_step(models, **learner).roles["policy"]
+    for part in parts:
+        chosen = batch.select(part)
+        denominators = denominators_of(chosen, policy.rank.config.learner.algorithm)
+        (shard,) = partition(chosen, 1, 10**6)
+        policy.rank.update(shard, denominators, 1, 0, 0.0)
+    return policy.rank
+
+
+async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_models: dict[str, Path]) -> None:
+    """Two passes over three parts. The first part is trained by the policy that its log-probs are of, and from then on
+    ratios are off 1 and clips act."""
+    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
+    groups = groups_of("a", "b", "c")
+    step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
+    metrics = await step.run(groups, 1, 0, 0.0)
+    assert step.recomputed is not None
+    batch = with_advantages(replace(batch_of(groups), old_log_probs=step.recomputed), step.config.algorithm, 0.0)
+    expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
+    trained: Any = step.roles["policy"]
+    for name, weight in expected.model.named_parameters():
+        assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
+    assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
+    assert metrics["num_sequences"] == 12
+    whole = await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)
+    assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
+    assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
+
+
+async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:
+    """Four updates of each, in step with each other here, and values are clipped around those of the start."""
+    learner: dict[str, Any] = {
+        "algorithm": {"advantage": {"name": "gae"}, "value_loss": {"clip": 1e-4}}, "critic": {"lr": 1e-2},
+        "minibatches_per_step": 4,
+    }  # fmt: skip
+    groups = groups_of("a", "b")
+    metrics = await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)
+    assert metrics["critic_clip_ratio"] > 0
+    whole = await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)
+    assert whole["critic_clip_ratio"] == 0

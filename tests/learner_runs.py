@@ -73,8 +73,8 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
 
 
 def ppo(classifier: Path, num_ranks: int = 2) -> dict[str, Any]:
-    """Learner settings of PPO with a critic, on rules and a reward model, two updates a step; the policy is held for the
-    first step."""
+    """Learner settings of PPO with a critic, on rules and a reward model, two updates a step; the policy is held for
+    the first step."""
     return {
         "algorithm": {"advantage": {"name": "gae", "lam": 0.95}, "kl": {"placement": "none"}},
         "critic": {"num_ranks": num_ranks, "lr": 1e-3},

@@ -33,6 +33,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence-parallel": (2, {"sequence_parallel": 2}),
     "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
 }
+COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
+    "compiled": (1, {"compile": True, "activation_checkpointing": 0}),
+    "compiled, keeping less": (1, {"compile": True, "activation_checkpointing": 0.5, "activation_memory": 0.5}),
+}
 EXACT = ["recomputed", "offloaded", "one micro-batch", "two ranks", "sequence-parallel"]
 ROUNDED = ["bfloat16", "bfloat16 masters", "sequence-parallel bfloat16"]
 
@@ -53,16 +57,19 @@ class Step:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What real ranks wrote of every case."""
-    folder = tmp_path_factory.mktemp("steps")
-    make_tiny_qwen2(folder / "model", seed=3)
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    run_ranks(folder, [(0, 1), (0, 2), (1, 2)])
-    return folder
+    return take_steps(tmp_path_factory.mktemp("steps"), CASES, [(0, 1), (0, 2), (1, 2)])
 
 
 @pytest.fixture(scope="module")
 def steps(folder: Path) -> dict[str, Step]:
     return {name: read_step(folder, name) for name in CASES if name != "staged"}
+
+
+def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks: list[tuple[int, int]]) -> Path:
+    make_tiny_qwen2(folder / "model", seed=3)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_ranks(folder, ranks)
+    return folder
 
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
@@ -90,7 +97,17 @@ def read_step(folder: Path, name: str) -> Step:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_loss_and_gradient_are_those_of_one_rank(steps: dict[str, Step], name: str) -> None:
-    expected, step = steps["one rank"], steps[name]
+    assert_same(steps[name], steps["one rank"])
+
+
+@pytest.mark.long
+def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
+    folder = take_steps(tmp_path, {"one rank": CASES["one rank"]} | COMPILED, [(0, 1)])
+    for name in COMPILED:
+        assert_same(read_step(folder, name), read_step(folder, "one rank"))
+
+
+def assert_same(step: Step, expected: Step) -> None:
     assert step.loss == pytest.approx(expected.loss, abs=1e-5)
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     torch.testing.assert_close(step.log_probs, expected.log_probs, atol=1e-5, rtol=1e-5)

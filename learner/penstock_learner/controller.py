@@ -336,7 +336,7 @@ class LearnerController:
         for rank, use in enumerate(self.use):
             self.metrics.memory_peak.labels(rank).set(use.memory_peak_bytes)
         peak = sum(peak_flops(use.device_name, self.config.learner.peak_flops_per_rank) for use in self.use)
-        num_tokens = metrics["prompt_tokens"] + metrics["response_tokens"]
+        num_tokens = (metrics["prompt_tokens"] + metrics["response_tokens"]) * self.config.learner.epochs_per_step
         self.metrics.mfu.set(mfu(self.use[0].num_parameters, num_tokens, metrics["update_s"], peak))
 
     async def _checkpoint(self, step: int, version: int) -> None:

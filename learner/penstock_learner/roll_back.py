@@ -8,7 +8,7 @@ the learning rate and the ledger go on: what was trained stays trained.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +40,19 @@ class RollBack:
         )
 
 
-def in_steps(versions: NDArray[np.int64], roll_backs: Iterable[RollBack]) -> NDArray[np.int64]:
+def in_steps(versions: NDArray[np.int64], roll_backs: Sequence[RollBack]) -> NDArray[np.int64]:
     """Versions as numbers whose differences are steps of training: a version that was gone back to counts as the one
     that then had its weights, and those before it move along. What was given up has no such number."""
-    for roll_back in roll_backs:
-        given_up = roll_back.new_version - roll_back.policy_version
-        versions = np.where(versions <= roll_back.policy_version, versions + given_up, versions)
+    gone_back_to = np.array([roll_back.policy_version for roll_back in roll_backs])
+    for index, roll_back in enumerate(roll_backs):
+        # It may have gone back past an earlier one, which has moved the version that it names.
+        target = gone_back_to[index]
+        versions = np.where(versions <= target, versions + roll_back.new_version - target, versions)
+        gone_back_to = np.where(gone_back_to <= target, gone_back_to + roll_back.new_version - target, gone_back_to)
     return versions
 
 
-def oldest_version(group: Group, roll_backs: Iterable[RollBack]) -> int:
+def oldest_version(group: Group, roll_backs: Sequence[RollBack]) -> int:
     """That made a token, `in_steps`."""
     return int(in_steps(np.array(group.min_version), roll_backs))
 

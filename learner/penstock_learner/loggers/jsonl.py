@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,7 +27,9 @@ class JsonlLogger:
         self._file = path.open("a", buffering=1)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({name: float(f"{value:.7g}") for name, value in metrics.items()}) + "\n")
+        """What a skipped step left not finite is null: JSON has no word for it."""
+        line = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

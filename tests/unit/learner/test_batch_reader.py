@@ -115,6 +115,12 @@ def test_age_is_in_steps_of_training_through_roll_backs() -> None:
     assert 13 - oldest_version(made_by(1, 3), []) == 10
 
 
+def test_age_is_in_steps_where_a_roll_back_goes_past_an_earlier_one() -> None:
+    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then all since 2 given up, 12 with those of 2, 13."""
+    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=2, new_version=12)]
+    assert [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
+
+
 async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_number() -> None:
     replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 1})
     queue = await queue_with(replay, [made_by(1, 1), made_by(2, 2), made_by(3, 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import struct
 import sys
@@ -70,6 +71,14 @@ def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:
     written(config, 3, 4, resume_step=2)
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == [metrics_of(step) for step in (1, 2, 3, 4)]
+
+
+def test_jsonl_stays_json_where_a_step_was_skipped(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "jsonl")
+    loggers = open_loggers(config, 0)
+    loggers.log(metrics_of(1, grad_norm=math.inf, kl_reference=math.nan))
+    loggers.close()
+    assert '"grad_norm": null, "kl_reference": null' in (config.folder / "metrics.jsonl").read_text()
 
 
 def test_tensorboard_reads_the_events_and_purges_what_comes_again(tmp_path: Path) -> None:

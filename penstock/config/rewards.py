@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -93,7 +93,12 @@ class FunctionReward(RewardSettings):
     file: Path
     """Python file with the function."""
     name: str = "compute_score"
-    """Its name; verl's signature (data_source, solution_str, ground_truth, extra_info)."""
+    """Its name; verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments by name: verl's reward_kwargs."""
+
+    def __hash__(self) -> int:
+        return hash((self.file, self.name))
 
 
 class RemoteReward(RewardSettings):
@@ -135,7 +140,9 @@ class RewardConfig(Config):
     function_file: Path | None = None
     """Python file with a custom reward function, for every data source that `by_data_source` does not name."""
     function_name: str = "compute_score"
-    """Its name; verl's signature (data_source, solution_str, ground_truth, extra_info)."""
+    """Its name; verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
+    function_kwargs: dict[str, Any] = {}
+    """Further arguments by name: verl's reward_kwargs."""
     default: Reward = ExactMatchReward()
     """Reward of data sources that neither this file nor the built-in table knows; it is logged once for each."""
     num_processes: int = Field(default=4, ge=1)

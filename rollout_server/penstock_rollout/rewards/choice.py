@@ -63,8 +63,11 @@ class RewardChoice:
         return self.config.default
 
     def _function(self) -> FunctionReward:
-        assert self.config.function_file is not None
-        return FunctionReward(kind="function", file=self.config.function_file, name=self.config.function_name)
+        config = self.config
+        assert config.function_file is not None
+        return FunctionReward(
+            kind="function", file=config.function_file, name=config.function_name, kwargs=config.function_kwargs
+        )
 
 
 def _find(table: Mapping[str, T], data_source: str) -> T | None:

@@ -1,8 +1,9 @@
-"""Reward functions with verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+"""Reward functions of verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -10,26 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock_rollout.agents.imports import load_callable
 
-RewardFunction = Callable[[str, str, Any, dict[str, Any]], Any]
+RewardFunction = Callable[..., Any]
+"""Called with ARGUMENTS as keywords, as verl does: users' functions have them in any order."""
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def load_function(path: Path, name: str) -> RewardFunction:
-    """Import `name` from a Python file of the user's."""
-    if not path.is_file():
-        raise ConfigError(f"reward function file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"penstock_user_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+    """Import `name` from a Python file of the user's. ConfigError where it cannot be called with these names."""
+    function: RewardFunction = load_callable(f"{path}:{name}", "reward function")
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"reward function file {path} fails on import: {error!r}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{path} has no function {name!r}; set its name, or rename it to compute_score")
-    loaded: RewardFunction = function
-    return loaded
+        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+    except TypeError as error:
+        wanted = ", ".join((*ARGUMENTS, *kwargs))
+        raise ConfigError(f"{path}: {name} cannot be called with {wanted} by name: {error}") from error
+    return functools.partial(function, **kwargs)
 
 
 def normalise_score(score: Any) -> tuple[float, dict[str, float]]:

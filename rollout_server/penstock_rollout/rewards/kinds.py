@@ -66,7 +66,7 @@ def _code(settings: Settings) -> RewardFunction:
 
 
 def _function(settings: Settings) -> RewardFunction:
-    return load_function(Path(settings["file"]), settings["name"])
+    return load_function(Path(settings["file"]), settings["name"], settings["kwargs"])
 
 
 BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {

@@ -22,7 +22,7 @@ import struct
 import sys
 from typing import IO, Any, NoReturn
 
-from penstock_rollout.rewards.function import RewardFunction, normalise_score
+from penstock_rollout.rewards.function import ARGUMENTS, RewardFunction, normalise_score
 from penstock_rollout.rewards.kinds import build
 
 NICENESS = 5
@@ -56,9 +56,7 @@ def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> di
             functions[settings] = build(json.loads(settings))
         if "prepare" in request:
             return {}
-        result = functions[settings](
-            request["data_source"], request["solution_str"], request["ground_truth"], request["extra_info"]
-        )
+        result = functions[settings](**{name: request[name] for name in ARGUMENTS})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         score, parts = normalise_score(result)

@@ -88,7 +88,7 @@ def test_one_response_a_row_and_a_column_of_another_name(tmp_path: Path, capsys:
         ([{"prompt": "x"}], [], "no column `responses`, only prompt; give --response-column"),
         ([{"responses": [1, 2]}], [], "row 0: responses: must be text"),
         (ROWS, ["--rollout.reward.num_proceses", "1"], "did you mean 'num_processes'"),
-        (ROWS, ["--rollout.reward.function_file", "absent.py"], "absent.py does not exist"),
+        (ROWS, ["--rollout.reward.function_file", "absent.py"], "there is no file absent.py"),
     ],
 )
 def test_what_is_refused(

@@ -171,8 +171,8 @@ def test_an_unknown_data_source_is_logged_once(caplog: pytest.LogCaptureFixture)
 
 def test_a_function_file_must_exist_and_have_the_function(tmp_path: Any) -> None:
     path = tmp_path / "reward.py"
-    settings = {"kind": "function", "file": str(path), "name": "compute_score", "timeout_s": 1.0}
-    for content, message in ((None, "does not exist"), ("1/0", "ZeroDivisionError"), ("x = 1", "no function")):
+    settings = {"kind": "function", "file": str(path), "name": "compute_score", "kwargs": {}, "timeout_s": 1.0}
+    for content, message in ((None, "there is no file"), ("1/0", "ZeroDivisionError"), ("x = 1", "no .compute_score")):
         if content is not None:
             path.write_text(content)
         with pytest.raises(ConfigError, match=message):

@@ -24,7 +24,13 @@ from penstock_rollout.rewards.sandbox.run import usable_layers
 from penstock_rollout.rewards.scorer import Scorer
 
 FUNCTIONS = '''
+from __future__ import annotations
 import asyncio, ctypes, os, signal, sys, time
+from dataclasses import dataclass
+
+@dataclass
+class Graded:  # needs its module to be known by name
+    score: float
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """Does what the response says."""
@@ -59,6 +65,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 async def later(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)
     return 0.75
+
+def swapped(solution_str, ground_truth, scale, *, extra_info=None, data_source=None, **others):
+    return Graded(scale * (solution_str == ground_truth) * (data_source == "any") + others["bonus"]).score
 '''
 
 MakeScorer = Callable[..., Awaitable[Scorer]]
@@ -96,6 +105,13 @@ async def test_a_custom_function_gets_verls_arguments_and_its_parts_are_kept(mak
         (0.0, {"score": 0.0, "length": 2.0, "index": 3.0}),
     ]
     assert errors(scorer) == {}
+
+
+async def test_arguments_are_given_by_name_in_whatever_order_they_stand(make_scorer: MakeScorer) -> None:
+    """As verl does, with its reward_kwargs."""
+    scorer = await make_scorer(function_name="swapped", function_kwargs={"scale": 2, "bonus": 0.5})
+    await scorer.check()
+    assert await score(scorer, "7", "8") == [(2.5, {}), (0.5, {})]
 
 
 async def test_what_the_learners_reward_model_scores_is_zero_here_and_needs_no_process(make_scorer: MakeScorer) -> None:
@@ -200,10 +216,14 @@ async def test_ending_a_code_reward_ends_its_programs(make_scorer: MakeScorer, t
 async def test_a_reward_that_cannot_work_is_refused_at_the_start(make_scorer: MakeScorer, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     for fields, message in (
-        ({"function_file": tmp_path / "absent.py"}, "absent.py does not exist"),
+        ({"function_file": tmp_path / "absent.py"}, "there is no file .*absent.py"),
         ({"function_file": tmp_path / "broken.py"}, "broken.py fails on import.*nothing_of_this_name"),
-        ({"function_name": "other"}, "has no function 'other'"),
-        ({"by_data_source": {"x": {"kind": "function", "file": "absent.py"}}}, "absent.py does not exist"),
+        ({"function_name": "other"}, "has no 'other'"),
+        (
+            {"function_name": "swapped", "function_kwargs": {"bonus": 1}},
+            "by name: missing.*'scale'",
+        ),
+        ({"by_data_source": {"x": {"kind": "function", "file": "absent.py"}}}, "there is no file absent.py"),
         ({"default": {"kind": "remote", "url": "http://x", "api_key_file": "absent"}}, "absent cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import redis.asyncio as redis
+
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.feeding import Feeder, PromptStream
+from penstock.fleet import Fleet
+from penstock.policies import PolicyRegistry
 from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.tracing import Tracing, open_tracing
 from penstock.validating import Validator
+from penstock.version_hold import VersionHold
 
 
 def check_fed(config: RunConfig) -> None:
@@ -34,7 +39,8 @@ async def feed_run(config: RunConfig) -> None:
         stack.callback(tracing.close)
         tasks = []
         if dataset.validation.file is not None:
-            validator = await asyncio.to_thread(Validator.read, config, queue)
+            hold = _version_hold(config, client) if dataset.validation.pinned else None
+            validator = await asyncio.to_thread(Validator.read, config, queue, hold)
             tasks.append(asyncio.create_task(validator.run(), name="validator"))
         if dataset.file is not None:
             stream = await asyncio.to_thread(PromptStream.read, config)
@@ -42,6 +48,17 @@ async def feed_run(config: RunConfig) -> None:
         for task in tasks:
             stack.push_async_callback(end_task, task)
         await asyncio.gather(*tasks)
+
+
+def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
+    return VersionHold(
+        PolicyRegistry(client, config.run),
+        Fleet(client, config.run),
+        config.folder / "validation.pinned",
+        max_silence_s=config.replay.lease_ttl_s,
+        num_servers=config.rollout.num_servers,
+        join_timeout_s=config.rollout.start_timeout_s,
+    )
 
 
 async def _feed(queue: RedisReplayQueue, stream: PromptStream, tracing: Tracing) -> None:

@@ -6,9 +6,15 @@ Talks to Redis itself. Start it again after it was killed: it goes on where it s
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
+
+TERMINATED = 128 + signal.SIGTERM
+"""Not 0: what was stopped has not submitted everything."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,8 +26,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     args, overrides = parser.parse_known_args(argv)
-
-    import asyncio
 
     from penstock.config.checks import check_datasets
     from penstock.config.loading import load_config
@@ -40,8 +44,19 @@ def main(argv: Sequence[str]) -> int:
         return 0
     setup_logging("feed", config.run)
 
-    asyncio.run(feed_run(config))
+    try:
+        asyncio.run(_until_terminated(feed_run(config)))
+    except asyncio.CancelledError:
+        return TERMINATED
     return 0
+
+
+async def _until_terminated(feeding: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM cancels, so that a server that was held for a validation is freed."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await feeding
 
 
 if __name__ == "__main__":

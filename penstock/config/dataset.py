@@ -18,6 +18,9 @@ class ValidationConfig(Config):
     """It is scored before the first step, and at every multiple of this."""
     num_samples: int = Field(default=1, ge=1)
     """Samples of each prompt: the k of mean@k, and the largest of pass@k."""
+    pinned: bool = True
+    """One server is held at the version it serves and answers all of it, while the others follow training. With one
+    server alone, or where false, every server answers beside training, and samples may be of several versions."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)

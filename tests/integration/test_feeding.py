@@ -21,8 +21,11 @@ from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.feeding import Feeder, PromptStream
+from penstock.fleet import Fleet, ServerRecord
+from penstock.policies import PolicyRegistry
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.validating import Validator, validated_steps
+from penstock.version_hold import VersionHold
 
 NUM_PROMPTS = 2000
 EPOCHS = 3
@@ -187,6 +190,104 @@ async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
     assert (lines[0]["policy_version_min"], lines[0]["policy_version_max"]) == (5, 6)
     assert len(server) == 6 and len({prompt.sampling.seed for prompt in server}) == 2
     assert (server[0].sampling.temperature, server[0].sampling.top_p, server[0].sampling.max_tokens) == (0.5, 0.5, 9)
+
+
+class Server:
+    """Reports a version, and answers evaluations with it at each turn."""
+
+    def __init__(self, server_id: str, queue: RedisReplayQueue, fleet: Fleet) -> None:
+        self.server_id = server_id
+        self.queue = queue
+        self.fleet = fleet
+        self.version = 5
+        self.num_answers = 0
+
+    async def turn(self, limit: int = 1) -> None:
+        record = ServerRecord(self.server_id, "127.0.0.1:1", "torch", policy_version=self.version)
+        if await self.fleet.report(record) is None:
+            await self.fleet.set_state(self.server_id, "READY")
+        for lease in await self.queue.lease(self.server_id, limit):
+            evaluation_id = decode_prompt(lease.payload).evaluation_id
+            await self.queue.record_evaluation(evaluation_id, lease, [1.0], self.version, self.version)
+            self.num_answers += 1
+
+
+@pytest.fixture
+def pinned_validation(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Validators of 20 prompts, and what they read: (make, policies, fleet)."""
+    for name, value in (("version_hold.SETTLED_S", 0.4), ("version_hold.POLL_S", 0.05), ("validating.POLL_S", 0.05)):
+        monkeypatch.setattr(f"penstock.{name}", value)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
+    config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)})
+    policies, fleet = PolicyRegistry(queue.client, "test"), Fleet(queue.client, "test")
+
+    def make() -> Validator:
+        note = config.folder / "validation.pinned"
+        hold = VersionHold(policies, fleet, note, max_silence_s=0.8, num_servers=2, join_timeout_s=20.0)
+        return Validator.read(config, queue, hold)
+
+    return make, policies, fleet
+
+
+@pytest.mark.parametrize("held_is_lost", [False, True])
+async def test_one_server_answers_a_validation_with_one_version_while_the_others_go_on(
+    queue: RedisReplayQueue, pinned_validation: Any, held_is_lost: bool
+) -> None:
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    task = asyncio.create_task(make().validate(0))
+    lost: list[Server] = []
+    try:
+        async with asyncio.timeout(30):
+            await servers[0].turn()  # alone at first: the other one is waited for
+            while not task.done():
+                pins = await policies.pins()
+                for server in servers:
+                    if server.server_id not in pins:  # training goes on
+                        server.version += len(pins) > 0
+                    elif held_is_lost and server.num_answers:
+                        lost = [server]
+                    if server not in lost:
+                        await server.turn()
+                await asyncio.sleep(0.02)
+            evaluation = await task
+    finally:
+        await end_task(task)
+    assert evaluation.num_finished == 20 and await policies.pins() == {}
+    answers = sorted(server.num_answers for server in servers)
+    if held_is_lost:
+        assert answers == [1, 19], "the rest is answered by the fleet"
+    else:
+        assert answers == [0, 20]
+        assert evaluation.policy_version_min == evaluation.policy_version_max == 5
+        assert max(server.version for server in servers) > 6
+
+
+async def test_what_a_killed_validator_held_is_freed_by_the_next(
+    queue: RedisReplayQueue, pinned_validation: Any
+) -> None:
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    killed = make()
+    beginning = task = asyncio.create_task(killed.hold.begin("validation-train-0"))
+    try:
+        async with asyncio.timeout(30):
+            while not beginning.done():
+                for server in servers:
+                    await server.turn()
+                await asyncio.sleep(0.05)
+            assert len(await policies.pins()) == 2
+            killed.results.parent.mkdir(parents=True, exist_ok=True)
+            killed.results.write_text('{"step": 0}\n')  # no validation is due that would free them
+            task = asyncio.create_task(make().run())
+            while await policies.pins():
+                await asyncio.sleep(0.05)
+    finally:
+        await end_task(beginning)
+        await end_task(task)
 
 
 def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import httpx
 import pytest
 
 from conftest import RedisProcess
-from fleet_runs import FleetRun, Part, fleet_config
+from fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
+from penstock.cli.feed import TERMINATED
+from penstock.config.dataset import DatasetConfig
+from penstock.policies import PolicyRegistry
 from penstock.rest_calls import GatewayAddress
 from penstock.run_control import RunControl
 from penstock.v1 import policies_pb2
@@ -177,4 +181,40 @@ def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
         assert run.watch.groups_of("a", evaluated_at_ms) and not run.watch.groups_of("b", evaluated_at_ms)
         httpx.delete(f"{pins}/b", timeout=60, trust_env=False).raise_for_status()
         run.until_serving("b", above=started_at)
+        assert not any(run.watch.conservation_errors)
+
+
+def test_a_validation_is_of_one_version_while_the_other_server_trains(
+    tmp_path: Path, redis_process: RedisProcess
+) -> None:
+    config = fleet_config(tmp_path, redis_process.url, "validated")
+    validation = {"file": EXAMPLE / "heldout.parquet", "every_steps": 4, "num_samples": 4, "max_tokens": 8}
+    config = config.model_copy(
+        update={
+            "dataset": DatasetConfig.model_validate({"validation": validation}),
+            "rollout": config.rollout.model_copy(update={"num_servers": 2}),
+        }
+    )
+    results = config.folder / "validation.jsonl"
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+    with FleetRun(config, redis_process.url) as run:
+        feed = run._start("feed", "penstock.cli.feed")
+        for server_id in ("a", "b"):
+            run.start_server(server_id, "--rollout.engine.name", "torch")
+        run.start_learner()
+        run.until(lambda: len(lines()) >= 3, "three validations", timeout_s=300)
+        for line in lines():
+            assert line["policy_version_min"] == line["policy_version_max"]
+        assert lines()[-1]["policy_version_min"] > 0
+        pins = lambda: run.ask(lambda client: PolicyRegistry(client, config.run).pins())  # noqa: E731
+        [held] = run.until(lambda: set(pins()) & {"a", "b"}, "a server to be held")
+        version, [other] = pins()[held], {"a", "b"} - {held}
+        run.until(lambda: run.servers()[other].policy_version > version, "training to go on")
+        feed.may_end = True
+        feed.process.terminate()
+        assert feed.process.wait(30) == TERMINATED and pins() == {}
+        run.until_serving("a", "b", above=version)
         assert not any(run.watch.conservation_errors)

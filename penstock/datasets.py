@@ -121,8 +121,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _prompt(where: str, row: Any, num_samples: int, sampling: Sampling) -> Prompt:
     if not isinstance(row, dict):
         raise InvalidInput(where, "must be an object with at least `prompt`")
-    reward_model = _field(where, row, "reward_model", dict, {})
-    extra_info = _field(where, row, "extra_info", dict, {})
+    reward_model = row_field(where, row, "reward_model", dict, {})
+    extra_info = row_field(where, row, "extra_info", dict, {})
     ground_truth = reward_model.get("ground_truth")
     _check_json(f"{where}: reward_model.ground_truth", ground_truth)
     _check_json(f"{where}: extra_info", extra_info)
@@ -130,8 +130,8 @@ def _prompt(where: str, row: Any, num_samples: int, sampling: Sampling) -> Promp
         messages=_messages(f"{where}: prompt", row.get("prompt")),
         sampling=sampling,
         num_samples=num_samples,
-        agent_name=_field(where, row, "agent_name", str, "") or Prompt.agent_name,
-        data_source=_field(where, row, "data_source", str, ""),
+        agent_name=row_field(where, row, "agent_name", str, "") or Prompt.agent_name,
+        data_source=row_field(where, row, "data_source", str, ""),
         ground_truth=ground_truth,
         extra_info=extra_info,
     )
@@ -150,7 +150,7 @@ def _messages(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in value)
 
 
-def _field(where: str, row: dict[str, Any], name: str, kind: type, absent: Any) -> Any:
+def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: Any) -> Any:
     """The field, or `absent` where it is missing or null, which Parquet does not tell apart."""
     value = row.get(name)
     if value is None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.config.rewards import RewardConfig
+from penstock.datasets import row_field
 from penstock.errors import InvalidInput
 from penstock.sample_scores import ScoreSummary, summarise
 from penstock_rollout.metrics import RolloutMetrics
@@ -104,8 +105,9 @@ class ScoringRun:
         responses = [responses] if isinstance(responses, str) else responses
         if not isinstance(responses, list) or not all(isinstance(response, str) for response in responses):
             raise InvalidInput(f"{where}: {self.response_column}", "must be text, or a list of texts")
-        data_source = row.get("data_source") or ""
-        ground_truth = (row.get("reward_model") or {}).get("ground_truth")
-        results = await self.scorer.score(data_source, responses, ground_truth, row.get("extra_info") or {})
+        data_source: str = row_field(where, row, "data_source", str, "")
+        ground_truth = row_field(where, row, "reward_model", dict, {}).get("ground_truth")
+        extra_info: Row = row_field(where, row, "extra_info", dict, {})
+        results = await self.scorer.score(data_source, responses, ground_truth, extra_info)
         self._scores[data_source].append([score for score, _ in results])
         return results

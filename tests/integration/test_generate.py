@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
+from penstock.cli import main as cli
+
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic"
 MODEL = ARITHMETIC / "model"
 EOS_TOKEN_ID = 1
@@ -94,7 +96,7 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     rows = answers(output)
     assert [row["row"] for row in rows] == list(range(NUM_PROMPTS))
-    assert "tokens are not between 1 and 63" in rows[TOO_LONG]["error"] and not rows[TOO_LONG]["responses"]
+    assert "120 tokens are more than 63" in rows[TOO_LONG]["error"] and not rows[TOO_LONG]["responses"]
     answered = [row for row in rows if row["row"] != TOO_LONG]
     assert sum(len(set(row["responses"])) > 1 for row in answered) > NUM_PROMPTS / 2, "samples have seeds of their own"
     for row in answered:
@@ -110,6 +112,15 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
     again = run(words)
     assert again.returncode == 0 and f"; {NUM_PROMPTS} prompts were there already" in again.stdout
     assert "tokens/s" not in again.stdout, "no engine was started"
+    other = run([*words, "--rollout.engine.max_model_len", "32"])
+    assert other.returncode == 2 and "holds answers with engine 'torch, max_model_len 64" in other.stderr
+
+
+def test_prompts_are_cut_where_the_config_says_so(dataset: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.parquet"
+    words = command(dataset, output, "--limit", str(TOO_LONG + 1), "--rollout.prompt.overlong", "truncate_left")
+    assert cli.main(words[words.index("generate") :]) == 0
+    assert [(len(row["responses"]), row["error"]) for row in answers(output)] == [(3, None)] * (TOO_LONG + 1)
 
 
 def test_errors_are_one_line(dataset: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from penstock_rollout.engines.start import start_engine
 from penstock_rollout.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answers import Answer, AnswerStore
+from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
 
@@ -92,7 +93,8 @@ async def _answer_all(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     metrics = RolloutMetrics(CollectorRegistry())
     scorer = Scorer(config.rollout.reward, metrics) if scored else None
-    tokenization = Tokenization(config.model.path)
+    length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
+    tokenization = Tokenization(config.model.path, length.fit)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)

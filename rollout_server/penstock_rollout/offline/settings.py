@@ -18,12 +18,13 @@ def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], 
     for prompt in prompts:
         encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    sampling = prompts[0].sampling
+    sampling, engine = prompts[0].sampling, config.rollout.engine
     return {
         "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
         "model": str(config.model.path.resolve()),
         "dtype": config.model.dtype,
-        "engine": config.rollout.engine.name,
+        "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
+        "prompt": f"max_tokens {config.rollout.prompt.max_tokens}, overlong {config.rollout.prompt.overlong}",
         "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
         f"max_tokens {sampling.max_tokens}, seed {sampling.seed}",
         "agents": hashlib.sha256(config.rollout.agents.model_dump_json().encode()).hexdigest()[:16],

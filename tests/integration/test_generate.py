@@ -116,6 +116,16 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
     assert other.returncode == 2 and "holds answers with engine 'torch, max_model_len 64" in other.stderr
 
 
+@pytest.mark.long
+def test_vllm_answers_and_ends_well(dataset: Path, tmp_path: Path) -> None:
+    """Its EngineCore is ended by a signal, of which the command must not hear."""
+    output = tmp_path / "a.parquet"
+    done = run(command(dataset, output, "--engine", "vllm", "--limit", "5"))
+    assert done.returncode == 0, done.stderr
+    assert "5 prompts, 15 samples" in done.stdout and "Traceback" not in done.stderr
+    assert [len(row["responses"]) for row in answers(output)] == [3] * 5
+
+
 def test_prompts_are_cut_where_the_config_says_so(dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "a.parquet"
     words = command(dataset, output, "--limit", str(TOO_LONG + 1), "--rollout.prompt.overlong", "truncate_left")

@@ -119,6 +119,8 @@ async def _answer_all(
     except* PenstockError as errors:
         raise _first(errors) from None
     finally:
+        # An EngineCore that was forked off has this process's wake-up pipe: the signal that ends it arrives here too.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await engine.stop()
         if scorer is not None:
             await scorer.close()

@@ -30,11 +30,13 @@ logger = logging.getLogger(__name__)
 CHUNK_PROMPTS = 256
 POLL_S = 0.5
 _SEED_STRIDE = 1_000_003
+_NUM_SEEDS = 2**62
+"""Whatever the run's seed, those of samples are numbers that every engine and the wire can hold."""
 
 
 def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
     """The prompt with seeds that no other number of the run has, one a sample."""
-    first = seed * _SEED_STRIDE + number * prompt.num_samples
+    first = (seed * _SEED_STRIDE + number * prompt.num_samples) % _NUM_SEEDS
     return replace(prompt, sampling=replace(prompt.sampling, seed=first))
 
 

@@ -33,6 +33,7 @@ torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would
 
 TOLERANCE = 1e-3
 LONG = Sampling(max_tokens=400)
+MAX_MODEL_LEN = 512
 
 
 def load_model(folder: Path) -> Any:
@@ -187,7 +188,7 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool = True) -> S
         pytest.skip("this vllm does not say which version made a token")
     make_tiny_qwen2(folder, seed=0)
     name: Any = kind.partition("-")[0]
-    config = EngineConfig(name=name, max_model_len=512, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
+    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
     engine = make_engine(config, folder)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":

@@ -22,6 +22,7 @@ from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import StageRequest, TokenChunk
 from tests.served_engines import (
     LONG,
+    MAX_MODEL_LEN,
     TOLERANCE,
     Answer,
     Publisher,
@@ -88,9 +89,10 @@ async def test_greedy_tokens_are_those_of_hugging_face(served: Served) -> None:
 
 
 async def test_seeds_reproduce_whatever_runs_beside(served: Served) -> None:
-    alone = await served.answer((3, 4), Sampling(max_tokens=16, seed=7))
-    crowd = await asyncio.gather(*(served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in range(20)))
-    assert crowd[7].token_ids == alone.token_ids
+    alone = [await served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in (7, -1)]
+    seeds = [*range(20), -1]
+    crowd = await asyncio.gather(*(served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in seeds))
+    assert [crowd[7].token_ids, crowd[-1].token_ids] == [answer.token_ids for answer in alone]
     assert len({answer.token_ids for answer in crowd}) > 15
 
 
@@ -110,6 +112,15 @@ async def test_responses_end_at_eos_or_max_tokens(served: Served) -> None:
             assert answer.token_ids[-1] == EOS_TOKEN_ID
         else:
             assert len(answer.token_ids) == 40
+
+
+async def test_responses_end_at_the_models_length(served: Served) -> None:
+    prompts = [tuple(2 + (index + place) % 60 for place in range(506)) for index in range(12)]
+    answers = await asyncio.gather(*(served.answer(prompt, Sampling(max_tokens=400)) for prompt in prompts))
+    cut = [answer for answer in answers if answer.finish_reason == "length"]
+    assert cut and all(len(answer.prompt) + len(answer.token_ids) == MAX_MODEL_LEN for answer in cut)
+    for answer in answers:
+        assert_log_probs(served.model, answer)
 
 
 async def test_prompt_that_does_not_fit_is_refused(served: Served) -> None:

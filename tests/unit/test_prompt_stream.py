@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.dataset import DatasetConfig
 from penstock.feeding import PromptStream
 from penstock.trajectory import Prompt, Sampling
@@ -47,8 +48,12 @@ def test_without_shuffling_the_file_order_holds() -> None:
     assert numbers(stream(4, shuffle=False).chunk(0, 8)) == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_every_sample_draws_with_a_seed_of_its_own() -> None:
-    seeds = [prompt.sampling.seed for prompt in stream(10, epochs=2).chunk(0, 20)]
+@pytest.mark.parametrize("seed", [1, -1, 20261115120000, 2**80])
+def test_every_sample_draws_with_a_seed_of_its_own(seed: int) -> None:
+    prompts = stream(10, seed, epochs=2).chunk(0, 20)
+    assert [decode_prompt(encode_prompt(prompt)) for prompt in prompts] == prompts
+    seeds = [prompt.sampling.seed for prompt in prompts]
+    assert min(first for first in seeds if first is not None) >= 0
     taken = [seed + i for seed in seeds if seed is not None for i in range(4)]
     assert len(set(taken)) == 80
 

@@ -152,7 +152,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
+            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM takes -1 for no seed
             ignore_eos=True,
             stop_token_ids=self._stop_ids,
             logprobs=0,

@@ -85,6 +85,7 @@ async def producing(
     config: AgentsConfig,
     stats: EngineStats | None = None,
     greedy_baseline: bool = False,
+    prompt_timeout_s: float = 600.0,
 ) -> AsyncIterator[tuple[MemoryReplayQueue, Producer]]:
     queue = MemoryReplayQueue(MemoryStore(), REPLAY)
     metrics = RolloutMetrics(CollectorRegistry())
@@ -93,8 +94,9 @@ async def producing(
     maker = GroupMaker(
         "test", "rollout-0", engine, tokenization, scorer, metrics, agents, greedy_baseline,  # type: ignore[arg-type]
     )  # fmt: skip
+    rollout = RolloutConfig(max_concurrent_groups=4, prompt_timeout_s=prompt_timeout_s)
     producer = Producer(
-        queue, "rollout-0", maker, RolloutConfig(max_concurrent_groups=4), REPLAY, metrics,
+        queue, "rollout-0", maker, rollout, REPLAY, metrics,
         may_lease=lambda: True, engine_stats=(lambda: stats) if stats else None,
     )  # fmt: skip
     loop = asyncio.create_task(producer.lease_loop())
@@ -204,6 +206,24 @@ async def test_a_custom_agent_that_makes_no_episode_gives_the_prompt_back(
 
         await eventually(is_dead)
         assert producer.num_running == 0
+
+
+async def test_a_straggler_past_the_prompts_deadline_is_aborted_and_its_prompt_given_back(
+    tokenization: Tokenization,
+) -> None:
+    never = asyncio.Event()
+    engine = ScriptedEngine([ANSWER], hold=lambda request: never if request.request_id.split(".")[2] == "1" else None)
+    async with producing(tokenization, engine, AgentsConfig(), prompt_timeout_s=0.1) as (queue, producer):
+        (prompt_id,) = await submit(queue, num_samples=2)
+
+        async def is_dead() -> bool:
+            return bool(await queue.dead_letter_reasons())
+
+        await eventually(is_dead)
+        assert await queue.dead_letter_reasons() == {"TimeoutError": 1}
+        assert not engine.running and producer.num_running == 0
+        asked = {request.request_id for request in engine.requests}
+    assert asked == {f"{prompt_id}.{a}.{i}.0" for a in range(1, REPLAY.max_attempts + 1) for i in (0, 1)}
 
 
 async def test_a_server_whose_engine_is_full_leases_fewer_groups(tokenization: Tokenization) -> None:

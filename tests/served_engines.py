@@ -181,14 +181,17 @@ def make_engine(config: EngineConfig, folder: Path) -> Engine:
 
 async def start_engine(kind: str, folder: Path, keep_kv_cache: bool = True) -> Served:
     """`vllm-own-stamps` is vllm without its own stamps of tokens, as releases before 0.32 are; `vllm-compared-stamps`
-    has both."""
+    has both; `vllm-parallel` has a model over two workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     if kind.endswith("-stamps") and not vllm_stamps.reports_versions():
         pytest.skip("this vllm does not say which version made a token")
     make_tiny_qwen2(folder, seed=0)
     name: Any = kind.partition("-")[0]
-    config = EngineConfig(name=name, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, keep_kv_cache=keep_kv_cache)
+    config = EngineConfig(
+        name=name, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, keep_kv_cache=keep_kv_cache,
+        tensor_parallel_size=2 if kind == "vllm-parallel" else 1,
+    )  # fmt: skip
     engine = make_engine(config, folder)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":

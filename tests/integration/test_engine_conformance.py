@@ -386,3 +386,29 @@ async def test_own_stamps_are_those_of_vllm(
         may_take.set()
         await served.engine.stop()
     assert any(len(set(answer.versions)) > 2 for answer in finished)
+
+
+@pytest.mark.long
+async def test_a_model_over_two_workers_is_updated_in_flight(tmp_path: Path) -> None:
+    served = await start_engine("vllm-parallel", tmp_path / "model", keep_kv_cache=False)
+    try:
+        assert served.engine.devices == ("cpu", "cpu")
+        await served.check_serves(5)
+        streams = [served.chunks((3, 4, 2 + index), LONG) for index in range(8)]
+        firsts = await asyncio.gather(*(anext(stream) for stream in streams))
+        rests = [asyncio.ensure_future(_rest(stream)) for stream in streams]
+        model = served.next_model()
+        push = Push.of(model, 6)
+        await served.engine.stage_weights(in_snapshot(push, tmp_path / "snapshot"))
+        await served.engine.commit_weights(6, push.checksums, timeout_s=20)
+        served.model = model
+        answers = [Answer.of((3, 4, 2 + i), [firsts[i], *await rest]) for i, rest in enumerate(rests)]
+        assert any(set(answer.versions) == {5, 6} for answer in answers)
+        for answer in answers:
+            new = answer.versions.count(6)
+            expected = expected_log_probs(model, answer)[len(answer.versions) - new :]
+            found = torch.tensor(answer.log_probs[len(answer.versions) - new :])
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        await served.check_serves(6)
+    finally:
+        await served.engine.stop()

@@ -29,6 +29,8 @@ from penstock.trajectory import Prompt, Sampling
 logger = logging.getLogger(__name__)
 CHUNK_PROMPTS = 256
 POLL_S = 0.5
+RETRY_S = 5.0
+"""While Redis is away or full."""
 _SEED_STRIDE = 1_000_003
 _NUM_SEEDS = 2**62
 """Whatever the run's seed, those of samples are numbers that every engine and the wire can hold."""
@@ -109,7 +111,8 @@ class Feeder:
             try:
                 position, is_end = await self._feed()
             except (QueueFull, Unavailable) as error:
-                logger.warning("cannot feed: %s", error)
+                logger.warning("cannot feed: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
             else:
                 if is_end:
                     return position

@@ -14,7 +14,7 @@ from penstock.config.dataset import ValidationConfig
 from penstock.config.run import RunConfig
 from penstock.datasets import read_prompts
 from penstock.errors import InvalidInput, QueueFull, Unavailable
-from penstock.feeding import seeded
+from penstock.feeding import RETRY_S, seeded
 from penstock.replay.contract import Evaluation, PromptIntake
 from penstock.trajectory import Prompt, Sampling
 from penstock.version_hold import VersionHold
@@ -66,7 +66,8 @@ class Validator:
                     await self.validate(step)
                     done.add(step)
             except (QueueFull, Unavailable) as error:
-                logger.warning("cannot validate: %s", error)
+                logger.warning("cannot validate: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
             await asyncio.sleep(POLL_S)
 
     async def validate(self, step: int) -> Evaluation:

@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
+    from penstock.config.checks import check_run_folder
     from penstock.config.loading import load_config
 
     try:
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"{arguments.config}: ok (learner, {check(config)})")
             return 0
+        check_run_folder(config)
         asyncio.run(serve(config))
     except PenstockError as error:
         print(f"penstock learner: error: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock export", description="Write a checkpoint as a Hugging Face folder.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint (default: the run's newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: model.dtype of the run")
     arguments, overrides = parser.parse_known_args(argv)
@@ -43,6 +43,10 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
     """Write the policy of a checkpoint to `out`."""
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
+    from penstock_learner.checkpoint import TRAINER_FILE
+
+    if not (checkpoint / TRAINER_FILE).is_file():
+        raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
     write_folder(_load(config, checkpoint), config.model.path, out, dtype)
 
 

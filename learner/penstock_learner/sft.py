@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock sft", description="Fine-tune a model on rows of a Parquet file.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of a run: its model and learner settings")
     parser.add_argument("--data", type=Path, required=True, help="Parquet: messages, or prompt and response, or text")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64, help="rows of one optimizer step")
     arguments, overrides = parser.parse_known_args(argv)
@@ -31,4 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock_learner.sft_training import fine_tune
 
     fine_tune(config, arguments.data, arguments.out, num_epochs=arguments.epochs, batch_size=arguments.batch_size)
+    print(f"the model is in {arguments.out}")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import socket
+import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,22 +14,47 @@ if TYPE_CHECKING:
     import ssl
 
     from penstock.client import SyncPenstockClient
+    from penstock.rest_calls import GatewayAddress
 
 RUNS_FOLDER = Path("runs")
-DEFAULT_RUN_DIR = RUNS_FOLDER / "demo"
+PROBE_S = 1.0
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, metavar="DIR",
-        help="folder of a run on this machine (default: %(default)s)",
+        "--run-dir", type=Path, metavar="DIR",
+        help=f"folder of a run on this machine (default: the one that is up in {RUNS_FOLDER}/)",
     )  # fmt: skip
     where.add_argument("--url", help="address of a gateway, such as http://gateway:8080")
     parser.add_argument("--run", metavar="NAME", help="a run that was created through the gateway (default: its own)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the gateway's key")
     parser.add_argument("--tls-ca-file", type=Path, metavar="FILE", help="trust these authorities, not the system's")
     parser.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate to show, with its key")
+
+
+def only_gateway() -> GatewayAddress:
+    """That of the one run in `runs/` that is up. A choice among several is not made for anyone."""
+    from penstock.rest_calls import GatewayAddress
+
+    folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
+    found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
+    up = {folder: address for folder, address in found.items() if _answers(address.url)}
+    if len(up) == 1:
+        return up.popitem()[1]
+    if up:
+        raise ConfigError(f"several runs are up ({', '.join(map(str, up))}); give --run-dir with one of them")
+    raise ConfigError(f"no run is up in {RUNS_FOLDER}/; start one with `penstock up`, or give --run-dir or --url")
+
+
+def _answers(url: str) -> bool:
+    """A gateway that was killed has left its `gateway.json` behind."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname, parts.port), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False
 
 
 def newest_config() -> Path:
@@ -45,7 +72,7 @@ def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClie
     api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
     url, run = args.url, CONFIGURED_RUN
     if not url:
-        address = GatewayAddress.from_run_dir(args.run_dir)
+        address = GatewayAddress.from_run_dir(args.run_dir) if args.run_dir else only_gateway()
         url, run = address.url, address.run
     return SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
 

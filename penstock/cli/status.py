@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 5.0
 _SHOWN_METRICS = 12
-_DIGEST_LENGTH = 12
+_DIGEST_LENGTH = 8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,14 +52,15 @@ def _print(run: Run) -> None:
 
 
 def queue_table(queue: QueueStat) -> Any:
+    """A group that the learner has taken counts as trained once a checkpoint covers it."""
     from rich.table import Table
 
-    table = Table(title="groups", title_justify="left")
+    table = Table(title=f"groups, {queue.queued_bytes / 2**20:.1f} MiB of them ready", title_justify="left")
     columns = {
         "pending": queue.pending_prompts,
         "in flight": queue.in_flight,
-        "queued": queue.queued,
-        "MiB": f"{queue.queued_bytes / 2**20:.1f}",
+        "ready": queue.queued - queue.delivered,
+        "with learner": queue.delivered,
         "trained": queue.trained,
         "expired": queue.expired,
         "dead": queue.dead_lettered,
@@ -76,13 +77,13 @@ def server_table(servers: Sequence[Server]) -> Any:
 
     table = Table(title="rollout servers", title_justify="left")
     for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine", "address"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold", no_wrap=name == "heartbeat")
     for server in servers:
         state = server.state
         table.add_row(
             server.server_id, state if state == "READY" else f"[yellow]{state}[/]", str(server.policy_version),
             server.weights_digest[:_DIGEST_LENGTH] or "model folder", str(server.running_groups),
-            f"{server.heartbeat_age_ms / 1000:.1f} s ago", server.engine, server.address,
+            f"{server.heartbeat_age_ms / 1000:.1f} s", server.engine, server.address,
         )  # fmt: skip
     return table
 

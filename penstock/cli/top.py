@@ -104,7 +104,7 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
         head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
     parts: list[Any] = [head, _numbers(run.metrics), queue_table(run.queue)]
     parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
-    parts.append(_parts(now))
+    parts += [_parts(now), _ages_and_scores(now)]
     rewards = [row.run.metrics.get("reward_mean") for row in history]
     known = [reward for reward in rewards if reward is not None]
     if known:
@@ -121,7 +121,7 @@ def _numbers(metrics: dict[str, float | None]) -> Any:
 
 
 def _parts(now: Look) -> Any:
-    """Ages, restarts, drops and scores."""
+    """Heartbeats and restarts."""
     from rich.table import Table
 
     table = Table(title="parts", title_justify="left")
@@ -130,9 +130,16 @@ def _parts(now: Look) -> Any:
     for component, age_s in sorted(now.series.get("penstock_heartbeat_age_seconds", {}).items()):
         restarts = now.value("penstock_component_restarts_total", component)
         table.add_row(component, f"{age_s:.1f} s ago", f"{restarts:.0f}")
-    ages = now.series.get("penstock_queue_oldest_age_seconds", {})
-    table.caption = "  ".join(
-        [f"oldest {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
-        + [f"{name} {score:.3f}" for name, score in now.series.get("penstock_eval_score", {}).items()]
-    )
     return table
+
+
+def _ages_and_scores(now: Look) -> Any:
+    from rich.text import Text
+
+    ages = now.series.get("penstock_queue_oldest_age_seconds", {})
+    return Text(
+        "  ".join(
+            [f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
+            + [f"score of {name!r} {score:.3f}" for name, score in now.series.get("penstock_eval_score", {}).items()]
+        )
+    )

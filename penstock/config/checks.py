@@ -40,11 +40,17 @@ def check_roles(config: LearnerConfig) -> None:
 def _check_model_folder(name: str, path: Path) -> None:
     model_file = path / "config.json"
     if not model_file.is_file():
-        raise ConfigError(f"{name} {path} is not a model folder; give one with config.json in it")
+        raise ConfigError(f"{name} {path} is not a model folder; give one with config.json in it{_hub_hint(path)}")
     try:
         json.loads(model_file.read_text())
     except ValueError as error:
         raise ConfigError(f"{model_file} is not JSON: {error}") from error
+
+
+def _hub_hint(path: Path) -> str:
+    """For a name such as Qwen/Qwen2.5-0.5B, which other tools would download."""
+    is_hub_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+    return f"; nothing is downloaded: `hf download {path} --local-dir FOLDER` does" if is_hub_name else ""
 
 
 def check_rewards(config: RewardConfig) -> None:
@@ -71,7 +77,9 @@ def check_run_folder(config: RunConfig) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from error
+        raise ConfigError(
+            f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a folder that can"
+        ) from error
 
 
 def _check_file(name: str, path: Path) -> None:

@@ -88,6 +88,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} does not exist; examples are in examples/") from error
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML: it is no text; give the run's YAML file") from error
     try:
         data = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:

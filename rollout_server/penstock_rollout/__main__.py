@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-id", default="rollout-0", help="its name in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
+    from penstock.config.checks import check_run_folder
     from penstock.config.loading import load_config
 
     try:
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine = check(config)
             print(f"{arguments.config}: ok (rollout server {arguments.server_id}, engine {engine})")
             return 0
+        check_run_folder(config)
         from penstock_rollout.server import serve
 
         asyncio.run(serve(config, arguments.server_id))

@@ -44,11 +44,13 @@ class ScoringRun:
         partial = self.output.with_suffix(self.output.suffix + ".partial")
         try:
             with self._open() as file:
+                self._check_output(partial)
                 await self.scorer.check()
                 await self._score_file(file, partial)
             partial.replace(self.output)
         finally:
-            partial.unlink(missing_ok=True)
+            if self.output.parent.is_dir():
+                partial.unlink(missing_ok=True)
             await self.scorer.close()
 
     def summaries(self, pass_score: float) -> dict[str, ScoreSummary]:
@@ -59,6 +61,13 @@ class ScoringRun:
         """Rewards that failed, by kind."""
         [metric] = self.metrics.reward_errors.collect()
         return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total") and s.value}
+
+    def _check_output(self, partial: Path) -> None:
+        """Before anything is scored for nothing."""
+        try:
+            partial.touch()
+        except OSError as error:
+            raise InvalidInput(str(self.output), f"cannot be written ({error.strerror}); give --output") from error
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[pq.ParquetFile]:

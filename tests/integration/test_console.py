@@ -126,7 +126,7 @@ async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway
     charts = await page.get_by_role("img").all()
     labels = [await chart.get_attribute("aria-label") for chart in charts]
     assert [label.partition(":")[0] for label in labels] == [
-        "reward", "staleness (versions)", "tokens per second", "groups queued",
+        "reward", "staleness (versions)", "tokens per second", "groups ready",
     ]  # fmt: skip
     assert "40 points" in labels[0]
     row = page.get_by_role("row").filter(has_text="rollout-2")

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock_services.local.processes import ProcessGroup
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,6 +48,17 @@ def test_a_model_folder_that_is_not_there(tmp_path: Path) -> None:
     assert error.splitlines() == [
         "penstock: error: model.path /nowhere is not a model folder; give one with config.json in it"
     ]
+
+
+def test_an_error_is_of_this_start(tmp_path: Path) -> None:
+    (tmp_path / "part.log").write_text("penstock part: error: of a start before\n")
+    group = ProcessGroup(tmp_path)
+    silent = group.start("part", [sys.executable, "-c", "raise SystemExit(3)"])
+    silent.process.wait(30)
+    assert str(silent.error()) == f"part exited with code 3 (log: {tmp_path / 'part.log'})"
+    loud = group.start("part", [sys.executable, "-c", "raise SystemExit('penstock part: error: of this one')"])
+    loud.process.wait(30)
+    assert "exited with code 1: of this one (log" in str(loud.error())
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import httpx
 import pytest
 
 from penstock.cli import main as cli
+from penstock.cli.connection import only_gateway
 from penstock.cli.submit import batch_key, submit_all
 from penstock.client import SyncPenstockClient
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
@@ -111,6 +114,72 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_a_run_that_is_not_up_says_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
     assert f"{tmp_path / 'gateway.json'} does not exist; is the run up?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`runs(name)` puts a run into `runs/` whose gateway accepts connections, and returns its socket."""
+    monkeypatch.chdir(tmp_path)
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str) -> socket.socket:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            address = {"host": "127.0.0.1", "rest_port": listener.getsockname()[1]}
+            (tmp_path / "runs" / name / "gateway.json").write_text(json.dumps(address))
+            return listener
+
+        yield start
+
+
+def test_the_run_that_is_up_is_found(runs: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 2
+    assert "no run is up in runs/; start one" in capsys.readouterr().err
+    runs("killed").close()
+    up = runs("demo-1")
+    address = only_gateway()
+    assert (address.run, address.url) == ("demo-1", f"http://127.0.0.1:{up.getsockname()[1]}")
+
+    runs("demo-2")
+    assert cli.main(["status"]) == 2
+    error = capsys.readouterr().err
+    assert "several runs are up (runs/demo-1, runs/demo-2); give --run-dir" in error
+
+
+def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR1\xff\xfe")
+    assert cli.main(["doctor", "--config", str(tmp_path / "train.parquet")]) == 2
+    assert "train.parquet is not YAML: it is no text" in capsys.readouterr().err
+
+
+DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
+
+
+def test_a_model_by_its_hub_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", str(DEMO), "--check", "--model.path", "Qwen/Qwen2.5-0.5B"]) == 2
+    assert "nothing is downloaded: `hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER` does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["up", "launcher", "rollout", "learner"])
+def test_a_run_folder_that_cannot_be_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(DEMO.parents[2])
+    folder = tmp_path / "file"
+    folder.touch()
+    words = [str(DEMO)] if name == "up" else ["--config", str(DEMO)]
+    overrides = ["--launcher.max_runs", "1", "--redis.url", "redis://127.0.0.1:1", "--run_dir", str(folder)]
+    assert cli.main([name, *words, *overrides]) != 0
+    error = capsys.readouterr().err
+    assert f"run_dir {folder} cannot be written to: Not a directory; set it to a folder that can" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_export_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["export", "--config", str(DEMO), "--output", str(out), "--checkpoint", str(tmp_path)]) == 2
+    assert f"--checkpoint {tmp_path} is not a checkpoint; give a folder of RUN/checkpoints/" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_bad_file_stops_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +22,8 @@ from penstock.sparkline import sparkline
 
 History = Sequence[dict[str, float]]
 LINE_EVERY_STEPS = 10
+LINE_EVERY_S = 30.0
+"""A line is printed once either has passed, and a step was made."""
 
 
 class Progress(Protocol):
@@ -38,13 +42,11 @@ def make_display(config: RunConfig) -> Display:
 
 
 class TerminalDisplay:
-    """A table that is redrawn in place."""
+    """A table that is redrawn in place, below what was said."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.console = Console()
-        self.message = ""
-        self.body: Table | None = None
         self._live = Live(console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
@@ -55,39 +57,29 @@ class TerminalDisplay:
         self._live.stop()
 
     def say(self, message: str) -> None:
-        self.message = message
-        self._draw()
+        self.console.print(message, style="dim", highlight=False, soft_wrap=True)
 
     def update(self, status: Run, history: History) -> None:
-        self.message = "training" if history else self.message
         table = Table(title=f"penstock · {self.config.run}", title_style="bold", min_width=72)
         for name in ("step", "version", "reward", "staleness", "tokens/s", "queue"):
             table.add_column(name, justify="right")
         table.add_row(*_cells(status, history, self.config))
-        self.body = table
-        self.step = status.step
-        self.history = history
-        self._draw()
-
-    def _draw(self) -> None:
-        parts: list[Any] = []
-        if self.body is not None:
-            num_steps = max(self.config.learner.num_steps, 1)
-            rewards = [row["reward_mean"] for row in self.history]
-            parts = [
-                self.body,
-                Text(f"reward {sparkline(rewards, 64)}", style="green"),
-                Padding(ProgressBar(total=num_steps, completed=min(self.step, num_steps), width=72)),
-            ]
-        self._live.update(Group(*parts, Text(self.message, style="dim")))
+        num_steps = max(self.config.learner.num_steps, 1)
+        rewards = [row["reward_mean"] for row in history]
+        bar = ProgressBar(
+            total=num_steps, completed=min(status.step, num_steps), width=72, complete_style="green",
+            finished_style="green",
+        )  # fmt: skip
+        self._live.update(Group(table, Text(f"reward {sparkline(rewards, 64)}", style="green"), Padding(bar)))
 
 
 class LineDisplay:
-    """For logs and pipes: one line every few steps."""
+    """For logs and pipes: one line every few steps, or every step where those are slow."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self._last_step = -LINE_EVERY_STEPS
+        self._last_step = 0
+        self._last_s = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +92,9 @@ class LineDisplay:
 
     def update(self, status: Run, history: History) -> None:
         step = int(history[-1]["step"]) if history else 0
-        if history and step - self._last_step >= LINE_EVERY_STEPS:
-            self._last_step = step
+        num_new, now = step - self._last_step, time.monotonic()
+        if num_new >= LINE_EVERY_STEPS or (num_new > 0 and now - self._last_s >= LINE_EVERY_S):
+            self._last_step, self._last_s = step, now
             names = ("step", "version", "reward", "staleness", "tokens/s", "queue")
             cells = _cells(status, history, self.config)
             print("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)

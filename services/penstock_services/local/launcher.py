@@ -142,6 +142,7 @@ def check(config: RunConfig) -> None:
     if not config.launcher.max_runs:
         raise ConfigError("launcher.max_runs is 0: say how many created runs this machine may carry at once")
     check_redis(config.redis)
+    check_run_folder(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from penstock.client import PenstockClient
-from penstock.config.checks import check_datasets, check_model, check_rewards
+from penstock.config.checks import check_datasets, check_model, check_rewards, check_run_folder
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.created_runs import CLUSTER_KEY_FILE
@@ -129,6 +129,7 @@ def check_before_start(config: RunConfig) -> None:
     check_model(config)
     check_rewards(config.rollout.reward)
     check_datasets(config)
+    check_run_folder(config)
     for name in ("port", "grpc_port"):
         port = getattr(config.gateway, name)
         if port and not port_is_free(config.gateway.host, port):

@@ -31,6 +31,8 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     stop_timeout_s: float
+    log_start: int = 0
+    """Where its own lines begin: a log is continued by a run that is started again."""
 
     @property
     def exit_code(self) -> int | None:
@@ -40,14 +42,14 @@ class Child:
         """One line: how it ended, what it said last, where to read more."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        said = last_error_line(self.log)
+        said = last_error_line(self.log, self.log_start)
         return ProcessDied(f"{self.name} {how}{': ' + said if said else ''} (log: {self.log})")
 
 
-def last_error_line(log: Path) -> str:
-    """The last line of a log that reports an error, without its prefix."""
+def last_error_line(log: Path, start: int = 0) -> str:
+    """The last line of a log after byte `start` that reports an error, without its prefix."""
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     except OSError:
         return ""
     for line in reversed(lines[-200:]):
@@ -78,6 +80,7 @@ class ProcessGroup:
     ) -> Child:
         log = self.log_folder / f"{name}.log"
         with log.open("ab") as output:
+            log_start = output.tell()
             process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -87,7 +90,7 @@ class ProcessGroup:
                 preexec_fn=_die_with_parent,  # noqa: PLW1509  (it makes one system call and takes no lock)
                 env={**os.environ, **(environment or {})},
             )
-        child = Child(name, process, log, stop_timeout_s)
+        child = Child(name, process, log, stop_timeout_s, log_start)
         self.children.append(child)
         return child
 

@@ -36,7 +36,7 @@ async def demo(config: RunConfig) -> dict[str, Any]:
     with make_display(config) as display:
         async with LocalRun(config) as run, asyncio.timeout(config.demo.deadline_s) as deadline:
             try:
-                display.say("starting the rollout server and the learner")
+                display.say(f"starting the rollout server and the learner; console: {run.client.address.url}/")
                 run.start_workers()
                 score_start = await _evaluate(run, "start", heldout)
                 await _name_fallback(run, display)

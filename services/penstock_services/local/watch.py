@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, Unavailable
 from penstock.validating import validated_steps
+from penstock_services.local.display import LineDisplay
 from penstock_services.local.local_run import LocalRun
 
 POLL_S = 0.5
+PROGRESS_POLLS = 10
+"""A look at the progress is taken every so many polls."""
+SHOWN = ("reward_mean", "staleness_mean", "tokens_per_second")
 
 
 async def watch(config: RunConfig) -> None:
@@ -21,13 +26,31 @@ async def watch(config: RunConfig) -> None:
         loop.add_signal_handler(name, stopping.set)
     async with LocalRun(config) as run:
         run.start_workers()
-        print(f"run {config.run}: REST {run.client.address.url}, logs and checkpoints in {run.folder}")
-        while not stopping.is_set() and not run.learner_finished:
+        display = LineDisplay(config)
+        url = run.client.address.url
+        display.say(f"run {config.run}: console and REST at {url}/, logs and checkpoints in {run.folder}")
+        for poll in itertools.count(1):
+            if stopping.is_set() or run.learner_finished:
+                break
             run.check()
+            if poll % PROGRESS_POLLS == 0:
+                await _show_progress(run, display)
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run)
         print("the learner has finished; stopping" if run.learner_finished else "stopping")
+
+
+async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
+    """A gateway that does not answer is not told of here: `check` says what became of it."""
+    try:
+        async with asyncio.timeout(POLL_S):
+            status = await run.client.get_run()
+    except (TimeoutError, Unavailable):
+        return
+    known = {name: value for name, value in status.metrics.items() if value is not None}
+    if known.keys() >= set(SHOWN):
+        display.update(status, [known | {"step": status.step}])
 
 
 async def _finish_validation(run: LocalRun) -> None:

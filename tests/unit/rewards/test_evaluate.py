@@ -120,3 +120,10 @@ def test_the_summary_uses_no_more_samples_than_every_prompt_has() -> None:
     summary = summarise([[1.0, 0.0, 0.0], [1.0] * 6, []])
     assert (summary.num_prompts, summary.num_samples, list(summary.pass_at)) == (2, 9, [1, 2, 3])
     assert summarise([]).pass_at == {} and summarise([]).mean == 0.0
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "answers.parquet", ROWS)
+    output = tmp_path / "nowhere" / "scores.parquet"
+    assert cli.main(["evaluate", str(path), "--output", str(output)]) == 2
+    assert f"{output}: cannot be written (No such file or directory)" in capsys.readouterr().err

@@ -10,10 +10,19 @@ function svg(name, attributes, ...children) {
   return element;
 }
 
+const STEPS = [1, 2, 3, 4, 5, 6, 8, 10];
+
+// The next number above with one digit, so that the axis can be read.
+function rounded(value) {
+  if (value <= 0) return 0;
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return unit * STEPS.find((step) => step * unit >= value * (1 - 1e-9));
+}
+
 function scales(points) {
   const xs = points.map((p) => p.x), ys = points.map((p) => p.y);
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-  let [y0, y1] = [Math.min(0, ...ys), Math.max(...ys)];
+  let [y0, y1] = [0 - rounded(-Math.min(0, ...ys)), rounded(Math.max(0, ...ys))];
   if (y0 === y1) y1 = y0 + 1;
   return {
     x: (value) => LEFT + ((value - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT),

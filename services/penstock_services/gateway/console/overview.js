@@ -49,19 +49,20 @@ function change(run, refresh) {
 export async function overview(refresh) {
   const [run, history, all] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`), allRuns()]);
   document.getElementById("run-name").textContent = run.run;
-  depths.push({ x: Date.now(), y: run.queue.queued });
+  depths.push({ x: Date.now(), y: run.queue.queued - run.queue.delivered });
   if (depths.length > SHOWN_MOMENTS) depths.shift();
   const queue = run.queue;
   const held = run.held_version === null ? "" : `, held at ${run.held_version}`;
   const charts = CHARTS.map(([title, name]) =>
     lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN }))));
-  charts.push(lineChart("groups queued", depths, (x) => new Date(x).toLocaleTimeString()));
+  charts.push(lineChart("groups ready", depths, (x) => new Date(x).toLocaleTimeString()));
   return [
     h("div", { class: "facts" },
       fact("state", run.state.toLowerCase() + held), fact("step", number(run.step)),
       fact("policy version", number(run.policy_version)), fact("prompts waiting", number(queue.pending_prompts)),
-      fact("in flight", number(queue.in_flight)), fact("groups queued", number(queue.queued)),
-      fact("trained", number(queue.trained)), fact("dead letters", number(queue.dead_lettered))),
+      fact("in flight", number(queue.in_flight)), fact("groups ready", number(queue.queued - queue.delivered)),
+      fact("trained + since the checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
+      fact("dead letters", number(queue.dead_lettered))),
     queue.conservation_error ? h("p", { class: "tag bad" }, `conservation is off by ${queue.conservation_error}`) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, PenstockError
@@ -71,6 +71,9 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
     except (NoPermissionError, ResponseError) as error:
         advice = "give a config whose redis.url has the operator's user"
         return [Finding("redis", "warn", f"this user may not ask for its state ({error})", advice)]
+    except AuthenticationError as error:
+        advice = "correct redis.url, or redis.password_file"
+        return [Finding("redis", "fail", f"refuses the user or password ({error})", advice)]
     except (RedisError, OSError) as error:
         return [Finding("redis", "fail", f"does not answer ({error})", "check redis.url, and that the server runs")]
     fsync = await _setting(client, "appendfsync")

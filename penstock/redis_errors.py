@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from redis.exceptions import AuthenticationError, NoScriptError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.errors import Fenced, PenstockError, QueueFull, Unavailable
@@ -20,6 +20,10 @@ def redis_errors() -> Iterator[None]:
         yield
     except NoScriptError:
         raise
+    except AuthenticationError as error:
+        raise Unavailable(
+            f"Redis refuses the user or password ({error}); correct redis.url, or redis.password_file"
+        ) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
     except OutOfMemoryError as error:

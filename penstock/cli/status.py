@@ -10,10 +10,13 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
 
 if TYPE_CHECKING:
-    from penstock.answers import QueueStat, Run, Server
+    from penstock.answers import Metrics, QueueStat, Run, Server
 
 DEADLINE_S = 5.0
-_SHOWN_METRICS = 12
+_STEP_METRICS = {
+    "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
+    "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
+}  # fmt: skip
 _DIGEST_LENGTH = 8
 
 
@@ -41,14 +44,20 @@ def _print(run: Run) -> None:
         f"run [bold]{run.run}[/]  step [bold]{run.step}[/]  policy version [bold]{run.policy_version}[/]  "
         f"term {run.term}  {conserved}"
     )
+    console.print(step_numbers(run.metrics))
     console.print(queue_table(run.queue))
     if run.servers:
         console.print(server_table(run.servers))
     else:
         console.print("no rollout servers")
-    if run.metrics:
-        shown = sorted(run.metrics.items())[:_SHOWN_METRICS]
-        console.print("  ".join(f"{name} {_number(value)}" for name, value in shown))
+
+
+def step_numbers(metrics: Metrics) -> Any:
+    """Of the step that made the newest version; all of them are in `--json`."""
+    from rich.text import Text
+
+    shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
+    return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
 
 
 def queue_table(queue: QueueStat) -> Any:
@@ -86,7 +95,3 @@ def server_table(servers: Sequence[Server]) -> Any:
             f"{server.heartbeat_age_ms / 1000:.1f} s", server.engine, server.address,
         )  # fmt: skip
     return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 5.0
 HISTORY = 60
-_STEP_METRICS = {
-    "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
-    "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
-}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +87,7 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    from penstock.cli.status import queue_table, server_table
+    from penstock.cli.status import queue_table, server_table, step_numbers
     from penstock.sparkline import sparkline
 
     run = now.run
@@ -102,7 +98,7 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
     )  # fmt: skip
     if run.queue.conservation_error:
         head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
-    parts: list[Any] = [head, _numbers(run.metrics), queue_table(run.queue)]
+    parts: list[Any] = [head, step_numbers(run.metrics), queue_table(run.queue)]
     parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
     parts += [_parts(now), _ages_and_scores(now)]
     rewards = [row.run.metrics.get("reward_mean") for row in history]
@@ -110,14 +106,6 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
     if known:
         parts.append(Text(f"reward {sparkline(known, HISTORY)}", style="green"))
     return Group(*parts)
-
-
-def _numbers(metrics: dict[str, float | None]) -> Any:
-    """Of the step that made the newest version."""
-    from rich.text import Text
-
-    shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
-    return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
 
 
 def _parts(now: Look) -> Any:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from penstock.config.rollout import EngineConfig
+from penstock.errors import ConfigError
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import EngineStats
+from penstock_rollout.engines.vllm_start import SchedulerLoad, create_llm, engine_arguments
 from tests.served_engines import Served, assert_log_probs, start_engine
-from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -101,3 +105,15 @@ async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
     for sample in await asyncio.gather(*kept):
         assert_log_probs(served.model, sample)
     assert await idle(served) == EngineStats(0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "complaint"),
+    [({"max_model_len": 1 << 20}, "max_model_len"), ({"extra": {"no_such_option": 1}}, "no_such_option")],
+)
+def test_what_vllm_refuses_is_one_line(field: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    make_tiny_qwen2(tmp_path, seed=1)
+    arguments = engine_arguments(EngineConfig(name="vllm", **field), tmp_path, "float32", seed=0)
+    with pytest.raises(ConfigError, match=f"vLLM refuses rollout.engine: .*{complaint}") as refused:
+        create_llm(arguments, SchedulerLoad())
+    assert "\n" not in str(refused.value)

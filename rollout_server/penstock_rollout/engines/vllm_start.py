@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from penstock.config.rollout import EngineConfig
+from penstock.errors import ConfigError, Unavailable
 
 CPU_KV_CACHE_BYTES = 64 << 20
 
@@ -104,7 +107,21 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    try:
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM refuses rollout.engine: {_complaint(error)}; correct it") from error
     if is_cpu_build():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
-    return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
+    except RuntimeError as error:
+        raise Unavailable(
+            f"vLLM did not start ({_complaint(error)}); its own lines in the log say why, often too little memory"
+        ) from error
+
+
+def _complaint(error: Exception) -> str:
+    """The first sentence of what vLLM says, which may be a page."""
+    text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+    return " ".join(text.split()).split(". ")[0].removeprefix("Value error, ")

@@ -56,7 +56,9 @@ class Access:
             scheme, _, given = authorization.partition(" ")
             key = find_key(self.keys, given.strip())
             if scheme.lower() != "bearer" or key is None:
-                raise Unauthenticated("this gateway needs its key; send `Authorization: Bearer <key>`")
+                raise Unauthenticated(
+                    "this gateway needs its key: give --api-key-file, or send `Authorization: Bearer <key>`"
+                )
             caller = Caller(key.name, key.role)
         if self.config.requests_per_s:
             bucket = self._buckets.setdefault(caller.name, _Bucket(self.config.burst_requests))

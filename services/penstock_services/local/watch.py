@@ -7,13 +7,13 @@ import itertools
 import signal
 
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, Unavailable
+from penstock.errors import DeadlineExceeded, ProcessDied, Unavailable
 from penstock.validating import validated_steps
 from penstock_services.local.display import LineDisplay
 from penstock_services.local.local_run import LocalRun
 
 POLL_S = 0.5
-PROGRESS_POLLS = 10
+PROGRESS_POLLS = 20
 """A look at the progress is taken every so many polls."""
 SHOWN = ("reward_mean", "staleness_mean", "tokens_per_second")
 
@@ -32,13 +32,21 @@ async def watch(config: RunConfig) -> None:
         for poll in itertools.count(1):
             if stopping.is_set() or run.learner_finished:
                 break
-            run.check()
+            _check(run, display)
             if poll % PROGRESS_POLLS == 0:
                 await _show_progress(run, display)
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run)
         print("the learner has finished; stopping" if run.learner_finished else "stopping")
+
+
+def _check(run: LocalRun, display: LineDisplay) -> None:
+    try:
+        run.check()
+    except ProcessDied as error:
+        display.say("a part has died; stopping the others, which may take a minute")
+        raise ProcessDied(f"{error}; mend it and start the run again: it goes on from its checkpoint") from error
 
 
 async def _show_progress(run: LocalRun, display: LineDisplay) -> None:

@@ -37,13 +37,17 @@ async def feed_run(config: RunConfig) -> None:
         queue = RedisReplayQueue(client, config.run, config.replay)
         tracing = open_tracing(config.tracing, "feed", config.run)
         stack.callback(tracing.close)
-        tasks = []
+        stream = None
+        if dataset.file is not None:
+            stream = await asyncio.to_thread(PromptStream.read, config)
+        validator = None
         if dataset.validation.file is not None:
             hold = _version_hold(config, client) if dataset.validation.pinned else None
             validator = await asyncio.to_thread(Validator.read, config, queue, hold)
+        tasks = []
+        if validator is not None:
             tasks.append(asyncio.create_task(validator.run(), name="validator"))
-        if dataset.file is not None:
-            stream = await asyncio.to_thread(PromptStream.read, config)
+        if stream is not None:
             tasks.append(asyncio.create_task(_feed(queue, stream, tracing), name="feeder"))
         for task in tasks:
             stack.push_async_callback(end_task, task)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
+from penstock.errors import ConfigError, DeadlineExceeded
 from penstock_learner.role_group import RoleGroup
 
 RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -60,11 +60,24 @@ def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
     return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
+def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
+    """A private Ray gets no more nodes: what it lacks is not worth waiting for."""
+    groups = active_resource_groups(learner, roles)
+    num_needed = sum(bundle.get("GPU", 0) for group in groups for bundle in bundles(group))
+    if num_needed > num_here:
+        raise ConfigError(
+            f"learner.*.gpus_per_rank asks for {num_needed:g} GPUs, and this machine has {num_here:g}; lower it or "
+            "num_ranks, or set learner.ray_address to a cluster"
+        )
+
+
 async def place_roles(
     config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
 ) -> dict[str, RoleGroup]:
     """Reserve resources for all roles, which are then ready to start. Raises DeadlineExceeded when they do not fit."""
     placed: dict[str, RoleGroup] = {}
+    if not config.learner.ray_address:
+        check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
     for group in active_resource_groups(config.learner, roles):
         reserved = placement_group(bundles(group), strategy="PACK")
         try:

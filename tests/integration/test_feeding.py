@@ -291,8 +291,12 @@ async def test_what_a_killed_validator_held_is_freed_by_the_next(
 
 
 def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -> None:
+    wrong, heldout = tmp_path / "wrong.jsonl", tmp_path / "heldout.jsonl"
+    wrong.write_text('{"question": "1+1="}\n')
+    heldout.write_text('{"prompt": "1+1="}\n')
     for change, message in (
         ({"file": None}, "dataset.file is not set"),
+        ({"file": str(wrong), "validation": {"file": str(heldout)}}, "wrong.jsonl line 1: prompt: must be"),
         ({"file": str(tmp_path / "absent.parquet")}, "absent.parquet: is not a file"),
         ({"validation": {"file": str(tmp_path / "absent.jsonl")}}, "absent.jsonl: is not a file"),
     ):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, Self
@@ -24,6 +24,8 @@ History = Sequence[dict[str, float]]
 LINE_EVERY_STEPS = 10
 LINE_EVERY_S = 30.0
 """A line is printed once either has passed, and a step was made."""
+WAITING_AFTER_S = 60.0
+"""Without a step, a line says what there is."""
 
 
 class Progress(Protocol):
@@ -79,7 +81,7 @@ class LineDisplay:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._last_step = 0
-        self._last_s = -math.inf
+        self._last_s = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -92,12 +94,26 @@ class LineDisplay:
 
     def update(self, status: Run, history: History) -> None:
         step = int(history[-1]["step"]) if history else 0
-        num_new, now = step - self._last_step, time.monotonic()
-        if num_new >= LINE_EVERY_STEPS or (num_new > 0 and now - self._last_s >= LINE_EVERY_S):
-            self._last_step, self._last_s = step, now
+        num_new, quiet_s = step - self._last_step, time.monotonic() - self._last_s
+        is_first = self._last_step == 0
+        if num_new >= LINE_EVERY_STEPS or (num_new > 0 and (is_first or quiet_s >= LINE_EVERY_S)):
+            self._last_step, self._last_s = step, time.monotonic()
             names = ("step", "version", "reward", "staleness", "tokens/s", "queue")
             cells = _cells(status, history, self.config)
-            print("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
+            self.say("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)))
+        elif quiet_s >= WAITING_AFTER_S:
+            self._last_s = time.monotonic()
+            self.say(_waiting(status))
+
+
+def _waiting(status: Run) -> str:
+    """What a run without a new step has, so that one sees what it lacks."""
+    queue, servers = status.queue, Counter(server.state for server in status.servers)
+    fleet = ", ".join(f"{count} {state}" for state, count in sorted(servers.items())) or "none"
+    return (
+        f"no new step: {queue.pending_prompts} prompts pending, {queue.in_flight} in flight, "
+        f"{queue.queued - queue.delivered} groups ready, {queue.dead_lettered} dead letters; servers: {fleet}"
+    )
 
 
 def _cells(status: Run, history: History, config: RunConfig) -> list[str]:

@@ -46,7 +46,7 @@ def _check(run: LocalRun, display: LineDisplay) -> None:
         run.check()
     except ProcessDied as error:
         display.say("a part has died; stopping the others, which may take a minute")
-        raise ProcessDied(f"{error}; mend it and start the run again: it goes on from its checkpoint") from error
+        raise ProcessDied(f"{error}; mend it and start the run again: it goes on where it stood") from error
 
 
 async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
@@ -57,8 +57,7 @@ async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
     except (TimeoutError, Unavailable):
         return
     known = {name: value for name, value in status.metrics.items() if value is not None}
-    if known.keys() >= set(SHOWN):
-        display.update(status, [known | {"step": status.step}])
+    display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN) else [])
 
 
 async def _finish_validation(run: LocalRun) -> None:

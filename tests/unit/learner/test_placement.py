@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.loading import validate
-from penstock_learner.placement import active_resource_groups, bundles, num_cpus
+from penstock.errors import ConfigError
+from penstock_learner.placement import active_resource_groups, bundles, check_gpus, num_cpus
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 
@@ -19,6 +22,12 @@ def test_split_collocate_shares_bundles_rank_by_rank() -> None:
     groups = active_resource_groups(LearnerConfig(placement="split-collocate"), ROLES)
     assert [list(group) for group in groups] == [["policy", "reference"]]
     assert bundles(groups[0]) == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 0.5}]
+
+
+def test_gpus_that_a_machine_lacks_are_not_waited_for() -> None:
+    check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=1.5)
+    with pytest.raises(ConfigError, match=r"asks for 1.5 GPUs, and this machine has 0; lower it"):
+        check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=0)
 
 
 def test_four_roles_make_four_groups_or_two() -> None:

@@ -15,6 +15,7 @@ from penstock_services.local.local_run import LocalRun
 POLL_S = 0.5
 PROGRESS_POLLS = 20
 """A look at the progress is taken every so many polls."""
+PAUSED_STATES = ("PAUSED", "STOPPED")
 SHOWN = ("reward_mean", "staleness_mean", "tokens_per_second")
 
 
@@ -29,6 +30,8 @@ async def watch(config: RunConfig) -> None:
         display = LineDisplay(config)
         url = run.client.address.url
         display.say(f"run {config.run}: console and REST at {url}/, logs and checkpoints in {run.folder}")
+        if (await run.client.get_run()).state in PAUSED_STATES:
+            display.say(f"the run is paused; `penstock runs resume --run-dir {run.folder}` lets it go on")
         for poll in itertools.count(1):
             if stopping.is_set() or run.learner_finished:
                 break
@@ -37,7 +40,7 @@ async def watch(config: RunConfig) -> None:
                 await _show_progress(run, display)
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
-            await _finish_validation(run)
+            await _finish_validation(run, stopping)
         print("the learner has finished; stopping" if run.learner_finished else "stopping")
 
 
@@ -60,13 +63,17 @@ async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
     display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN) else [])
 
 
-async def _finish_validation(run: LocalRun) -> None:
-    """The last policy is the one whose score matters most; its validation may still be under way."""
+async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
+    """The last policy is the one whose score matters most; its validation may still be under way. A run that was told
+    to stop is paused: nothing is leased, and no score would come."""
+    status = await run.client.get_run()
     every = run.config.dataset.validation.every_steps
-    due = (await run.client.get_run()).step // every * every
+    due = status.step // every * every
+    if status.state in PAUSED_STATES:
+        return
     try:
         async with asyncio.timeout(run.config.rollout.prompt_timeout_s):
-            while due not in validated_steps(run.folder / "validation.jsonl"):
+            while due not in validated_steps(run.folder / "validation.jsonl") and not stopping.is_set():
                 run.check()
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:

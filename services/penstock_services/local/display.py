@@ -49,7 +49,7 @@ class TerminalDisplay:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.console = Console()
-        self._live = Live(console=self.console, refresh_per_second=4)
+        self._live = Live(Text("no step yet", style="dim"), console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         self._live.start()

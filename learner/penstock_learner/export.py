@@ -43,10 +43,6 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
     """Write the policy of a checkpoint to `out`."""
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
-    from penstock_learner.checkpoint import TRAINER_FILE
-
-    if not (checkpoint / TRAINER_FILE).is_file():
-        raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
     write_folder(_load(config, checkpoint), config.model.path, out, dtype)
 
 
@@ -80,6 +76,9 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     from penstock_learner.checkpoint import shards_folder
     from penstock_learner.model import add_adapter, load_model
 
+    shards = shards_folder(checkpoint, "policy")
+    if not (shards / ".metadata").is_file():
+        raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
     lora = config.learner.lora
     model = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
     if lora is not None:
@@ -87,7 +86,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of one process, which is meant
-            load_shards(state, checkpoint_id=shards_folder(checkpoint, "policy"), no_dist=True)
+            load_shards(state, checkpoint_id=shards, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint} does not fit model.path {config.model.path} ({type(error).__name__}); give the "

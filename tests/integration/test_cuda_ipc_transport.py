@@ -19,6 +19,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
+from penstock.weights.cuda.stream import DeviceAllocation
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.patience import Patience
 from penstock_learner.weights import device_memory
@@ -41,13 +42,25 @@ def host_bytes(pointer: int, num_bytes: int, device: torch.device) -> torch.Tens
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pointer)))
 
 
+class OwnSpares(device_memory._Spares):
+    """A version of an earlier test may be collected only now: its memory is of another runtime."""
+
+    def __init__(self, runtime: RuntimeStandIn) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def give_back(self, allocation: DeviceAllocation) -> None:
+        if allocation._runtime is self._runtime:
+            super().give_back(allocation)
+
+
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     stand_in = RuntimeStandIn()
     receiving._copy_stream.cache_clear()
     monkeypatch.setattr(libraries, "runtime", lambda: stand_in)
     monkeypatch.setattr(device_memory, "bytes_at", host_bytes)
-    monkeypatch.setattr(device_memory, "_spares", device_memory._Spares())
+    monkeypatch.setattr(device_memory, "_spares", OwnSpares(stand_in))
     monkeypatch.setattr(sending, "device_uuid", lambda device: "GPU-1")
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-1")
     yield stand_in

@@ -17,6 +17,9 @@ SETTLED_S = 1.5
 """For so long a server must say that it serves the version it is pinned to. A push that began before it was pinned may
 still flip it, and what it reports is half a second old."""
 SETTLE_TIMEOUT_S = 120.0
+PATIENCE_S = 2.0
+"""For the server to come back to the version it is pinned to, twice as long each time: where a snapshot of it is kept,
+it does, in whatever time loading takes; else it never will."""
 
 
 class VersionHold:
@@ -94,22 +97,25 @@ class VersionHold:
             await asyncio.sleep(POLL_S)
 
     async def _settle(self, version: int) -> bool:
-        """Pin the server to the version it has, until the two agree and stay so."""
+        """Pin the server to the version it has, until the two agree and stay so. A push that had begun may move it on:
+        then it comes back, or the pin follows it."""
         await self.policies.pin(self._server_id, version)
-        self._version, agreed_at, deadline = version, time.monotonic(), time.monotonic() + SETTLE_TIMEOUT_S
+        self._version, patience_s = version, PATIENCE_S
+        agreed_at = pinned_at = time.monotonic()
+        deadline = pinned_at + SETTLE_TIMEOUT_S
         while time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-            server = await self._server()
+            server, now = await self._server(), time.monotonic()
             if server is None:
                 return False
-            if server.policy_version != self._version:
-                self._version = server.policy_version
-                await self.policies.pin(self._server_id, self._version)
-            elif server.state == "READY":
-                if time.monotonic() - agreed_at >= SETTLED_S:
+            if server.policy_version == self._version and server.state == "READY":
+                if now - agreed_at >= SETTLED_S:
                     return True
                 continue
-            agreed_at = time.monotonic()
+            agreed_at = now
+            if server.policy_version != self._version and now - pinned_at >= patience_s:
+                self._version, pinned_at, patience_s = server.policy_version, now, 2 * patience_s
+                await self.policies.pin(self._server_id, self._version)
         return False
 
     async def _server(self) -> ServerRecord | None:

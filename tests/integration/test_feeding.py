@@ -266,6 +266,35 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
         assert max(server.version for server in servers) > 6
 
 
+@pytest.mark.parametrize(("returns", "held_at"), [(True, 6), (False, 7)])
+async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
+    queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
+) -> None:
+    """What it says of itself is old: it moves right after it has reported."""
+    monkeypatch.setattr("penstock.version_hold.PATIENCE_S", 0.8)
+    monkeypatch.setattr("penstock.version_hold.SETTLE_TIMEOUT_S", 6.0)
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    servers[1].version = 6
+    has_moved_on = False
+    task = asyncio.create_task(make().hold.begin("validation-train-0"))
+    try:
+        async with asyncio.timeout(30):
+            while not task.done():
+                pins = await policies.pins()
+                for server in servers:
+                    await server.turn()
+                if "b" in pins and not has_moved_on:
+                    servers[1].version, has_moved_on = 7, True
+                elif "b" in pins and returns:
+                    servers[1].version = pins["b"]
+                await asyncio.sleep(0.2)
+            await task
+    finally:
+        await end_task(task)
+    assert await policies.pins() == {"b": held_at, "validation-train-0": held_at}
+
+
 async def test_what_a_killed_validator_held_is_freed_by_the_next(
     queue: RedisReplayQueue, pinned_validation: Any
 ) -> None:

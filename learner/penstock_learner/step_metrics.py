@@ -54,19 +54,14 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
     """What the updates of a step did, each over all ranks; all of them together have trained `num_tokens`."""
     reports = [report for ranks in updates for report in ranks]
-    taken = [ranks[0].step for ranks in updates]
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
     # Of the first alone: what later ones compute with is the weights of no version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
-    metrics = {
-        "loss": sum(report.loss for report in reports) / len(updates),
+    metrics = _optimizer_metrics(updates) | {
         "kl_reference": sum(report.kl for report in reports) / num_tokens,
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
-        "lr": taken[0].lr,
-        "skipped": float(any(step.skipped for step in taken)),
         "clip_ratio_low": statistics.clip_fraction_low,
         "clip_ratio_high": statistics.clip_fraction_high,
         "importance_weight_mean": correction.mean_weight,
@@ -90,19 +85,25 @@ def critic_metrics(
     """What the critic's updates of a step did, each over all ranks, and how good its values of the start were. All of
     them together have trained `num_tokens`."""
     assert batch.values is not None and batch.returns is not None
-    reports = [report for ranks in updates for report in ranks]
-    taken = [ranks[0].step for ranks in updates]
+    num_clipped = sum(report.num_clipped for ranks in updates for report in ranks)
     trained = batch.loss_mask.astype(bool)
     values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
     variance = float(returns.var()) if len(returns) else 0.0
-    return {
-        "critic_loss": sum(report.loss for report in reports) / len(updates),
-        "critic_grad_norm": sum(step.grad_norm for step in taken) / len(taken),
-        "critic_lr": taken[0].lr,
-        "critic_skipped": float(any(step.skipped for step in taken)),
-        "critic_clip_ratio": sum(report.num_clipped for report in reports) / max(num_tokens, 1),
+    return {f"critic_{name}": value for name, value in _optimizer_metrics(updates).items()} | {
+        "critic_clip_ratio": num_clipped / max(num_tokens, 1),
         "value_mean": float(values.mean()) if len(values) else 0.0,
         "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
+    }
+
+
+def _optimizer_metrics(updates: Sequence[Sequence[UpdateReport | CriticReport]]) -> dict[str, float]:
+    """Of the updates of a step, each over all ranks: a loss is the sum of the ranks', the rest is the same on all."""
+    taken = [ranks[0].step for ranks in updates]
+    return {
+        "loss": sum(report.loss for ranks in updates for report in ranks) / len(updates),
+        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
+        "lr": taken[0].lr,
+        "skipped": float(any(step.skipped for step in taken)),
     }
 
 

@@ -158,9 +158,10 @@ class TrainingStep:
     async def _update(self, batch: SequenceBatch, step: int, version: int, kl_coefficient: float) -> dict[str, float]:
         """Policy and critic learn from the batch at the same time, each from one of its mini-batches after another."""
         algorithm = self.config.algorithm
-        learning = [self._learn("policy", batch, algorithm.loss.constant_length, step, version, kl_coefficient)]
+        parts = batch.split(self.config.minibatches_per_step) * self.config.epochs_per_step
+        learning = [self._learn("policy", parts, algorithm.loss.constant_length, step, version, kl_coefficient)]
         if "critic" in self.roles:
-            learning.append(self._learn("critic", batch, algorithm.value_loss.constant_length, step))
+            learning.append(self._learn("critic", parts, algorithm.value_loss.constant_length, step))
         policy, *critic = await all_ended(*learning)
         for role, updates in zip(TRAINED_ROLES, (policy, *critic), strict=False):
             for update in updates:
@@ -176,10 +177,10 @@ class TrainingStep:
         return metrics
 
     async def _learn(
-        self, role: str, batch: SequenceBatch, constant_length: int | None, *arguments: Any
+        self, role: str, parts: Sequence[SequenceBatch], constant_length: int | None, *arguments: Any
     ) -> list[_Update]:
         updates = []
-        for part in batch.split(self.config.minibatches_per_step) * self.config.epochs_per_step:
+        for part in parts:
             shards, share = self._partition(role, part)
             denominators = replace(denominators_of(part, self.config.algorithm), constant_length=constant_length)
             calls = [(shard, denominators, *arguments) for shard in shards for _ in range(share)]

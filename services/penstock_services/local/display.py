@@ -21,6 +21,9 @@ from penstock.config.run import RunConfig
 from penstock.sparkline import sparkline
 
 History = Sequence[dict[str, float]]
+COLUMNS = ("step", "version", "reward", "staleness", "tokens/s", "queue")
+SHOWN_METRICS = ("reward_mean", "staleness_mean", "tokens_per_second")
+"""Without these a step of a history cannot be shown."""
 LINE_EVERY_STEPS = 10
 LINE_EVERY_S = 30.0
 """A line is printed once either has passed, and a step was made."""
@@ -63,7 +66,7 @@ class TerminalDisplay:
 
     def update(self, status: Run, history: History) -> None:
         table = Table(title=f"penstock · {self.config.run}", title_style="bold", min_width=72)
-        for name in ("step", "version", "reward", "staleness", "tokens/s", "queue"):
+        for name in COLUMNS:
             table.add_column(name, justify="right")
         table.add_row(*_cells(status, history, self.config))
         num_steps = max(self.config.learner.num_steps, 1)
@@ -98,9 +101,8 @@ class LineDisplay:
         is_first = self._last_step == 0
         if num_new >= LINE_EVERY_STEPS or (num_new > 0 and (is_first or quiet_s >= LINE_EVERY_S)):
             self._last_step, self._last_s = step, time.monotonic()
-            names = ("step", "version", "reward", "staleness", "tokens/s", "queue")
             cells = _cells(status, history, self.config)
-            self.say("  ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)))
+            self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
         elif quiet_s >= WAITING_AFTER_S:
             self._last_s = time.monotonic()
             self.say(_waiting(status))

@@ -9,14 +9,13 @@ import signal
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, ProcessDied, Unavailable
 from penstock.validating import validated_steps
-from penstock_services.local.display import LineDisplay
+from penstock_services.local.display import SHOWN_METRICS, LineDisplay
 from penstock_services.local.local_run import LocalRun
 
 POLL_S = 0.5
 PROGRESS_POLLS = 20
 """A look at the progress is taken every so many polls."""
 PAUSED_STATES = ("PAUSED", "STOPPED")
-SHOWN = ("reward_mean", "staleness_mean", "tokens_per_second")
 
 
 async def watch(config: RunConfig) -> None:
@@ -60,7 +59,7 @@ async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
     except (TimeoutError, Unavailable):
         return
     known = {name: value for name, value in status.metrics.items() if value is not None}
-    display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN) else [])
+    display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
 
 
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:

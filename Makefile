@@ -15,7 +15,7 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 	@$(VENV)/bin/penstock demo $(ARGS)
 
 # These start vLLM in the test process, which forks it off: no thread may be there yet.
-FORKING_TESTS := tests/integration/test_engine_conformance.py tests/integration/test_engine_load.py
+FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
 
 test: setup-dev lint  ## everything that CI checks
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)

@@ -186,7 +186,7 @@ def measure(ports: dict[str, int]) -> tuple[list[Measurement], list[Bar]]:
 
 
 def request_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
-    from penstock_services.gateway.prompt_bodies import SubmitPromptsBody
+    from penstock_services.gateway.prompts.bodies import SubmitPromptsBody
 
     return SubmitPromptsBody.model_validate({"prompts": [PROMPT] * count}).to_proto("", "")
 

@@ -32,23 +32,23 @@ from penstock.config.agents import AgentsConfig
 from penstock.config.algorithms import CorrectionConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.datasets import read_prompts
+from penstock.feed.datasets import read_prompts
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
+from penstock_learner.loop.step_metrics import batch_metrics, mean_rewards
 from penstock_learner.metrics import PHASES, LearnerMetrics
-from penstock_learner.model import ModelInputs, load_model
-from penstock_learner.packing import batch_of
-from penstock_learner.step_metrics import batch_metrics, mean_rewards
+from penstock_learner.model.causal_lm import ModelInputs, load_model
+from penstock_learner.model.packing import batch_of
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.start import start_engine
-from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)

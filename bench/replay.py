@@ -31,9 +31,9 @@ from typing import TypeVar
 from harness import Bar, Measurement, alternate, median_ratio, report
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.ports import free_port, wait_for_port
-from penstock.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from harness import Bar, Measurement, report
 from penstock.config.service import RedisConfig
-from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import connect
 from penstock_rollout.engines.start import start_engine
 from replay import Server
 from rollout_model import ModelShape, make_model
@@ -45,7 +45,7 @@ GOALS = {"small": 0.95}
 
 
 async def measure(size: str, folder: Path, server: Server) -> Contenders:
-    from penstock_rollout.engines.vllm_engine import VllmEngine
+    from penstock_rollout.engines.vllm.engine import VllmEngine
 
     load, shape = LOADS[size], SHAPES[size]
     make_model(folder, shape, load.mean_tokens)

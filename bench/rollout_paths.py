@@ -28,12 +28,12 @@ from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest
-from penstock_rollout.engines.vllm_engine import VllmEngine
-from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.engines.vllm.engine import VllmEngine
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 
 Queue = Any
 """MemoryReplayQueue, or RedisReplayQueue."""

@@ -21,8 +21,8 @@ from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.receivers.available import available_transports
-from penstock_rollout.weight_member import WeightMember
+from penstock_rollout.weights.available import available_transports
+from penstock_rollout.weights.member import WeightMember
 
 NUM_PUSHES = 8
 NUM_REQUESTS = 16

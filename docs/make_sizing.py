@@ -61,7 +61,7 @@ policy's GPUs too little memory, split-collocate needs more of them, and is then
 admits, the learner takes, trains and publishes as the real one does, servers fail and come back. 10,000 servers
 with 1.2 million groups take some ten seconds. It does not know that an engine decodes faster while it has fewer
 requests, nor limits of Redis, nor a network that many pushes share.
-`tests/integration/test_simulation_against_a_run.py` holds it against real runs on one machine: idle share within
+`tests/integration/runs/test_simulation_against_a_run.py` holds it against real runs on one machine: idle share within
 0.15, step time within 25 %, mean staleness within half a version. One such pair, on two CPU cores with the tiny
 model of the examples, each predicted / measured:
 

@@ -18,12 +18,12 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, PenstockError
-from penstock.fleet import SERVING_STATES, Fleet, ServerRecord
-from penstock.heartbeats import Heartbeats
-from penstock.policies import PolicyRegistry
 from penstock.ports import port_is_free
-from penstock.redis_client import RedisClient, connect
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import RedisClient, connect
 from penstock.v1 import policies_pb2
 
 Level = Literal["ok", "warn", "fail"]

@@ -27,14 +27,14 @@ import redis.asyncio
 from penstock.codec import encode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.datasets import read_prompts
 from penstock.errors import PenstockError
-from penstock.fleet import Fleet, ServerRecord
-from penstock.policies import PolicyRegistry
-from penstock.redis_client import connect
+from penstock.feed.datasets import read_prompts
 from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock.v1 import policies_pb2
 

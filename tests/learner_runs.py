@@ -20,12 +20,12 @@ from groups import make_group
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.policies import PolicyRegistry
-from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
 from penstock.trajectory import Group
-from penstock_learner.checkpoint import shards_folder
+from penstock_learner.loop.checkpoint import shards_folder
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
+from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.role_recovery import RoleRecovery
+from penstock_learner.roles.role_recovery import RoleRecovery
 from penstock_learner.roles.workers import WORKERS
-from penstock_learner.skipped_steps import SkippedSteps
-from penstock_learner.training_step import TrainingStep
 
 
 class LocalRole:

@@ -32,11 +32,11 @@ from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.receivers import stage as stage_module
-from penstock_rollout.receivers.available import available_transports
-from penstock_rollout.receivers.reception import Arrived, Receiver, Reception, find_receiver
-from penstock_rollout.receivers.stage import WeightStage
-from penstock_rollout.weight_member import WeightMember
+from penstock_rollout.weights import stage as stage_module
+from penstock_rollout.weights.available import available_transports
+from penstock_rollout.weights.member import WeightMember
+from penstock_rollout.weights.reception import Arrived, Receiver, Reception, find_receiver
+from penstock_rollout.weights.stage import WeightStage
 
 Say = Callable[..., None]
 

@@ -17,8 +17,8 @@ from nccl_stand_in import NcclStandIn
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
 from penstock.weights.patience import Patience
-from penstock_rollout.receivers.nccl import receive
-from penstock_rollout.receivers.reception import Reception
+from penstock_rollout.weights.receivers.nccl import receive
+from penstock_rollout.weights.reception import Reception
 
 LIFETIME_S = 120.0
 

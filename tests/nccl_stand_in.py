@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from cuda_stand_in import RuntimeStandIn
 from penstock.weights.patience import Patience
-from penstock_rollout.receivers.gloo import PatientStore, break_connections
+from penstock_rollout.weights.receivers.gloo import PatientStore, break_connections
 
 IN_PROGRESS = 7
 NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}

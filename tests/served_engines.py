@@ -22,10 +22,11 @@ from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
-from penstock_rollout.engines import vllm_engine, vllm_stamps
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.sglang_engine import SglangEngine
+from penstock_rollout.engines.sglang.engine import SglangEngine
+from penstock_rollout.engines.vllm import engine as vllm_engine
+from penstock_rollout.engines.vllm import stamps as vllm_stamps
 from tests.engine_answers import Answer
 from tests.tiny_model import make_tiny_qwen2
 

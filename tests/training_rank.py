@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from groups import make_group
 from penstock.config.loading import validate
-from penstock_learner.advantage_step import denominators_of, with_advantages
-from penstock_learner.model import DTYPES, compute_dtype_of, full_weight, load_model, prepare
-from penstock_learner.optimizer import make_optimizer
-from penstock_learner.packing import SequenceBatch, batch_of, partition, unpermute
-from penstock_learner.policy_update import PolicyUpdate
+from penstock_learner.loop.advantage_step import denominators_of, with_advantages
+from penstock_learner.model.causal_lm import DTYPES, compute_dtype_of, full_weight, load_model, prepare
+from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.model.sequence_parallel import make_sequence_parallel
+from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.sequence_parallel import make_sequence_parallel
 
 CPU = torch.device("cpu")
 POISONED = 5

@@ -35,7 +35,7 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.sglang_start import honours_seeds
+from penstock_rollout.engines.sglang.start import honours_seeds
 from tests.engine_answers import Answer
 
 STARTED = time.monotonic()

@@ -19,7 +19,7 @@ from learner_models import Setting
 from parts import run_parts, save
 from weights_results import Results, say
 
-from penstock_learner.gpu_memory import let_segments_grow
+from penstock_learner.model.gpu_memory import let_segments_grow
 
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}

@@ -14,12 +14,11 @@ from learner_models import Setting, Shape
 from torch import Tensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner import attention
-from penstock_learner.advantage_step import denominators_of
-from penstock_learner.model import DTYPES, PackedCausalLM, prepare
-from penstock_learner.optimizer import make_optimizer
-from penstock_learner.packing import SequenceBatch, partition
-from penstock_learner.policy_update import PolicyUpdate
+from penstock_learner.loop.advantage_step import denominators_of
+from penstock_learner.model.causal_lm import DTYPES, PackedCausalLM, attention, prepare
+from penstock_learner.model.packing import SequenceBatch, partition
+from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.roles.policy_update import PolicyUpdate
 
 GIB = 2**30
 LR = 1e-6

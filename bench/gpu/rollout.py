@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 async def measure(folder: Path, shape: ModelShape, load: Load, conclude: Callable[[Contenders], bool]) -> bool:
     """What `conclude` makes of the rounds, said before vLLM is stopped."""
-    from penstock_rollout.engines.vllm_engine import VllmEngine
+    from penstock_rollout.engines.vllm.engine import VllmEngine
 
     say("making the model")
     make_model(folder, shape, load.mean_tokens)

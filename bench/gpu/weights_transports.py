@@ -25,9 +25,9 @@ from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 from penstock_rollout.engines.engine import StageRequest
-from penstock_rollout.receivers import cuda_ipc
-from penstock_rollout.receivers.reception import Reception, find_receiver
-from penstock_rollout.receivers.stage import WeightStage, beside_the_engine, bucket_checksum
+from penstock_rollout.weights.receivers import cuda_ipc
+from penstock_rollout.weights.reception import Reception, find_receiver
+from penstock_rollout.weights.stage import WeightStage, beside_the_engine, bucket_checksum
 
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 2**20

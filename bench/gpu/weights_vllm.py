@@ -162,8 +162,8 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
     from penstock.v1 import weights_pb2_grpc
     from penstock.weights.transports import host_id
     from penstock_rollout.metrics import RolloutMetrics
-    from penstock_rollout.receivers.available import available_transports
-    from penstock_rollout.weight_member import WeightMember
+    from penstock_rollout.weights.available import available_transports
+    from penstock_rollout.weights.member import WeightMember
 
     listener = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
     servicer = WeightMember(RUN, engine, config.weights, RolloutMetrics(CollectorRegistry()))
@@ -235,7 +235,7 @@ def bench_vllm(shape: str, graphs: bool, extra: dict[str, Any]) -> Results:
 
 
 async def _bench(results: Results, shape: str, folder: Path, graphs: bool, extra: dict[str, Any]) -> None:
-    from penstock_rollout.engines.vllm_engine import VllmEngine
+    from penstock_rollout.engines.vllm.engine import VllmEngine
 
     writer = Child(ModelWriter)
     say(f"{shape}: the model was made and written in {writer.call('write', shape, str(folder)):.1f} s")

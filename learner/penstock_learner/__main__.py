@@ -47,22 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RunConfig) -> None:
     """Start Ray, place the roles, train, and leave nothing behind."""
-    from penstock_learner.ray_environment import prepare_environment
+    from penstock_learner.roles.ray_environment import prepare_environment
 
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
-    from penstock.fleet import Fleet
-    from penstock.heartbeats import LEARNER, Heartbeats
     from penstock.metrics import serve_metrics, write_endpoint
-    from penstock.redis_client import connect
     from penstock.replay.redis_queue import RedisReplayQueue
+    from penstock.store.fleet import Fleet
+    from penstock.store.heartbeats import LEARNER, Heartbeats
+    from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
-    from penstock_learner.controller import LearnerController
     from penstock_learner.loggers.opening import check_loggers
+    from penstock_learner.loop.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.placement import place_roles
-    from penstock_learner.ray_cluster import ray_cluster
+    from penstock_learner.roles.placement import place_roles
+    from penstock_learner.roles.ray_cluster import ray_cluster
     from penstock_learner.roles.workers import WORKERS
 
     learner = config.learner

@@ -48,7 +48,7 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     """A Hugging Face model with what else its `source` folder holds: aside first, so that it is whole or not there."""
-    from penstock_learner.model import DTYPES
+    from penstock_learner.model.causal_lm import DTYPES
 
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,7 +58,7 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
 
 
 def _newest(config: RunConfig) -> Path:
-    from penstock_learner.checkpoint import CheckpointStore
+    from penstock_learner.loop.checkpoint import CheckpointStore
 
     found = CheckpointStore(config.folder / "checkpoints", keep=1).newest()
     if found is None:
@@ -73,8 +73,8 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-    from penstock_learner.checkpoint import shards_folder
-    from penstock_learner.model import add_adapter, load_model
+    from penstock_learner.loop.checkpoint import shards_folder
+    from penstock_learner.model.causal_lm import add_adapter, load_model
 
     shards = shards_folder(checkpoint, "policy")
     if not (shards / ".metadata").is_file():

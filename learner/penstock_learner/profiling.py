@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.config.run import RunConfig
-from penstock_learner.role_group import RoleGroup, all_ended
+from penstock_learner.roles.role_group import RoleGroup, all_ended
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     if not config.redis.url:
         raise ConfigError("redis.url is not set; `penstock up` feeds the runs whose Redis it starts itself")
-    from penstock.feeding_run import check_fed, feed_run
+    from penstock.feed.feeding_run import check_fed, feed_run
 
     if args.check:
         check_fed(config)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.answers import Answer
+    from penstock.client.answers import Answer
 
 
 def to_json(answer: Answer | Sequence[Answer], indent: int | None = 2) -> str:
     import json
 
-    from penstock.answers import Answer
+    from penstock.client.answers import Answer
 
     if isinstance(answer, Answer):
         return json.dumps(answer.model_dump(mode="json"), indent=indent)

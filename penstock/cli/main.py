@@ -30,13 +30,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),
     "plan": ("penstock.cli.plan", "estimate the GPUs, memory, rates and staleness of a run"),
     "simulate": ("penstock.cli.simulate", "predict a fleet's idle time and staleness"),
-    "evaluate": ("penstock_rollout.evaluate", "score a Parquet file of responses by data source"),
+    "evaluate": ("penstock_rollout.offline.evaluate", "score a Parquet file of responses by data source"),
     "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "launcher": ("penstock_services.local.launcher", "start the runs that are created through the gateway"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
-    "sft": ("penstock_learner.sft", "fine-tune a model on supervised examples"),
+    "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
     "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Name: (module with `main(argv) -> int`, help). Modules are named as text: their packages stand above this one."""

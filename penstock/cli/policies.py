@@ -23,8 +23,8 @@ from penstock.cli.json_output import to_json
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.answers import Policy, PolicyComparison
     from penstock.client import SyncPenstockClient
+    from penstock.client.answers import Policy, PolicyComparison
 
 DEADLINE_S = 5.0
 MAX_LIMIT = 1000

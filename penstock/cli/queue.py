@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace) -> int:
     """Connect, do what `args.command` says, and disconnect."""
     target = _target(args)
-    from penstock.redis_client import connect
     from penstock.replay.inspection import QueueInspector
+    from penstock.store.redis_client import connect
 
     client = connect(target.redis)
     try:

@@ -20,8 +20,8 @@ from penstock.cli.json_output import to_json
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.answers import Run, StepMetrics
     from penstock.client import SyncPenstockClient
+    from penstock.client.answers import Run, StepMetrics
 
 DEADLINE_S = 5.0
 _SHOWN = ("reward_mean", "staleness_mean", "loss", "tokens_per_second")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _create(client: SyncPenstockClient, path: Path, overrides: Sequence[str]) -> Run:
     """What is wrong in the file is said here; Redis' address and the like never leave this machine."""
     from penstock.config.loading import load_config
-    from penstock.created_runs import stored_config
+    from penstock.store.created_runs import stored_config
 
     return client.create_run(stored_config(load_config(path, overrides)))
 

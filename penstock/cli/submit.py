@@ -88,7 +88,7 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 def batch_key(batch: Sequence[Prompt], start: int, epoch: int) -> str:
     """The same for the same prompts, sampling, position and epoch, on every machine."""
-    from penstock.rest_calls import prompt_to_json
+    from penstock.client.rest_calls import prompt_to_json
 
     content = json.dumps([start, epoch, [prompt_to_json(prompt) for prompt in batch]], sort_keys=True)
     return f"submit-{hashlib.sha256(content.encode()).hexdigest()}"
@@ -97,7 +97,7 @@ def batch_key(batch: Sequence[Prompt], start: int, epoch: int) -> str:
 def _read(args: argparse.Namespace) -> list[Prompt]:
     from itertools import islice
 
-    from penstock.datasets import read_prompts
+    from penstock.feed.datasets import read_prompts
     from penstock.trajectory import Sampling
 
     if args.limit is not None and args.limit < 1:

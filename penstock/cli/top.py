@@ -13,8 +13,8 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
-    from penstock.answers import Run
     from penstock.client import SyncPenstockClient
+    from penstock.client.answers import Run
 
 DEADLINE_S = 5.0
 HISTORY = 60

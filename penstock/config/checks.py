@@ -17,7 +17,7 @@ def check_redis(config: RedisConfig) -> None:
     """An address is set, and its credentials and certificates can be read. Nobody is called."""
     if not config.url:
         raise ConfigError("redis.url is empty; set it to the run's Redis, or use `penstock up`, which starts one")
-    from penstock.redis_client import connect
+    from penstock.store.redis_client import connect
 
     try:
         connect(config)

@@ -20,11 +20,11 @@ from google.protobuf.message import DecodeError
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.redis_client import RedisClient
-from penstock.redis_errors import guarded
 from penstock.replay.contract import Lease, QueueStat
 from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue, key_prefix
 from penstock.replay.scripts import call_script
+from penstock.store.redis_client import RedisClient
+from penstock.store.redis_errors import guarded
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100

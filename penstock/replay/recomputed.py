@@ -12,8 +12,8 @@ import numpy as np
 import redis.asyncio as redis
 from numpy.typing import NDArray
 
-from penstock.redis_errors import guarded
 from penstock.replay.redis_queue import key_prefix
+from penstock.store.redis_errors import guarded
 from penstock.trajectory import Group
 
 KEPT_GROUPS = 4

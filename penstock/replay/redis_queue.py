@@ -16,8 +16,6 @@ from redis.exceptions import NoScriptError
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import NotFound
-from penstock.redis_client import RedisClient, RedisClusterClient
-from penstock.redis_errors import guarded
 from penstock.replay.admission import admission
 from penstock.replay.contract import (
     AppendOutcome,
@@ -33,6 +31,8 @@ from penstock.replay.contract import (
 )
 from penstock.replay.scripts import call_script, load_script
 from penstock.sample_scores import summarise
+from penstock.store.redis_client import RedisClient, RedisClusterClient
+from penstock.store.redis_errors import guarded
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 APPENDED_BYTES = 2**20

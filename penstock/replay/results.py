@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.redis_errors import guarded
 from penstock.replay.contract import PromptState, PromptStatus
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.scripts import call_script
+from penstock.store.redis_errors import guarded
 
 IDS_LOOKED_AT = 2_000
 """In one call of a list: Redis answers nobody else meanwhile."""

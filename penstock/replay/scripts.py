@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from penstock.redis_errors import guarded
+from penstock.store.redis_errors import guarded
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

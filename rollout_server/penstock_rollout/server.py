@@ -14,31 +14,31 @@ from prometheus_client import REGISTRY
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
-from penstock.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
-from penstock.heartbeats import Heartbeats
 from penstock.logs import bind
 from penstock.metrics import serve_metrics, write_endpoint
-from penstock.policies import PolicyRegistry
-from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_control import RunControl
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
+from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.catch_up import load_snapshot
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.start import start_engine
 from penstock_rollout.generate_service import GenerateService
-from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
-from penstock_rollout.prompt_length import PromptLength
-from penstock_rollout.receivers.available import available_transports
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.start_check import check_address
-from penstock_rollout.tokenization import Tokenization
-from penstock_rollout.weight_member import WeightMember
+from penstock_rollout.text.prompt_length import PromptLength
+from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.weights.available import available_transports
+from penstock_rollout.weights.catch_up import load_snapshot
+from penstock_rollout.weights.member import WeightMember
 
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from conftest import RedisProcess
 from fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
 from penstock.codec import encode_prompt
-from penstock.fleet import SERVING_STATES
 from penstock.replay.contract import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import SERVING_STATES
 from penstock.trajectory import Group, Trajectory
 from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.snapshot import read_manifest, read_snapshot

@@ -33,8 +33,8 @@ from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 from penstock_rollout.engines.engine import StageRequest
-from penstock_rollout.receivers import stage as stage_module
-from penstock_rollout.receivers.stage import WeightStage
+from penstock_rollout.weights import stage as stage_module
+from penstock_rollout.weights.stage import WeightStage
 
 DEVICE = torch.device("cuda", 0)
 TIMEOUT_S = 60.0
@@ -175,10 +175,10 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
     from penstock.v1 import weights_pb2_grpc
     from penstock.weights.transports import host_id
     from penstock_rollout.engines.engine import GenerateRequest
-    from penstock_rollout.engines.torch_engine import TorchEngine
+    from penstock_rollout.engines.torch.engine import TorchEngine
     from penstock_rollout.metrics import RolloutMetrics
-    from penstock_rollout.receivers.available import available_transports
-    from penstock_rollout.weight_member import WeightMember
+    from penstock_rollout.weights.available import available_transports
+    from penstock_rollout.weights.member import WeightMember
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)
     await engine.start(policy_version=0)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.model_folder import stop_token_ids
-from penstock_rollout.engines.torch_batch import DecodeBatch, Row
+from penstock_rollout.engines.torch.batch import DecodeBatch, Row
 
 DEFAULT_SEED = 42
 Message = dict[str, Any]

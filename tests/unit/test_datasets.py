@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.datasets import read_prompts
 from penstock.errors import InvalidInput
+from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9)

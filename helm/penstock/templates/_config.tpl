@@ -18,7 +18,7 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- mustMergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
 {{- end -}}
 
-{{/* The resource groups of the placement that this run needs, as penstock_learner.placement has them: a JSON list of
+{{/* The resource groups of the placement that this run needs, as penstock_learner.roles.placement has them: a JSON list of
 {name, settings, bundles, cpus, gpus}; cpus and gpus are those of one bundle. */}}
 {{- define "penstock.resourceGroups" -}}
 {{- $learner := .Values.config.learner -}}

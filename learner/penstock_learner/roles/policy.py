@@ -10,11 +10,11 @@ from safetensors import safe_open
 
 from penstock.weights.snapshot import FILE_NAME, read_manifest
 from penstock_learner.algorithms.aggregation import Denominators
-from penstock_learner.model import DTYPES, add_adapter, load_model
-from penstock_learner.packing import RankShard
-from penstock_learner.policy_update import PolicyUpdate, UpdateReport
+from penstock_learner.model.causal_lm import DTYPES, add_adapter, load_model
+from penstock_learner.model.packing import RankShard
+from penstock_learner.model.sequence_parallel import make_sequence_parallel
+from penstock_learner.roles.policy_update import PolicyUpdate, UpdateReport
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.sequence_parallel import make_sequence_parallel
 from penstock_learner.weights.gathering import gathered_weights, load_gathered, pushed_shapes
 from penstock_learner.weights.publisher import PushReport, WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
-from penstock_learner.gpu_memory import let_segments_grow
-from penstock_learner.model import DTYPES
+from penstock_learner.model.causal_lm import DTYPES
+from penstock_learner.model.gpu_memory import let_segments_grow
 from penstock_learner.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)

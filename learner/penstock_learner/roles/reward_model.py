@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock_learner.model import ModelInputs, shard
-from penstock_learner.packing import RankShard, SequenceBatch
+from penstock_learner.model.causal_lm import ModelInputs, shard
+from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.model.scalar_model import check_tokenizer, load_judge, load_scalar_model
 from penstock_learner.roles.rank import Rank
-from penstock_learner.scalar_model import check_tokenizer, load_judge, load_scalar_model
 
 KEY = "learner.reward_model.path"
 

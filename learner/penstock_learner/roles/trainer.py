@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from penstock_learner.model import PackedCausalLM, compute_dtype_of, prepare
-from penstock_learner.optimizer import make_optimizer
+from penstock_learner.model.causal_lm import PackedCausalLM, compute_dtype_of, prepare
+from penstock_learner.model.scalar_model import PackedScalarModel
+from penstock_learner.model.utilisation import RankUse, rank_use
+from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.rank import Rank
-from penstock_learner.scalar_model import PackedScalarModel
-from penstock_learner.utilisation import RankUse, rank_use
 
 
 class TrainerRank(Rank):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from penstock_learner.model import PackedCausalLM, is_pushed, pushed_name
+from penstock_learner.model.causal_lm import PackedCausalLM, is_pushed, pushed_name
 
 
 def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:

@@ -14,7 +14,7 @@ from penstock_rollout.agents.tool_calls import ToolCallParser
 from penstock_rollout.agents.tools import Toolbox
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from penstock_rollout.agents.single_turn import single_turn_agent
 from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
 from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
 from penstock_rollout.agents.tools import Toolbox
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 

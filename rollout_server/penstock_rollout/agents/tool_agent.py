@@ -23,7 +23,7 @@ from penstock_rollout.agents.interactions import InteractionSession
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
 from penstock_rollout.agents.tool_session import ToolSession
 from penstock_rollout.agents.transcript import Transcript, Turn
-from penstock_rollout.chat_turns import Message
+from penstock_rollout.text.chat_turns import Message
 
 
 @uses_tools

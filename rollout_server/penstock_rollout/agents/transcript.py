@@ -21,8 +21,8 @@ from penstock.errors import PenstockError
 from penstock.trajectory import FinishReason, Sampling, VersionSegment
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.chat_turns import Message
 from penstock_rollout.engines.engine import GenerateRequest
+from penstock_rollout.text.chat_turns import Message
 
 SEED_STRIDE = 1_000_003
 """Samples of a prompt have neighbouring seeds, so turns of one sample lie far apart."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.engines.vllm_start import is_cpu_build
+from penstock_rollout.engines.vllm.start import is_cpu_build
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int)
     if config.quantization is not None and (name != "vllm" or is_cpu_build()):
         raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
     if name == "vllm":
-        from penstock_rollout.engines.vllm_engine import VllmEngine
+        from penstock_rollout.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, model_path, dtype, seed)
     if name == "sglang":
-        from penstock_rollout.engines.sglang_engine import SglangEngine
+        from penstock_rollout.engines.sglang.engine import SglangEngine
 
         return SglangEngine(config, model_path, dtype, seed)
-    from penstock_rollout.engines.torch_engine import TorchEngine
+    from penstock_rollout.engines.torch.engine import TorchEngine
 
     return TorchEngine(config, model_path, dtype, seed)

@@ -1,6 +1,6 @@
 """The engine contract: what a rollout server needs of whatever generates tokens.
 
-Guarantees that every engine keeps (tests/integration/test_engine_conformance.py runs them all):
+Guarantees that every engine keeps (tests/integration/engines/test_engine_conformance.py runs them all):
 - every token is stamped by the engine with the policy version whose weights produced it;
 - log-probs are of the distribution really sampled: after temperature and top-p;
 - weights are staged beside the serving ones and flip in one commit; a request sees the old set or the new, and a token

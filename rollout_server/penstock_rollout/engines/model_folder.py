@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.manifest import ITEM_BYTES, TensorShape
-from penstock_rollout.receivers.adapter import check_adapter
+from penstock_rollout.weights.adapter import check_adapter
 
 TIED_HEAD = "lm_head.weight"
 """A push may hold it even where the output layer is the embedding."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock_rollout.receivers.stage import TORCH_DTYPES
+from penstock_rollout.weights.stage import TORCH_DTYPES
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _ALIGNMENT = 8

@@ -79,7 +79,7 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from dataclasses import replace
     from itertools import islice
 
-    from penstock.datasets import read_prompts
+    from penstock.feed.datasets import read_prompts
     from penstock.trajectory import Sampling
 
     _check(args)

@@ -23,12 +23,12 @@ from penstock_rollout.agents.episode import Scored
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.start import start_engine
-from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answers import Answer, AnswerStore
-from penstock_rollout.prompt_length import PromptLength
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.prompt_length import PromptLength
+from penstock_rollout.text.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 

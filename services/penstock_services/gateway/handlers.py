@@ -9,23 +9,23 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from penstock.config.run import RunConfig
-from penstock.created_runs import CreatedRuns
 from penstock.errors import Unavailable
-from penstock.fleet import Fleet
-from penstock.heartbeats import Heartbeats
-from penstock.policies import PolicyRegistry
-from penstock.redis_client import RedisClient
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_control import RunControl
+from penstock.store.created_runs import CreatedRuns
+from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import RedisClient
+from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_services.gateway.dataset_handlers import DatasetHandlers
-from penstock_services.gateway.generate_handlers import GenerateHandlers
+from penstock_services.gateway.datasets.handlers import DatasetHandlers
+from penstock_services.gateway.generate.handlers import GenerateHandlers
+from penstock_services.gateway.generate.sessions import Sessions
 from penstock_services.gateway.operations import AuditLog, Operating
-from penstock_services.gateway.policy_handlers import PolicyHandlers
-from penstock_services.gateway.prompt_handlers import PromptHandlers
-from penstock_services.gateway.run_handlers import RunHandlers
+from penstock_services.gateway.policies.handlers import PolicyHandlers
+from penstock_services.gateway.prompts.handlers import PromptHandlers
+from penstock_services.gateway.runs.handlers import RunHandlers
 from penstock_services.gateway.served_runs import ServedRuns
-from penstock_services.gateway.sessions import Sessions
 from penstock_services.gateway.token_text import TokenText
 
 READY_TIMEOUT_S = 2.0

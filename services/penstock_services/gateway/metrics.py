@@ -12,11 +12,11 @@ from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.config.run import RunConfig
-from penstock.fleet import Fleet
-from penstock.heartbeats import LEARNER, Heartbeats
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_control import RunControl
+from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
 from penstock_services.gateway.request_metrics import Observation, RequestSeries
 

@@ -17,15 +17,15 @@ from penstock.errors import PenstockError
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.console_routes import ConsoleRoutes
-from penstock_services.gateway.dataset_routes import DatasetRoutes
+from penstock_services.gateway.datasets.routes import DatasetRoutes
 from penstock_services.gateway.gate import Gate
+from penstock_services.gateway.generate.openai_routes import OpenAIRoutes
 from penstock_services.gateway.handlers import READY_TIMEOUT_S, Handlers
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
-from penstock_services.gateway.openai_routes import OpenAIRoutes
-from penstock_services.gateway.policy_routes import PolicyRoutes
-from penstock_services.gateway.prompt_routes import PromptRoutes
+from penstock_services.gateway.policies.routes import PolicyRoutes
+from penstock_services.gateway.prompts.routes import PromptRoutes
 from penstock_services.gateway.routing import add_routes
-from penstock_services.gateway.run_routes import RunRoutes
+from penstock_services.gateway.runs.routes import RunRoutes
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.run import RunConfig
-from penstock.created_runs import CreatedRuns
 from penstock.errors import NotFound
+from penstock.store.created_runs import CreatedRuns
 
 if TYPE_CHECKING:
     from penstock_services.gateway.handlers import Handlers

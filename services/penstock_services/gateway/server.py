@@ -27,7 +27,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
-from penstock.redis_client import connect
+from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, load_keys
 from penstock_services.gateway.handlers import Handlers

@@ -20,11 +20,11 @@ from penstock.config.checks import check_redis, check_run_folder
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig, LauncherConfig
-from penstock.created_runs import CreatedRun, CreatedRuns
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
-from penstock.heartbeats import Heartbeats
 from penstock.logs import setup_logging
-from penstock.redis_client import connect
+from penstock.store.created_runs import CreatedRun, CreatedRuns
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.redis_client import connect
 from penstock_services.local.processes import Child, ProcessGroup
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config.run import RunConfig
-from penstock.datasets import read_prompts
 from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
 from penstock_services.local.display import Progress, make_display
 from penstock_services.local.local_run import LocalRun

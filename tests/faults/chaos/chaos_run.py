@@ -30,11 +30,11 @@ from faults.chaos.processes import LOSS_WINDOW_S, Child, LosingRedis
 from faults.chaos.workload import FENCED, RUN, TOO_LATE, UNAVAILABLE, Settings, make_payload
 from penstock.config.service import RedisConfig
 from penstock.errors import PenstockError, Unavailable
-from penstock.redis_client import connect
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock_learner.checkpoint import CheckpointStore
+from penstock.store.redis_client import connect
 from penstock_learner.crash_points import NAMES as CRASH_POINTS
+from penstock_learner.loop.checkpoint import CheckpointStore
 
 T = TypeVar("T")
 Fault = Literal["kill producer", "kill learner", "crash point", "zombie learner", "kill redis", "cut redis' tail"]

@@ -30,11 +30,11 @@ from faults.chaos.workload import (
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
-from penstock.redis_client import connect
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock_learner.batch_reader import Batch, BatchReader
-from penstock_learner.checkpoint import CheckpointStore, TrainerState
+from penstock.store.redis_client import connect
 from penstock_learner.crash_points import crash_point
+from penstock_learner.loop.batch_reader import Batch, BatchReader
+from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState
 
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"

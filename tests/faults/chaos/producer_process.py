@@ -16,16 +16,16 @@ from prometheus_client import CollectorRegistry
 from faults.chaos.workload import RUN, Settings, make_numbered_group, while_driven
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig
-from penstock.redis_client import connect
 from penstock.replay.contract import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
 
 
 class NumberedGroupMaker:
-    """Stands in for penstock_rollout.group_maker.GroupMaker."""
+    """Stands in for penstock_rollout.groups.group_maker.GroupMaker."""
 
     def __init__(self, server_id: str, group_s: tuple[float, float]) -> None:
         self.server_id = server_id

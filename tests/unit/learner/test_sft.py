@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.main import main as cli
 from penstock.errors import InvalidInput
-from penstock_learner.sft_data import read_examples
+from penstock_learner.sft.data import read_examples
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 """Its tokens are characters; its chat template is the contents, with an end token after the assistant's."""

@@ -11,7 +11,7 @@ from penstock.config.agents import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 from tests.scripted_engine import CHATML, make_tokenizer_folder
 
 CODE = """

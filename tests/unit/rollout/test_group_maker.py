@@ -24,11 +24,11 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.agents.transcript import Transcript
 from penstock_rollout.engines.engine import EngineStats
-from penstock_rollout.group_maker import GroupMaker
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 from tests.scripted_engine import END, ScriptedEngine, called, make_tokenizer_folder, spelled
 
 REPLAY = ReplayConfig(groups_per_step=64, max_attempts=1)

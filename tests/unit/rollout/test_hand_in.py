@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from penstock.redis_client import EXCHANGES_AT_ONCE
 from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
-from penstock_rollout.hand_in import HandIn
+from penstock.store.redis_client import EXCHANGES_AT_ONCE
+from penstock_rollout.groups.hand_in import HandIn
 
 TIMEOUT_S = 20.0
 

@@ -18,8 +18,8 @@ from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Prompt, Sampling
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
 
 
 class SlowAnswers(MemoryReplayQueue):
@@ -70,7 +70,7 @@ async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> 
 
 async def test_a_place_that_gets_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the next look at the clock: that one never comes here."""
-    monkeypatch.setattr("penstock_rollout.producer.FULL_POLL_S", 3600.0)
+    monkeypatch.setattr("penstock_rollout.groups.producer.FULL_POLL_S", 3600.0)
     replay = ReplayConfig(groups_per_step=100)
     queue = MemoryReplayQueue(MemoryStore(), replay)
     prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)

@@ -18,10 +18,10 @@ from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Prompt
+from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.producer import Producer
-from penstock_rollout.prompt_length import PromptLength
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.prompt_length import PromptLength
+from penstock_rollout.text.tokenization import Tokenization
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 IDS = tuple(range(10))

@@ -17,9 +17,9 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.trajectory import Sampling, VersionSegment
 from penstock_rollout.engines.choose import resolve_engine_name
-from penstock_rollout.engines.sglang_engine import SglangEngine
-from penstock_rollout.engines.sglang_messages import Response, generate_body, read_event
-from penstock_rollout.engines.sglang_start import server_arguments
+from penstock_rollout.engines.sglang.engine import SglangEngine
+from penstock_rollout.engines.sglang.messages import Response, generate_body, read_event
+from penstock_rollout.engines.sglang.start import server_arguments
 from penstock_rollout.engines.weight_file import WeightFile
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "sglang_protocol" / "schema.json").read_text())

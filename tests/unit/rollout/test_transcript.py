@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.trajectory import VersionSegment
 from penstock_rollout.agents.transcript import Transcript
-from penstock_rollout.tokenization import Tokenization
+from penstock_rollout.text.tokenization import Tokenization
 from tests.scripted_engine import (
     CHATML,
     END,

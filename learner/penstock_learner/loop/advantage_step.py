@@ -1,0 +1,57 @@
+"""From rewards to advantages, on the whole batch and before it is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from penstock.config.algorithms import AlgorithmConfig
+from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
+from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
+from penstock_learner.model.packing import SequenceBatch
+
+
+def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:
+    """The batch with `advantages`, `returns` where there are any, and the loss mask that the estimator leaves."""
+    mask = torch.as_tensor(batch.loss_mask).bool()
+    sequence_ids = torch.as_tensor(batch.sequence_ids)
+    rewards = torch.as_tensor(batch.rewards)
+    if config.overlong is not None:
+        rewards = rewards + overlong_penalty(torch.as_tensor(batch.response_lengths), config.overlong)
+    token_rewards = place_on_last_token(rewards, mask, sequence_ids)
+    if config.kl.placement == "reward":
+        current = batch.behaviour_log_probs if batch.old_log_probs is None else batch.old_log_probs
+        assert batch.reference_log_probs is not None
+        reference = torch.as_tensor(batch.reference_log_probs)
+        penalized = mask
+        if batch.is_baseline is not None:
+            # A greedy sample is no sample of the policy, so its log-probs estimate no KL: its reward stands as it is.
+            penalized = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
+        penalty = kl_penalty(torch.as_tensor(current), reference, penalized, config.kl.penalty)
+        token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
+    inputs = AdvantageInputs(
+        token_rewards,
+        mask,
+        sequence_ids,
+        torch.as_tensor(batch.group_ids),
+        values=None if batch.values is None else torch.as_tensor(batch.values),
+        is_greedy=None if batch.is_baseline is None else torch.as_tensor(batch.is_baseline),
+    )
+    outputs = compute_advantages(inputs, config.advantage)
+    return replace(
+        batch,
+        advantages=outputs.advantages.numpy().astype(np.float32),
+        loss_mask=outputs.loss_mask.numpy().astype(np.uint8),
+        returns=None if outputs.returns is None else outputs.returns.numpy().astype(np.float32),
+    )
+
+
+def denominators_of(batch: SequenceBatch, config: AlgorithmConfig) -> Denominators:
+    """What the loss of the whole batch is divided by, on every rank."""
+    return Denominators.of(
+        torch.as_tensor(batch.loss_mask), torch.as_tensor(batch.sequence_ids), config.loss.constant_length
+    )

@@ -1,0 +1,70 @@
+"""The end of a run that no longer learns: too many steps in a row whose loss or gradient was not finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import TrainingDiverged
+from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.roles.critic import CriticReport
+from penstock_learner.roles.policy_update import UpdateReport
+
+_RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
+
+
+class SkippedSteps:
+    """Counts each role's skipped steps in a row; at the limit the batch is kept for inspection and the run ends."""
+
+    def __init__(self, limit: int, folder: Path) -> None:
+        self.limit = limit
+        self.folder = folder
+        self.in_a_row: Counter[str] = Counter()
+
+    def check(
+        self,
+        role: str,
+        step: int,
+        batch: SequenceBatch,
+        shards: Sequence[RankShard],
+        reports: Sequence[UpdateReport | CriticReport],
+    ) -> None:
+        """After every step, for each role that trains; `shards` and `reports` are in the same order."""
+        taken = reports[0].step
+        if not taken.skipped:
+            self.in_a_row[role] = 0
+            return
+        self.in_a_row[role] += 1
+        if self.limit == 0 or self.in_a_row[role] < self.limit:
+            return
+        guilty = [
+            sequence
+            for shard, report in zip(shards, reports, strict=True)
+            for micro in report.nonfinite
+            for sequence in shard.sequences[micro]
+        ]
+        path = self._save(step, batch, guilty)
+        prompts = sorted({int(batch.group_ids[sequence]) for sequence in guilty})
+        where = f"loss of prompts {_listed(prompts)}" if guilty else f"gradient norm ({taken.grad_norm})"
+        raise TrainingDiverged(
+            f"the {role}'s {where} was not finite at step {step}, the {self.in_a_row[role]}. such step in a row; look "
+            f"at the batch in {path}, then go on from a checkpoint with a lower {_RATES[role]} or without these prompts"
+        )
+
+    def _save(self, step: int, batch: SequenceBatch, guilty: list[int]) -> Path:
+        """The whole batch as arrays, with the numbers of the sequences whose loss was not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{step:08d}.npz"
+        arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        present = {name: array for name, array in arrays.items() if array is not None}
+        np.savez_compressed(path, nonfinite_sequences=np.array(guilty, dtype=np.int64), **present)
+        return path
+
+
+def _listed(prompts: list[int], at_most: int = 8) -> str:
+    more = ", …" if len(prompts) > at_most else ""
+    return ", ".join(map(str, prompts[:at_most])) + more

@@ -1,0 +1,119 @@
+"""One step's numbers: computed once, and the same for the log, the policy record, the loggers and Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.trajectory import Group
+from penstock_learner.algorithms.corrections import CorrectionStatistics
+from penstock_learner.loop.roll_back import RollBack, in_steps
+from penstock_learner.model.packing import SequenceBatch
+from penstock_learner.roles.critic import CriticReport
+from penstock_learner.roles.policy_update import UpdateReport
+
+
+def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:
+    """What the data of a step looked like. Staleness is in steps, of tokens (mean) and the oldest token (max).
+
+    Groups are compared with their baselines; all else is of the samples that train."""
+    trained = batch.without_baselines()
+    staleness = policy_version - in_steps(trained.token_versions, roll_backs)
+    _, first = np.unique(batch.group_ids, return_index=True)
+    starts = np.sort(first)
+    sizes = np.diff(np.append(starts, batch.num_sequences))
+    spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
+    return {
+        "reward_mean": float(trained.rewards.mean()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "num_sequences": float(trained.num_sequences),
+        "prompt_tokens": float(trained.prompt_lengths.sum()),
+        "response_tokens": float(len(trained.loss_mask)),
+        "response_length_mean": float(trained.response_lengths.mean()),
+        "mixed_version_ratio": _mixed_version_ratio(trained),
+        "zero_advantage_group_ratio": float(((spread == 0) & (sizes > 1)).mean()),
+        "singleton_group_ratio": float((sizes == 1).mean()),
+    }
+
+
+def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
+    """Mean reward of a batch's samples by data source. `rewards` are those that train, one a trajectory."""
+    by_source: dict[str, list[float]] = {}
+    samples = ((group.data_source, trajectory) for group in groups for trajectory in group.trajectories)
+    for (data_source, trajectory), reward in zip(samples, rewards.tolist(), strict=True):
+        if not trajectory.is_baseline:
+            by_source.setdefault(data_source, []).append(reward)
+    return {data_source: sum(values) / len(values) for data_source, values in by_source.items()}
+
+
+def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
+    """What the updates of a step did, each over all ranks; all of them together have trained `num_tokens`."""
+    reports = [report for ranks in updates for report in ranks]
+    num_tokens = max(num_tokens, 1)
+    statistics = reduce(add, [report.statistics for report in reports])
+    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
+    # Of the first alone: what later ones compute with is the weights of no version.
+    mismatch = reduce(add, [report.mismatch for report in updates[0]])
+    metrics = _optimizer_metrics(updates) | {
+        "kl_reference": sum(report.kl for report in reports) / num_tokens,
+        "entropy": sum(report.entropy for report in reports) / num_tokens,
+        "clip_ratio_low": statistics.clip_fraction_low,
+        "clip_ratio_high": statistics.clip_fraction_high,
+        "importance_weight_mean": correction.mean_weight,
+        "importance_weight_max": float(correction.max_weight),
+        "importance_ratio_max": float(correction.max_ratio),
+        "is_truncated_ratio": correction.truncated_share,
+        "is_rejected_ratio": correction.rejected_share,
+        "effective_sample_ratio": correction.effective_sample_ratio,
+        "kl_behaviour": correction.mean_kl,
+        "approx_kl": statistics.approx_kl,
+        "dual_clip_ratio": statistics.dual_clip_fraction,
+    }
+    if mismatch.mean is not None:
+        metrics["logprob_mismatch"] = mismatch.mean
+    return metrics
+
+
+def critic_metrics(
+    updates: Sequence[Sequence[CriticReport]], batch: SequenceBatch, num_tokens: int
+) -> dict[str, float]:
+    """What the critic's updates of a step did, each over all ranks, and how good its values of the start were. All of
+    them together have trained `num_tokens`."""
+    assert batch.values is not None and batch.returns is not None
+    num_clipped = sum(report.num_clipped for ranks in updates for report in ranks)
+    trained = batch.loss_mask.astype(bool)
+    values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
+    variance = float(returns.var()) if len(returns) else 0.0
+    return {f"critic_{name}": value for name, value in _optimizer_metrics(updates).items()} | {
+        "critic_clip_ratio": num_clipped / max(num_tokens, 1),
+        "value_mean": float(values.mean()) if len(values) else 0.0,
+        "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
+    }
+
+
+def _optimizer_metrics(updates: Sequence[Sequence[UpdateReport | CriticReport]]) -> dict[str, float]:
+    """Of the updates of a step, each over all ranks: a loss is the sum of the ranks', the rest is the same on all."""
+    taken = [ranks[0].step for ranks in updates]
+    return {
+        "loss": sum(report.loss for ranks in updates for report in ranks) / len(updates),
+        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
+        "lr": taken[0].lr,
+        "skipped": float(any(step.skipped for step in taken)),
+    }
+
+
+def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
+    """Tokens by bucket of their importance ratio, over the ranks of an update, and the sum of the ratios."""
+    counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
+    return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
+
+
+def _mixed_version_ratio(batch: SequenceBatch) -> float:
+    """Share of trajectories whose tokens come from more than one version: updated in flight."""
+    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+    return float((batch.unmixed_versions[starts] == -1).mean())

@@ -1,0 +1,200 @@
+"""One batch through the roles: rewards, log-probs and values, advantages, updates.
+
+    reward model scores ┐
+    reference log-probs │                 ┌► critic update
+    proximal log-probs  ├─► advantages ─► ┤
+    critic values       ┘                 └► policy update
+
+What stands in one column runs at the same time; the first two lines may run ahead (batch_ahead.py). A role that only
+computes forwards is restarted where it dies, and its call is repeated; the death of one that trains is the
+controller's, since its weights are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.learner import LearnerConfig, RewardModelConfig
+from penstock.errors import RoleDied
+from penstock.trajectory import Group
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.loop.advantage_step import denominators_of, with_advantages
+from penstock_learner.loop.roll_back import RollBack
+from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.loop.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
+from penstock_learner.roles.role_group import RoleGroup, all_ended
+from penstock_learner.roles.role_recovery import RoleRecovery
+
+TRAINED_ROLES = ("policy", "critic")
+Computed = dict[str, NDArray[np.float32]]
+"""Fields of a `SequenceBatch` that a forward pass gives."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One optimizer step of a role."""
+
+    batch: SequenceBatch
+    shards: list[RankShard]
+    denominators: Denominators
+    reports: list[Any]
+    """Of each shard."""
+
+
+class TrainingStep:
+    """Trains the roles on one batch after another. Knows nothing of queues, checkpoints or publication."""
+
+    def __init__(
+        self, config: LearnerConfig, roles: Mapping[str, RoleGroup], recovery: RoleRecovery, metrics: LearnerMetrics,
+        skipped: SkippedSteps,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.roles = roles
+        self.recovery = recovery
+        self.metrics = metrics
+        self.skipped = skipped
+        self.recomputed: NDArray[np.float32] | None = None
+        """[T] log-probs of the last batch before its update, where they were computed."""
+        self.rewards: NDArray[np.float32] = np.zeros(0, np.float32)
+        """[S] rewards of the last batch, those of the reward model included."""
+        self._one_batch = asyncio.Lock()
+
+    async def frozen_forwards(self, groups: Sequence[Group]) -> Computed:
+        """What the roles that never change compute of the groups, at the same time; it may run beside earlier steps.
+
+        One batch after another: a role that dies is restarted by one caller."""
+        batch = batch_of(groups)
+        async with self._one_batch:
+            calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
+            if self.config.reward_model is not None:
+                calls["rewards"] = self._rewards(batch, groups, self.config.reward_model)
+            if "reference" in self.roles:
+                calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
+            return dict(zip(calls, await all_ended(*calls.values()), strict=True))
+
+    async def run(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        version: int,
+        kl_coefficient: float,
+        frozen: Awaitable[Computed] | None = None,
+        roll_backs: Sequence[RollBack] = (),
+    ) -> dict[str, float]:
+        """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers.
+
+        `frozen` are `frozen_forwards` of the groups that have begun before; `roll_backs` those that the weights have
+        followed."""
+        started = time.monotonic()
+        batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
+        self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
+        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
+        if not self.config.algorithm.advantage.has_baseline:
+            batch = batch.without_baselines()
+        batch = with_advantages(batch, self.config.algorithm, kl_coefficient).without_baselines()
+        update_started = time.monotonic()
+        metrics |= await self._update(batch, step, version, kl_coefficient)
+        return metrics | {
+            "forward_s": update_started - started,
+            "update_s": time.monotonic() - update_started,
+            "time": time.time(),
+        }
+
+    async def _with_forwards(self, batch: SequenceBatch, frozen: Awaitable[Computed]) -> SequenceBatch:
+        """The batch with everything that advantages and losses need of the roles, all computed at the same time."""
+        correction = self.config.algorithm.correction
+        calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
+        if correction.mode != "bypass" and correction.proximal == "recomputed":
+            calls["old_log_probs"] = self._per_token("policy", "log_probs", batch)
+        if "critic" in self.roles:
+            calls["values"] = self._per_token("critic", "values", batch)
+        of_frozen, *of_trained = await all_ended(frozen, *calls.values())
+        computed: dict[str, Any] = of_frozen | dict(zip(calls, of_trained, strict=True))
+        return replace(batch, **computed)
+
+    async def _rewards(
+        self, batch: SequenceBatch, groups: Sequence[Group], config: RewardModelConfig
+    ) -> NDArray[np.float32]:
+        """[S] the batch's rewards with those of the reward model, for the data sources that it scores."""
+        sources = [group.data_source for group in groups for _ in group.trajectories]
+        patterns = config.data_sources or ("*",)
+        scored = [i for i, source in enumerate(sources) if any(fnmatchcase(source, pattern) for pattern in patterns)]
+        rewards = batch.rewards.copy()
+        if scored:
+            part = batch.select(scored)
+            scores = unpermute_sequences(*await self._forward("reward_model", "scores", part), part)
+            kept = rewards[scored] if config.combine == "add" else 0
+            rewards[scored] = kept + config.coefficient * scores
+        return rewards
+
+    async def _per_token(self, role: str, method: str, batch: SequenceBatch) -> NDArray[np.float32]:
+        return unpermute(*await self._forward(role, method, batch), batch)
+
+    async def _forward(
+        self, role: str, method: str, batch: SequenceBatch
+    ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
+        """What each rank of the role computed of its shard."""
+        group = self.roles[role]
+        shards, share = self._partition(role, batch)
+        while True:
+            try:
+                parts = await group.call_each(method, [(shard,) for shard in shards for _ in range(share)])
+                return parts[::share], shards
+            except RoleDied as error:
+                if role in TRAINED_ROLES:
+                    raise
+                await self.recovery.restart(group, error)
+
+    async def _update(self, batch: SequenceBatch, step: int, version: int, kl_coefficient: float) -> dict[str, float]:
+        """Policy and critic learn from the batch at the same time, each from one of its mini-batches after another."""
+        algorithm = self.config.algorithm
+        parts = batch.split(self.config.minibatches_per_step) * self.config.epochs_per_step
+        learning = [self._learn("policy", parts, algorithm.loss.constant_length, step, version, kl_coefficient)]
+        if "critic" in self.roles:
+            learning.append(self._learn("critic", parts, algorithm.value_loss.constant_length, step))
+        policy, *critic = await all_ended(*learning)
+        for role, updates in zip(TRAINED_ROLES, (policy, *critic), strict=False):
+            for update in updates:
+                self.skipped.check(role, step, update.batch, update.shards, update.reports)
+        for update in policy:
+            if not update.reports[0].step.skipped:  # the sum of a counter would never be a number again
+                self.metrics.importance_ratio.add(*ratio_counts(update.reports))
+        metrics = update_metrics([update.reports for update in policy], _num_tokens(policy))
+        metrics["kl_coefficient"] = kl_coefficient
+        metrics["kl_loss"] = kl_coefficient * metrics["kl_reference"] if algorithm.kl.placement == "loss" else 0.0
+        if critic:
+            metrics |= critic_metrics([update.reports for update in critic[0]], batch, _num_tokens(critic[0]))
+        return metrics
+
+    async def _learn(
+        self, role: str, parts: Sequence[SequenceBatch], constant_length: int | None, *arguments: Any
+    ) -> list[_Update]:
+        updates = []
+        for part in parts:
+            shards, share = self._partition(role, part)
+            denominators = replace(denominators_of(part, self.config.algorithm), constant_length=constant_length)
+            calls = [(shard, denominators, *arguments) for shard in shards for _ in range(share)]
+            reports = (await self.roles[role].call_each("update", calls))[::share]
+            updates.append(_Update(part, shards, denominators, reports))
+        return updates
+
+    def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
+        """A shard for each group of ranks that share sequences, and how many ranks such a group has."""
+        share = self.config.sequence_parallel if role == "policy" else 1
+        num_shards = self.roles[role].num_ranks // share
+        return partition(batch, num_shards, self.config.micro_batch_tokens * share), share
+
+
+def _num_tokens(updates: Sequence[_Update]) -> int:
+    """That all of them have trained."""
+    return sum(update.denominators.num_tokens for update in updates)

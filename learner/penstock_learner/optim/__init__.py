@@ -1,0 +1,1 @@
+"""Optimizers, clipping and learning-rate schedules."""

@@ -1,0 +1,110 @@
+"""Placements: which roles share a resource group, as Ray placement groups.
+
+    standalone         policy | reference | critic | reward model     a group each
+    split-collocate    policy + reference | critic + reward model     two groups
+
+Rank i of every role of a resource group sits in bundle i of its placement group. The controller does not know which
+placement it runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.config.learner import LearnerConfig, RoleConfig
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock_learner.roles.role_group import RoleGroup
+
+RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
+    "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
+}
+
+
+SAVE_LANE = "save"
+LANES = ("push", "catch_up", SAVE_LANE)
+"""Pushes of either kind, and the writing of a checkpoint, get a thread of their own in each rank."""
+
+
+def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
+    """The resource groups of the placement, each with those of its roles that this run needs."""
+    groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[learner.placement]]
+    return [group for group in groups if group]
+
+
+def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
+    """What each bundle must hold: the ranks of all roles that share it."""
+    num_bundles = max(role.num_ranks for role in group.values())
+    result = []
+    for rank in range(num_bundles):
+        present = [role for role in group.values() if rank < role.num_ranks]
+        bundle = {
+            "CPU": sum(role.cpus_per_rank for role in present),
+            "GPU": sum(role.gpus_per_rank for role in present),
+        }
+        result.append({name: amount for name, amount in bundle.items() if amount})
+    return result
+
+
+def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
+    """Logical CPUs that a private Ray must offer for everything to fit."""
+    groups = active_resource_groups(learner, roles)
+    return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
+
+
+def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
+    """A private Ray gets no more nodes: what it lacks is not worth waiting for."""
+    groups = active_resource_groups(learner, roles)
+    num_needed = sum(bundle.get("GPU", 0) for group in groups for bundle in bundles(group))
+    if num_needed > num_here:
+        raise ConfigError(
+            f"learner.*.gpus_per_rank asks for {num_needed:g} GPUs, and this machine has {num_here:g}; lower it or "
+            "num_ranks, or set learner.ray_address to a cluster"
+        )
+
+
+async def place_roles(
+    config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
+) -> dict[str, RoleGroup]:
+    """Reserve resources for all roles, which are then ready to start. Raises DeadlineExceeded when they do not fit."""
+    placed: dict[str, RoleGroup] = {}
+    if not config.learner.ray_address:
+        check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
+    for group in active_resource_groups(config.learner, roles):
+        reserved = placement_group(bundles(group), strategy="PACK")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await reserved.ready()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
+                "add nodes, or lower learner.*.num_ranks"
+            ) from error
+        for name, role in group.items():
+            make_actors = partial(_make_actors, config, name, role, workers[name], reserved)
+            placed[name] = RoleGroup(name, make_actors, config.learner.rank_timeout_s)
+    return placed
+
+
+def _make_actors(
+    config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup, number: int
+) -> list[Any]:
+    """One actor a rank."""
+    remote: Any = ray.remote(concurrency_groups=dict.fromkeys(LANES, 1))(worker)
+    return [
+        remote.options(
+            name=f"{config.run}-{name}-{rank}-{number}",
+            num_cpus=role.cpus_per_rank,
+            num_gpus=role.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
+        ).remote(config, rank, role.num_ranks)
+        for rank in range(role.num_ranks)
+    ]

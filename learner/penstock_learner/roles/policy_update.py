@@ -1,0 +1,173 @@
+"""One training step of the policy on one rank: micro-batches forward and backward, then the optimizer.
+
+Knows nothing of Ray, the queue or publication: it needs a model that `prepare` made, and a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config.learner import LearnerConfig
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.corrections import (
+    CorrectionStatistics,
+    Mismatch,
+    correct,
+    interpolate_log_probs,
+    measure_mismatch,
+)
+from penstock_learner.algorithms.kl import kl_penalty
+from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
+from penstock_learner.algorithms.segments import apply_mask
+from penstock_learner.model.causal_lm import ModelInputs, PackedCausalLM
+from penstock_learner.model.device_copies import filled_to_device, to_device
+from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.model.sequence_parallel import SequenceParallel
+from penstock_learner.optim.optimizer import OptimizerStep, apply_gradients
+
+T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Sums over one rank's part of a step; the controller adds the ranks' and divides once."""
+
+    loss: float
+    """This rank's share of the policy loss."""
+    kl: float
+    """Sum over trained tokens of the penalty."""
+    entropy: float
+    """Sum over trained tokens."""
+    statistics: LossStatistics
+    correction: CorrectionStatistics
+    mismatch: Mismatch
+    step: OptimizerStep
+    """Of the whole model: the same on every rank."""
+    nonfinite: tuple[int, ...]
+    """The micro-batches whose loss was not finite."""
+
+
+@dataclass(frozen=True)
+class _MicroReport:
+    """Of one micro-batch, on the device: nothing has waited for it."""
+
+    sums: Tensor
+    """[3] loss, penalty and entropy."""
+    statistics: LossStatistics
+    correction: CorrectionStatistics
+    mismatch: Mismatch
+
+
+class PolicyUpdate:
+    """The policy's model and optimizer as something that takes steps."""
+
+    def __init__(
+        self,
+        model: PackedCausalLM,
+        optimizer: torch.optim.Optimizer,
+        learner: LearnerConfig,
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.learner = learner
+        self.device = device
+        self.parallel = parallel
+
+    def run(
+        self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
+    ) -> UpdateReport:
+        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
+        on_device = torch.stack([report.sums for report in reports])
+        hold = step <= self.learner.critic_warmup_steps
+        taken = apply_gradients(
+            self.model, self.optimizer, self.learner, step, lr=self.learner.lr, losses=on_device[:, :2], hold=hold
+        )
+        sums = on_device.tolist()
+        nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
+        loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
+        return UpdateReport(
+            loss,
+            kl,
+            entropy,
+            _on_host(reduce(add, [report.statistics for report in reports])),
+            _on_host(reduce(CorrectionStatistics.merge, [report.correction for report in reports])),
+            _on_host(reduce(add, [report.mismatch for report in reports])),
+            taken,
+            nonfinite,
+        )
+
+    def log_probs(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] of every micro-batch under the current weights, without gradient."""
+        return forward_log_probs(self.model, part, self.device, self.parallel)
+
+    def _accumulate(
+        self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
+    ) -> _MicroReport:
+        """Forward and backward of one micro-batch; gradients add up to those of the whole batch.
+
+        Nothing is read back, so that the host has the next micro-batch ready for the device when this one ends."""
+        config = self.learner.algorithm
+        log_probs, entropy = self.model(ModelInputs.of(micro, self.device, self.parallel))
+        mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
+        behaviour = to_device(micro.behaviour_log_probs, self.device)
+        advantages = filled_to_device(micro.advantages, self.device)
+        old = self._proximal(micro, log_probs, behaviour)
+        outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
+        numerator = log_probs.detach() if config.correction.mode == "bypass" else old
+        correction = correct(numerator, behaviour, mask, sequence_ids, config.correction)
+        mode = config.loss.aggregation_mode
+        loss = aggregate(correction.apply(outputs.per_token), mask, sequence_ids, mode, denominators)
+        kl_sum = torch.zeros_like(loss.detach())
+        total = loss
+        if micro.reference_log_probs is not None:
+            reference = to_device(micro.reference_log_probs, self.device)
+            kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
+            kl_sum = kl.detach().sum()
+            if config.kl.placement == "loss":
+                total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
+        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        (total * dist.get_world_size()).backward()
+        versions = to_device(micro.unmixed_versions, self.device)
+        mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
+        sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy, mask).sum()])
+        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch)
+
+    def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
+        """`old` of the configured mode."""
+        config = self.learner.algorithm.correction
+        if config.mode == "bypass":
+            return behaviour
+        if config.proximal == "interpolated":
+            return interpolate_log_probs(behaviour, log_probs, config.interpolation)
+        return filled_to_device(micro.old_log_probs, self.device)
+
+
+def _on_host(statistics: T) -> T:
+    """A dataclass of tensors, where the controller can read it, which may have no GPU."""
+    return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
+
+
+def forward_log_probs(
+    model: PackedCausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
+) -> NDArray[np.float32]:
+    """A forward pass without gradient over every micro-batch."""
+    with torch.no_grad():
+        results = [
+            model(ModelInputs.of(micro, device, parallel))[0].float().cpu().numpy() for micro in part.micro_batches
+        ]
+    joined: NDArray[np.float32] = np.concatenate(results)
+    return joined

@@ -1,0 +1,75 @@
+"""The Ray that a learner runs on: a cluster it joins, or a private one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from penstock.config.learner import RoleConfig
+from penstock.config.run import RunConfig
+from penstock.errors import Unavailable
+from penstock_learner.profiling import profiles_folder, write_ray_timeline
+from penstock_learner.roles.placement import num_cpus
+
+OBJECT_STORE_BYTES = 256 * 2**20
+FOLDER_PREFIX = "penstock-ray-"
+
+
+@contextmanager
+def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[None]:
+    """Join `learner.ray_address`, or start a private Ray: loopback, no dashboard. Leaving ends what was started.
+
+    `ray_environment.prepare_environment` was called before ray was imported."""
+    # Ray's sockets need a short path (107 bytes): never inside the run's folder.
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        try:
+            _start(config, roles, folder)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
+        try:
+            yield
+        finally:
+            if config.learner.profile.ray_timeline:
+                write_ray_timeline(profiles_folder(config) / "ray-timeline.json")
+            ray.shutdown()
+
+
+def _remove_abandoned() -> None:
+    """Folders of learners that were killed: their names hold the process id."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> None:
+    if config.learner.ray_address:
+        ray.init(address=config.learner.ray_address, log_to_driver=False, logging_level=logging.WARNING)
+        return
+    ray.init(
+        num_cpus=num_cpus(config.learner, roles),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
+    )

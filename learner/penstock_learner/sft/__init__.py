@@ -1,0 +1,1 @@
+"""Supervised fine-tuning with the learner's own model and optimizer."""

@@ -1,0 +1,127 @@
+"""Supervised fine-tuning by the learner's own packed FSDP2 trainer, without Ray: a process is a rank.
+
+`penstock sft` is one rank; `torchrun --nproc-per-node N -m penstock.cli.main sft …` makes N, which share the batches.
+Model, optimizer, schedule, precision and memory are as the run's config says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not listed
+
+from penstock.config.learner import LearnerConfig
+from penstock.config.run import RunConfig
+from penstock.errors import TrainingDiverged
+from penstock_learner.algorithms.segments import apply_mask
+from penstock_learner.export import write_folder
+from penstock_learner.model.causal_lm import (
+    DTYPES,
+    ModelInputs,
+    PackedCausalLM,
+    compute_dtype_of,
+    full_weight,
+    load_model,
+    prepare,
+)
+from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.gpu_memory import let_segments_grow
+from penstock_learner.model.packing import SequenceBatch, partition
+from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
+from penstock_learner.sft.data import batch_of_examples, read_examples
+
+logger = logging.getLogger(__name__)
+
+
+def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batch_size: int) -> None:
+    """Train over the file's rows, shuffled anew each epoch by `seed`, and write the model as a Hugging Face folder."""
+    from transformers import AutoTokenizer
+
+    examples = read_examples(data, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
+    num_steps = num_epochs * -(-len(examples) // batch_size)
+    learner = LearnerConfig.model_validate(config.learner.model_dump() | {"num_steps": num_steps})
+    device = _join(learner)
+    try:
+        trainer = SupervisedTrainer(config, learner, device)
+        random = np.random.default_rng(config.seed)
+        for _ in range(num_epochs):
+            order = random.permutation(len(examples)).tolist()
+            for first in range(0, len(order), batch_size):
+                loss = trainer.step(batch_of_examples([examples[i] for i in order[first : first + batch_size]]))
+                if dist.get_rank() == 0:
+                    logger.info("step %d of %d loss %.4f", trainer.num_steps, num_steps, loss)
+        weights = {name: full_weight(p.detach()).cpu() for name, p in trainer.model.lm.named_parameters()}
+        if dist.get_rank() == 0:
+            plain = load_model(config.model.path, torch.float32, learner.logprob_chunk_tokens).lm
+            # Tied weights have one parameter and two names.
+            plain.load_state_dict(weights, strict=False)
+            write_folder(plain, config.model.path, out, config.model.dtype)
+    finally:
+        dist.destroy_process_group()
+
+
+class SupervisedTrainer:
+    """Takes steps of cross-entropy, averaged over the trained tokens of the whole batch."""
+
+    def __init__(self, config: RunConfig, learner: LearnerConfig, device: torch.device) -> None:
+        self.learner = learner
+        self.device = device
+        self.model: PackedCausalLM = load_model(
+            config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens
+        )
+        if not learner.cpu_offload:
+            self.model.to(device)
+        prepare(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
+        self.optimizer = make_optimizer(self.model, learner, learner.lr)
+        self.num_steps = 0
+        self.num_skipped = 0
+
+    def step(self, batch: SequenceBatch) -> float:
+        """One optimizer step; every rank is given the whole batch and takes its part. Returns the batch's loss."""
+        self.num_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
+        shard = partition(batch, num_ranks, self.learner.micro_batch_tokens)[dist.get_rank()]
+        total = torch.zeros((), device=self.device)
+        for micro in shard.micro_batches:
+            log_probs, _ = self.model(ModelInputs.of(micro, self.device))
+            mask = to_device(micro.loss_mask, self.device).bool()
+            loss = -apply_mask(log_probs, mask).sum() / num_tokens
+            # FSDP averages gradients over ranks; the count of tokens is of all, so the sum is wanted.
+            (loss * num_ranks).backward()
+            total += loss.detach()
+        taken = apply_gradients(
+            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, losses=total
+        )
+        self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
+        if self.num_skipped and self.num_skipped == self.learner.max_skipped_steps:
+            raise TrainingDiverged(
+                f"loss or gradient was not finite at step {self.num_steps}, the {self.num_skipped}. in a row; lower "
+                "learner.lr, or look at the data"
+            )
+        dist.all_reduce(total)
+        return float(total)
+
+
+def _join(learner: LearnerConfig) -> torch.device:
+    """The process group of torchrun, or one of this process alone."""
+    torch.set_num_threads(learner.threads_per_rank)
+    let_segments_grow()
+    use_gpu = torch.cuda.is_available()
+    timeout = timedelta(seconds=learner.rank_timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    if not use_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,145 @@
+"""Feeding a run with a dataset: every prompt of every epoch once, in an order that follows from the seed.
+
+The position is a number beside the prompts in Redis, and a chunk is submitted by the same script that moves it on. So a
+feeder that was killed, and started again or replaced by another, skips nothing and repeats nothing; nor does one whose
+Redis lost its tail, because position and prompts are lost together. Learner checkpoints record the position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from penstock.codec import encode_prompt
+from penstock.config.dataset import DatasetConfig
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, InvalidInput, QueueFull, Unavailable
+from penstock.feed.datasets import read_prompts
+from penstock.replay.contract import FeedPosition, PromptIntake
+from penstock.tracing import Tracing
+from penstock.trajectory import Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+CHUNK_PROMPTS = 256
+POLL_S = 0.5
+RETRY_S = 5.0
+"""While Redis is away or full."""
+_SEED_STRIDE = 1_000_003
+_NUM_SEEDS = 2**62
+"""Whatever the run's seed, those of samples are numbers that every engine and the wire can hold."""
+
+
+def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
+    """The prompt with seeds that no other number of the run has, one a sample."""
+    first = (seed * _SEED_STRIDE + number * prompt.num_samples) % _NUM_SEEDS
+    return replace(prompt, sampling=replace(prompt.sampling, seed=first))
+
+
+class PromptStream:
+    """The prompts of a dataset by number: number p is place `p % n` of the order of epoch `p // n`."""
+
+    def __init__(self, prompts: Sequence[Prompt], config: DatasetConfig, seed: int) -> None:
+        self.prompts = prompts
+        self.config = config
+        self.seed = seed
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    @classmethod
+    def read(cls, config: RunConfig) -> PromptStream:
+        dataset = config.dataset
+        if dataset.file is None:
+            raise ConfigError("dataset.file is not set; give the data to feed")
+        sampling = Sampling(temperature=dataset.temperature, top_p=dataset.top_p, max_tokens=dataset.max_tokens)
+        prompts = list(read_prompts(dataset.file, num_samples=dataset.num_samples, sampling=sampling))
+        if not prompts:
+            raise InvalidInput(str(dataset.file), "holds no prompts")
+        return cls(prompts, dataset, config.seed)
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Over all epochs; None: without end."""
+        return self.config.epochs * len(self.prompts) or None
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the data and the order, not with how samples are drawn."""
+        digest = hashlib.sha256(repr((self.config.shuffle, self._shuffle_seed, len(self.prompts))).encode())
+        for prompt in self.prompts:
+            digest.update(hashlib.sha256(encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))).digest())
+        return digest.hexdigest()
+
+    def chunk(self, position: int, max_prompts: int) -> list[Prompt]:
+        """The prompts from `position` on; empty at the end."""
+        end = position + max_prompts if self.num_prompts is None else min(position + max_prompts, self.num_prompts)
+        return [self._at(number) for number in range(position, end)]
+
+    def _at(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self.prompts))
+        return seeded(self.prompts[int(self._order(epoch)[place])], self.seed, number)
+
+    def _make_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        if not self.config.shuffle:
+            return np.arange(len(self.prompts))
+        # RandomState's streams are frozen: a run continues in the same order under every release of numpy.
+        return np.random.RandomState([self._shuffle_seed, epoch]).permutation(len(self.prompts))
+
+    @property
+    def _shuffle_seed(self) -> int:
+        return self.seed % 2**32 if self.config.shuffle_seed is None else self.config.shuffle_seed
+
+
+class Feeder:
+    """Keeps prompts waiting until the dataset is at its end. Two at once do no harm: each chunk is taken from one."""
+
+    def __init__(self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None) -> None:
+        self.queue = queue
+        self.tracing = tracing or Tracing()
+        self.stream = stream
+        self.config = stream.config
+        self.fingerprint = stream.fingerprint
+
+    async def run(self) -> int:
+        """Returns the number of prompts submitted, by whomever, when all are. Waits while Redis is away or full."""
+        while True:
+            try:
+                position, is_end = await self._feed()
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot feed: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                if is_end:
+                    return position
+            await asyncio.sleep(POLL_S)
+
+    async def _feed(self) -> tuple[int, bool]:
+        """Submit chunks until enough prompts wait; returns the position, and whether it is the end."""
+        position = await self._submit(0, [])
+        while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
+            if (await self.queue.stat()).pending >= self.config.max_pending:
+                return position, False
+            position = await self._submit(position, chunk)
+        return position, True
+
+    async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
+        with contextlib.ExitStack() as spans:
+            if self.tracing.is_on:
+                starts = [self.tracing.start("submit", data_source=prompt.data_source) for prompt in chunk]
+                parents = [spans.enter_context(start) for start in starts]
+                chunk = [replace(prompt, trace_parent=own) for prompt, own in zip(chunk, parents, strict=True)]
+            payloads = [encode_prompt(prompt) for prompt in chunk]
+            feed: FeedPosition = await self.queue.feed(
+                self.config.name, self.fingerprint, position, payloads, [prompt.priority for prompt in chunk]
+            )
+        if feed.fingerprint != self.fingerprint:
+            raise ConfigError(
+                f"dataset {self.config.name!r} was other data, or in another order, for its first {feed.position} "
+                "prompts; give the same file and seed, or another dataset.name"
+            )
+        return feed.position

@@ -1,0 +1,42 @@
+"""Entry point of the SGLang process: `python -m penstock_rollout.engines.sglang.child PARENT_PID MODULE ARGUMENTS...`.
+
+Runs MODULE as `python -m MODULE` would, after arranging two things: the process group ends soon after the rollout
+server does, however that ended, and the API key reaches SGLang without standing on a command line, which every user of
+the host can read.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+API_KEY_VARIABLE = "PENSTOCK_SGLANG_API_KEY"
+PARENT_POLL_S = 0.5
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """PR_SET_PDEATHSIG is no alternative: it reaches this process only, and fires when the thread that forked ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_POLL_S)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def main(argv: Sequence[str]) -> None:
+    parent_pid, module, *arguments = argv
+    assert os.getpgrp() == os.getpid(), "start it as the leader of a process group of its own"
+    end_with_parent(int(parent_pid))
+    sys.argv = [module, *arguments, "--api-key", os.environ.pop(API_KEY_VARIABLE)]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,332 @@
+"""SGLang as an engine: its server as a child process, reached by HTTP; weights staged in this process.
+
+How a version flips: this process receives and hashes the new set while SGLang decodes, and writes it as a model folder
+in memory. Then SGLang is paused, told to load that folder and to count as the new version, and let go on. SGLang
+stamps tokens itself, and that is right because its version changes only while no step is in flight: with the KV cache
+kept its overlap scheduler is off, since that would leave a step in flight; without, a pause drains it.
+
+SGLang tells which version produced which token at a response's end only. Tokens that arrive before the first flip are
+of the version the request was submitted under; from a flip on, a streamed request's tokens are held back until the end.
+
+Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
+the version flips is submitted again, so one that starts under a version never meets KV of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.cancellation import end_task
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.ports import free_port
+from penstock.trajectory import FinishReason
+from penstock.weights.checksums import weights_digest
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.sglang.calls import SglangCalls
+from penstock_rollout.engines.sglang.messages import Event, Response, generate_body, read_event
+from penstock_rollout.engines.sglang.server import SglangServer
+from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
+from penstock_rollout.engines.weight_file import WeightFile
+from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.stage_slot import StageSlot
+
+logger = logging.getLogger(__name__)
+
+ABORT_GRACE_S = 1.0
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+@dataclass
+class _Running:
+    """A request between its submission and its end."""
+
+    version: int = -1
+    """The one it was submitted under; the salt of its prefix-cache entries."""
+    is_submitted: bool = False
+    has_begun: bool = False
+    """A token has arrived."""
+    has_crossed: bool = False
+    """The version has flipped since it began: which version its further tokens are of is known at its end."""
+    rid: str = ""
+    superseded: bool = False
+    """It was aborted before its first token, to be submitted again under a newer version."""
+
+
+class SglangEngine:
+    """Implements Engine. Starts once and stops once."""
+
+    name = "sglang"
+    devices = ("cpu",)
+    """Weights are received once, in this process's memory, however many GPUs SGLang spreads them over."""
+
+    def __init__(
+        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._dtype = dtype
+        self._seed = seed
+        self._module = module
+        self._seeds = random.Random(seed)
+        self._policy_version = -1
+        self._weights_digest = ""
+        self._running: dict[str, _Running] = {}
+        self._control = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Clear while paused: nothing is submitted that would wait in SGLang under a version that may pass."""
+        self._idle = asyncio.Event()
+        """Set while no request runs."""
+        self._paused = False
+        self._slot = StageSlot(model_path)
+        self._broken = "it was not started"
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: SglangServer | None = None
+        self._calls: SglangCalls
+        self._stop_ids: list[int] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
+
+    @property
+    def retained_version(self) -> int | None:
+        return self._slot.retained_version
+
+    async def start(self, policy_version: int) -> None:
+        self._stop_ids = list(stop_token_ids(self._model_path))
+        self._shapes = tensor_shapes(self._model_path)
+        port = free_port(HOST)
+        arguments = server_arguments(
+            self._config, self._model_path, self._dtype, self._seed, policy_version=policy_version, port=port
+        )
+        self._server = SglangServer(self._module, arguments, port, self._break)
+        self._calls = self._server.calls
+        await self._server.start()
+        self._policy_version = policy_version
+        self._broken = ""
+        self._open.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        await self.check_health()
+        self._check(request)
+        running = self._running[request.request_id] = _Running()
+        self._idle.clear()
+        try:
+            while True:
+                await self._open.wait()
+                if self._stopping:
+                    yield _aborted()
+                    return
+                await self.check_health()
+                running.version, running.is_submitted, running.superseded = self._policy_version, True, False
+                async with aclosing(self._submit(request, running)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                if not running.superseded:
+                    return
+                running.is_submitted = False
+        finally:
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.request_id in self._running:
+            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        num_tokens, limit = len(request.prompt_token_ids), self._config.max_model_len
+        if not 0 < num_tokens < limit:
+            raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
+        if request.sampling.seed is not None and not honours_seeds(self._config):
+            raise InvalidInput("sampling.seed", "SGLang draws by seeds only with enable_deterministic_inference")
+
+    async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
+        """One submission to SGLang; yields nothing when it was superseded."""
+        running.rid = uuid.uuid4().hex
+        response = Response(running.version)
+        has_ended = False
+        try:
+            async with aclosing(self._calls.generate(self._body(request, running))) as messages:
+                async for message in messages:
+                    if running.superseded:
+                        return
+                    event = read_event(message, request.sampling, len(response.token_ids))
+                    response.add(event)
+                    running.has_begun = bool(response.token_ids)
+                    if event.finish_reason is not None:
+                        has_ended = True
+                        yield self._last_chunk(response, running, event)
+                        return
+                    if request.stream and not running.has_crossed:
+                        yield response.take(None)
+            if not running.superseded:
+                raise Unavailable(f"SGLang ended the response to request {request.request_id} before it was finished")
+        except Unavailable:
+            if not self._stopping:
+                raise
+            yield _aborted() if running.has_crossed else response.take(None, "aborted")
+        finally:
+            if not has_ended and not self._stopping:
+                self._spawn(self._abort(running.rid))
+
+    def _body(self, request: GenerateRequest, running: _Running) -> dict[str, object]:
+        seed = request.sampling.seed
+        room = self._config.max_model_len - len(request.prompt_token_ids)
+        return generate_body(
+            running.rid,
+            request.prompt_token_ids,
+            request.sampling,
+            max_tokens=min(request.sampling.max_tokens, room),
+            stop_ids=self._stop_ids,
+            # Never none: SGLang would give all such requests one seed, and samples of a prompt would be equal.
+            seed=self._seeds.getrandbits(63) if seed is None else seed % 2**63,
+            salt=str(running.version),
+            every_token=request.stream,
+        )
+
+    def _last_chunk(self, response: Response, running: _Running, event: Event) -> TokenChunk:
+        reason = event.finish_reason or {}
+        if "status_code" in reason and not self._stopping:
+            raise Unavailable(f"SGLang gave a request up: {reason.get('message', reason)}")
+        if event.spans is None and running.has_crossed and len(response.token_ids) > response.num_delivered:
+            raise Unavailable("SGLang did not say which version produced which tokens of a response")
+        return response.take(event.spans, _FINISH_REASONS.get(reason["type"], "aborted"))
+
+    async def _abort(self, rid: str) -> None:
+        with suppress(Unavailable):
+            await self._calls.abort(rid)
+
+    async def pause(self) -> None:
+        async with self._control:
+            self._paused = True
+            self._open.clear()
+            await self._calls.pause("in_place")
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._calls.resume()
+            self._paused = False
+            self._open.set()
+
+    async def stage_weights(self, request: StageRequest) -> None:
+        check_manifest(request.manifest, self._shapes)
+        self._slot.begin(request)
+
+    async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
+        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
+        digest = weights_digest(bucket_checksums)
+        return await asyncio.shield(asyncio.create_task(self._hand_over(stage, digest)))
+
+    async def _hand_over(self, stage: WeightStage, digest: str) -> CommitReport:
+        """Load the verified stage. Runs to its end even when the caller is cancelled."""
+        file = await asyncio.to_thread(WeightFile.write, stage.tensors())
+        try:
+            return await self._flip(stage, digest, file.folder)
+        finally:
+            file.remove()
+
+    async def _flip(self, stage: WeightStage, digest: str, folder: Path) -> CommitReport:
+        """A failure in here leaves weights of which nothing is known, so the engine is given up."""
+        policy_version, keep = stage.manifest.policy_version, self._config.keep_kv_cache
+        async with self._control:
+            started = time.monotonic()
+            in_flight = len(self._running)
+            self._open.clear()
+            try:
+                await self._calls.pause("in_place" if keep else "retract")
+                load_started = time.monotonic()
+                await self._calls.load_weights(folder, policy_version, flush_cache=not keep)
+                load_s = time.monotonic() - load_started
+                self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
+                self._cross()
+                if not self._paused:
+                    await self._calls.resume()
+                    self._open.set()
+            except Exception as error:
+                self._break(f"loading version {policy_version} failed: {error}")
+                with suppress(Unavailable):
+                    await self._calls.abort_all()
+                raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
+            paused_s = time.monotonic() - started
+        return CommitReport(stage.receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
+
+    def _cross(self) -> None:
+        """While nothing decodes: mark what runs on under the new version, and abort what has not begun. The aborts are
+        not waited for: there may be hundreds, and what they come too late for is thrown away at its first token."""
+        for running in self._running.values():
+            if running.has_begun:
+                running.has_crossed = True
+            elif running.is_submitted:
+                running.superseded = True
+                self._spawn(self._abort(running.rid))
+
+    def _break(self, why: str) -> None:
+        logger.error("the SGLang engine is given up: %s", why)
+        self._broken = self._broken or why
+        self._open.set()
+
+    async def abort_weights(self) -> None:
+        self._slot.abort()
+
+    def stats(self) -> EngineStats:
+        """SGLang's figures are those of its last poll, so they count only as far as what is known here allows."""
+        if self._server is None or not self._running:
+            return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
+        load = self._server.load
+        held = sum(not running.is_submitted for running in self._running.values())
+        without_token = sum(not running.has_begun for running in self._running.values())
+        waiting = min(load.waiting_requests + held, without_token)
+        return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage)
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the SGLang engine cannot generate: {self._broken}")
+        if self._server is None or not self._server.is_alive:
+            raise Unavailable("SGLang has died; restart the rollout server")
+
+    async def stop(self) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        self._stopping = True
+        self._broken = self._broken or "it was stopped"
+        self._open.set()
+        await self.abort_weights()
+        if server.is_alive and self._running:
+            await self._abort_running()
+        for task in list(self._tasks):
+            await end_task(task)
+        await server.stop()
+
+    async def _abort_running(self) -> None:
+        """And give them a moment to hand on what they have."""
+        with suppress(Unavailable):
+            await self._calls.abort_all()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), ABORT_GRACE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _aborted() -> TokenChunk:
+    return TokenChunk((), (), (), "aborted")

@@ -1,0 +1,86 @@
+"""One running SGLang server, as the engine sees it: the child process, calls to it, its load, and whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+
+from prometheus_client import REGISTRY
+
+from penstock.cancellation import end_task
+from penstock.errors import ConfigError, Unavailable
+from penstock_rollout.engines.sglang.calls import Load, SglangCalls
+from penstock_rollout.engines.sglang.metrics import SglangMetrics
+from penstock_rollout.engines.sglang.start import SglangChild
+
+logger = logging.getLogger(__name__)
+
+OLDEST_VERSION = (0, 5, 21)
+"""0.5.19 is the first that says which version produced which token. Up to 0.5.20 the scheduler dies of a load that
+flushes the cache while retracted requests wait, which is how the KV cache is given up."""
+READY_POLL_S = 0.2
+LOAD_POLL_S = 0.5
+MAX_SILENT_POLLS = 3
+"""A server that leaves so many polls in a row without an answer counts as hung."""
+
+
+class SglangServer:
+    """Starts once and stops once. `on_loss` is called once with the reason when the server is lost, but not by stop."""
+
+    def __init__(self, module: str, arguments: Sequence[str], port: int, on_loss: Callable[[str], None]) -> None:
+        self.load = Load(waiting_requests=0, kv_cache_usage=0.0)
+        self._module = module
+        self._arguments = arguments
+        self._on_loss = on_loss
+        self._api_key = secrets.token_urlsafe(32)
+        self.calls = SglangCalls(port, self._api_key)
+        self._metrics = SglangMetrics(port)
+        self._child: SglangChild | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child is not None and self._child.exit_code is None
+
+    async def start(self) -> None:
+        """Returns once it can generate. The caller's deadline is the only one: a large model takes minutes."""
+        self._child = child = await SglangChild.start(self._module, self._arguments, self._api_key)
+        while not await self.calls.is_ready():
+            if child.exit_code is not None:
+                raise Unavailable(f"SGLang ended with code {child.exit_code} while it started; its output says why")
+            await asyncio.sleep(READY_POLL_S)
+        _check_version(await self.calls.version())
+        REGISTRY.register(self._metrics)
+        self._watching = asyncio.create_task(self._watch(child), name="watch-sglang")
+
+    async def _watch(self, child: SglangChild) -> None:
+        num_silent = 0
+        while child.exit_code is None and num_silent < MAX_SILENT_POLLS:
+            try:
+                self.load = await self.calls.load()
+                num_silent = 0
+            except Unavailable as error:
+                num_silent += 1
+                logger.warning("%s", error)
+            await asyncio.sleep(LOAD_POLL_S)
+        code = child.exit_code
+        self._on_loss("SGLang does not answer" if code is None else f"SGLang ended with code {code}")
+
+    async def stop(self) -> None:
+        """End the child and all that it started. Connections are closed first, since it waits for them."""
+        if self._watching is not None:
+            await end_task(self._watching)
+            REGISTRY.unregister(self._metrics)
+        await self.calls.close()
+        if self._child is not None:
+            await self._child.end()
+
+
+def _check_version(version: str) -> None:
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if found < OLDEST_VERSION:
+        oldest = ".".join(str(number) for number in OLDEST_VERSION)
+        raise ConfigError(f"SGLang {version} cannot take new weights while requests run; install {oldest} or newer")

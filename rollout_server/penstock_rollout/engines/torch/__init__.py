@@ -1,0 +1,1 @@
+"""A small engine on plain torch, for every platform; the tests' oracle."""

@@ -1,0 +1,272 @@
+"""A small engine over a Hugging Face model: continuous batching, any platform, no vLLM. Also the oracle of the tests.
+
+One thread owns the model and steps the batch; requests join and leave between steps, and so do weights. The event loop
+hands it requests and actions under one condition, and gets chunks back through call_soon_threadsafe.
+
+Left out on purpose: paged KV, chunked prefill, tensor parallelism, models whose state is not a KV cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, Unavailable
+from penstock.weights.checksums import weights_digest
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.model_folder import TIED_HEAD, check_manifest, stop_token_ids
+from penstock_rollout.engines.torch.batch import DecodeBatch, Row
+from penstock_rollout.weights.device_name import device_uuid
+from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.stage_slot import StageSlot
+
+logger = logging.getLogger(__name__)
+
+ACTION_TIMEOUT_S = 600.0
+"""Deadline of an action between two steps; a prefill may be in its way."""
+STOP_TIMEOUT_S = 10.0
+IDLE_S = 1.0
+
+_T = TypeVar("_T")
+
+
+class TorchEngine:
+    """Implements Engine. Starts once and stops once."""
+
+    name = "torch"
+
+    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._dtype = dtype
+        self._seed = seed
+        self._policy_version = -1
+        self._weights_digest = ""
+        self._slot = StageSlot(model_path)
+        self._broken = "it was not started"
+        self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
+        self._running_ids: set[str] = set()
+        self._changed = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._actions: deque[Callable[[], None]] = deque()
+        self._paused = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._model: Any
+        self._batch: DecodeBatch
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
+
+    @property
+    def retained_version(self) -> int | None:
+        return self._slot.retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (device_uuid(self._model.device),)
+
+    async def start(self, policy_version: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._model = await asyncio.to_thread(self._load_model)
+        stop_ids = frozenset(stop_token_ids(self._model_path))
+        self._batch = DecodeBatch(self._model, stop_ids, self._config.max_model_len, self._seed)
+        self._policy_version = policy_version
+        self._broken = ""
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    def _load_model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype).to(device).eval()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        await self.check_health()
+        self._check(request)
+        row = self._batch.new_row(request)
+        queue = self._queues[row] = asyncio.Queue()
+        self._running_ids.add(request.request_id)
+        try:
+            self._change(lambda: self._waiting.append(row))
+            while True:
+                chunk = await queue.get()
+                if isinstance(chunk, Unavailable):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            row.cancelled = True
+            del self._queues[row]
+            self._running_ids.discard(request.request_id)
+            self._change(lambda: None)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.request_id in self._running_ids:
+            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        num_tokens, limit = len(request.prompt_token_ids), self._config.max_model_len
+        if not 0 < num_tokens < limit:
+            raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
+
+    async def pause(self) -> None:
+        await self._between_steps(lambda: setattr(self, "_paused", True))
+
+    async def resume(self) -> None:
+        await self._between_steps(lambda: setattr(self, "_paused", False))
+
+    async def stage_weights(self, request: StageRequest) -> None:
+        check_manifest(request.manifest, self._shapes())
+        self._slot.begin(request, self._model.device)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+        if self._model.config.tie_word_embeddings:
+            shapes.pop(TIED_HEAD, None)
+        return shapes
+
+    async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
+        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
+        in_flight = len(self._queues)
+        load_s = await self._between_steps(lambda: self._flip(stage, weights_digest(bucket_checksums)))
+        return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
+
+    async def abort_weights(self) -> None:
+        self._slot.abort()
+
+    def stats(self) -> EngineStats:
+        waiting = min(len(self._waiting), len(self._queues))
+        capacity = self._config.max_num_seqs * self._config.max_model_len
+        return EngineStats(
+            running_requests=len(self._queues) - waiting,
+            waiting_requests=waiting,
+            kv_cache_usage=self._batch.num_cached_tokens / capacity,
+        )
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the torch engine cannot generate: {self._broken}")
+
+    async def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._broken = self._broken or "it was stopped"
+        await self.abort_weights()
+        self._change(lambda: setattr(self, "_stopping", True))
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            change()
+            self._changed.notify()
+
+    async def _between_steps(self, action: Callable[[], _T]) -> _T:
+        """Run the action in the engine's thread, while nothing decodes. Happens even when the caller is cancelled."""
+        await self.check_health()
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(action())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._change(lambda: self._actions.append(run))
+        try:
+            async with asyncio.timeout(ACTION_TIMEOUT_S):
+                return await asyncio.shield(asyncio.wrap_future(done))
+        except TimeoutError as error:
+            raise Unavailable(f"the torch engine did not answer within {ACTION_TIMEOUT_S:g} s") from error
+
+    def _flip(self, stage: WeightStage, digest: str) -> float:
+        """Runs in the engine's thread. The manifest was checked against the model, so no copy can fail half-way."""
+        started = time.monotonic()
+        state = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in stage.tensors():
+                state[name].copy_(tensor)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        self._policy_version, self._weights_digest = stage.manifest.policy_version, digest
+        self._slot.loaded = stage
+        if not self._config.keep_kv_cache:
+            self._waiting.extendleft(reversed(self._batch.release()))
+        return time.monotonic() - started
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self._abort_all()
+        except Exception as error:
+            logger.exception("the torch engine failed")
+            self._broken = repr(error)
+            self._loop.call_soon_threadsafe(self._fail_all)
+
+    def _turn(self) -> None:
+        """Wait for something to do, then do the actions, admit what fits, and step once."""
+        with self._changed:
+            self._changed.wait_for(self._has_work, timeout=IDLE_S)
+            actions = [self._actions.popleft() for _ in range(len(self._actions))]
+        for action in actions:
+            action()
+        self._batch.drop_cancelled()
+        if self._paused:
+            return
+        stepping = list(self._batch.rows)
+        if stepping:
+            self._batch.step(self._policy_version)
+        joining = self._admit()
+        if joining:
+            self._batch.join(joining, self._policy_version)
+        self._deliver(stepping + joining)
+
+    def _has_work(self) -> bool:
+        return self._stopping or bool(self._actions) or (not self._paused and bool(self._waiting or self._batch.rows))
+
+    def _admit(self) -> list[Row]:
+        admitted: list[Row] = []
+        with self._changed:
+            while self._waiting and len(self._batch.rows) + len(admitted) < self._config.max_num_seqs:
+                row = self._waiting.popleft()
+                if not row.cancelled:
+                    admitted.append(row)
+        return admitted
+
+    def _deliver(self, rows: list[Row]) -> None:
+        """One wake-up of the event loop for a whole step."""
+        ready = [row for row in rows if row.finish_reason is not None or row.request.stream]
+        if ready:
+            self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])
+
+    def _abort_all(self) -> None:
+        rows = [*self._batch.release(), *self._waiting]
+        for row in rows:
+            row.finish_reason = "aborted"
+        self._deliver(rows)
+
+    def _put(self, chunks: list[tuple[Row, TokenChunk]]) -> None:
+        for row, chunk in chunks:
+            if (queue := self._queues.get(row)) is not None:
+                queue.put_nowait(chunk)
+
+    def _fail_all(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(Unavailable(f"the torch engine failed: {self._broken}"))

@@ -1,0 +1,1 @@
+"""vLLM, in process."""

@@ -1,0 +1,316 @@
+"""vLLM as an engine: AsyncLLM in this process, EngineCore in a child, weights staged by a worker extension.
+
+How a version flips: the worker receives and hashes the new set in a thread while decoding goes on; then the scheduler
+is paused, the set loaded, the version set, and the scheduler resumed. Stamps of tokens (vllm_stamps.py) are right
+because the version changes only while no step is in flight.
+
+Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
+the version flips is submitted again, so one that starts under a version never meets KV of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.trajectory import FinishReason
+from penstock.v1 import weights_pb2
+from penstock.weights.checksums import weights_digest
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
+from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 60.0
+"""Deadline of a call to EngineCore, which answers between two steps."""
+LOAD_TIMEOUT_S = 600.0
+STAGE_POLL_S = 0.005
+STOP_TIMEOUT_S = 10.0
+
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Running:
+    """A request between its submission and its end."""
+
+    version: int
+    """The one it was submitted under; the salt of its prefix-cache entries."""
+    superseded: bool = False
+    """It was aborted before its first token, to be submitted again under a newer version."""
+
+
+class VllmEngine:
+    """Implements Engine. Starts once and stops once."""
+
+    name = "vllm"
+
+    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._arguments = engine_arguments(config, model_path, dtype, seed)
+        self._load = SchedulerLoad()
+        self._policy_version = -1
+        self._weights_digest = ""
+        self._running: dict[str, _Running] = {}
+        self._control = asyncio.Lock()
+        self._paused = False
+        self._staged: weights_pb2.WeightManifest | None = None
+        self._retained_version: int | None = None
+        self._devices: tuple[str, ...] = ()
+        self._broken = "it was not started"
+        self._llm: Any = None
+        self._stamps: VersionStamps
+        self._stop_ids: list[int] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def weights_digest(self) -> str:
+        return self._weights_digest
+
+    @property
+    def retained_version(self) -> int | None:
+        return self._retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    async def start(self, policy_version: int) -> None:
+        self._stop_ids = list(stop_token_ids(self._model_path))
+        self._shapes = tensor_shapes(self._model_path)
+        self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load)
+        self._stamps = create_stamps(self._llm)
+        await self._core(self._llm.get_supported_tasks())
+        await self._core(self._stamps.set_version(policy_version))
+        self._devices = tuple(await self._rpc("penstock_device"))
+        self._policy_version = policy_version
+        self._broken = ""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        await self.check_health()
+        if request.request_id in self._running:
+            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        running = self._running[request.request_id] = _Running(self._policy_version)
+        try:
+            while True:
+                async with aclosing(self._submit(request, running)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                if not running.superseded:
+                    return
+                running.superseded = False
+                running.version = self._policy_version
+        finally:
+            del self._running[request.request_id]
+            self._stamps.end(request.request_id)
+
+    async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
+        """One submission to vLLM; yields nothing when it was superseded. Registered with vLLM before the first await,
+        so that a commit finds every request it must supersede."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(running.version))
+        num_tokens = 0
+        self._stamps.begin(request.request_id)
+        try:
+            async with aclosing(self._llm.generate(prompt, self._params(request), request.request_id)) as outputs:
+                async for output in outputs:
+                    if running.superseded:
+                        return
+                    chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
+                    num_tokens += len(chunk.token_ids)
+                    yield chunk
+        except (VLLMValidationError, ValueError) as error:
+            raise InvalidInput("prompt_token_ids", str(error).splitlines()[0]) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
+
+    def _params(self, request: GenerateRequest) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM takes -1 for no seed
+            ignore_eos=True,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
+        token_ids = tuple(completion.token_ids)
+        reason = completion.finish_reason
+        return TokenChunk(
+            token_ids=token_ids,
+            log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
+            segments=self._stamps.segments(request_id, completion, start, start + len(token_ids)),
+            finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
+        )
+
+    async def pause(self) -> None:
+        async with self._control:
+            await self._core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            self._paused = True
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._core(self._llm.engine_core.resume_scheduler_async())
+            self._paused = False
+
+    async def stage_weights(self, request: StageRequest) -> None:
+        check_manifest(request.manifest, self._shapes)
+        announcement = weights_pb2.AnnounceRequest(
+            manifest=request.manifest,
+            transport=request.transport,
+            rendezvous=request.rendezvous,
+            rank=request.rank,
+            world_size=request.world_size,
+            deadline_s=request.timeout_s,
+        )
+        async with self._control:  # never under a flip, which loads whatever is staged
+            await self._rpc("penstock_stage", announcement.SerializeToString())
+            self._staged = request.manifest
+
+    async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
+        staged = self._staged
+        if staged is None or staged.policy_version != policy_version:
+            found = staged.policy_version if staged else None
+            raise WeightPushFailed(f"version {policy_version} is not staged; {found} is")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._received(policy_version)
+            report = await asyncio.shield(asyncio.create_task(self._flip(staged, bucket_checksums)))
+        except (TimeoutError, WeightPushFailed) as error:
+            if self._staged is staged:
+                await self.abort_weights()
+            if isinstance(error, TimeoutError):
+                raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
+            raise
+        return report
+
+    async def _received(self, policy_version: int) -> None:
+        while True:
+            states = await self._rpc("penstock_poll", policy_version)
+            for phase, failure in states:
+                if phase == "failed":
+                    raise WeightPushFailed(failure)
+            if all(phase == "received" for phase, _ in states):
+                return
+            await asyncio.sleep(STAGE_POLL_S)
+
+    async def _flip(self, staged: weights_pb2.WeightManifest, bucket_checksums: list[str]) -> CommitReport:
+        """Verify the stage and load it; no other can take its place meanwhile. Runs to its end even when the caller is
+        cancelled; a failed load leaves weights of which nothing is known, so the engine is given up."""
+        policy_version = staged.policy_version
+        async with self._control:
+            mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
+            if found := next(filter(None, mismatches), ""):
+                raise WeightPushFailed(found)
+            self._staged = None
+            started = time.monotonic()
+            in_flight = len(self._running)
+            try:
+                core = self._llm.engine_core
+                await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
+                timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
+                await self._core(self._stamps.set_version(policy_version))
+                self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
+                self._retained_version = policy_version if staged.retain else None
+                await self._supersede_unstarted()
+                if not self._paused:
+                    await self._core(core.resume_scheduler_async())
+            except Exception as error:
+                await self._give_up(f"loading version {policy_version} failed: {error}")
+                raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
+            paused_s = time.monotonic() - started
+        return CommitReport(
+            receive_s=max(receive_s for receive_s, _ in timings),
+            load_s=max(load_s for _, load_s in timings),
+            paused_s=paused_s,
+            running_requests=in_flight,
+        )
+
+    async def _supersede_unstarted(self) -> None:
+        unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
+        for request_id in unstarted:
+            self._running[request_id].superseded = True
+        if unstarted:
+            await self._core(self._llm.abort(unstarted))
+
+    async def _give_up(self, why: str) -> None:
+        logger.error("the vLLM engine is given up: %s", why)
+        self._broken = why
+        await self._core(self._llm.abort(list(self._running)))
+
+    async def abort_weights(self) -> None:
+        async with self._control:
+            self._staged = None
+            await self._rpc("penstock_abort")
+
+    def stats(self) -> EngineStats:
+        waiting = min(self._load.waiting_requests, len(self._running))
+        return EngineStats(
+            running_requests=len(self._running) - waiting,
+            waiting_requests=waiting,
+            kv_cache_usage=self._load.kv_cache_usage,
+        )
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the vLLM engine cannot generate: {self._broken}")
+        if self._llm.errored:
+            raise Unavailable("vLLM's EngineCore has died; restart the rollout server")
+
+    async def stop(self) -> None:
+        if self._llm is None:
+            return
+        self._broken = "it was stopped"
+        llm, self._llm = self._llm, None
+        with suppress(Unavailable):
+            await self._core(llm.abort(list(self._running)))
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
+        llm.shutdown = lambda: None  # its finalizer calls it again, and fails when that is at the interpreter's exit
+
+    async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
+        """Call a method of every worker; results in rank order."""
+        result = await self._core(self._llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
+        return list(result)
+
+    async def _core(self, call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
+        """Await a call to EngineCore, which may be dead and never answer."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except TimeoutError as error:
+            raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
+        except EngineDeadError as error:
+            raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error

@@ -1,0 +1,127 @@
+"""Starting vLLM: its environment, its arguments, and an AsyncLLM made of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import ConfigError, Unavailable
+
+CPU_KV_CACHE_BYTES = 64 << 20
+
+_WORKER = "penstock_rollout.engines.vllm.worker"
+
+
+class SchedulerLoad:
+    """A vLLM stat logger that keeps the newest figures of the scheduler, and counts the tokens that came out."""
+
+    def __init__(self) -> None:
+        self.num_generated_tokens = 0
+        self.waiting_requests = 0
+        self.kv_cache_usage = 0.0
+
+    def __call__(self, vllm_config: Any, engine_index: int = 0) -> SchedulerLoad:
+        """vLLM asks for a factory; every engine index shares this object."""
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            self.waiting_requests = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_generated_tokens += iteration_stats.num_generation_tokens
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU wheel; asked of the package metadata, before anything heavy is imported."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads while it is imported. What the user has set wins."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if is_cpu_build():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    else:
+        # A server has threads before it has an engine, and a parent that has touched CUDA cannot be forked.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # It cannot give log-probs of what it samples from, which every request asks for, and is compiled by nvcc.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
+    executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": dtype,
+        "seed": seed,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "quantization": config.quantization,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "worker_extension_cls": f"{_WORKER}.WeightStaging",
+        "distributed_executor_backend": f"{_WORKER}.{executor}",
+    }
+    if is_cpu_build():
+        arguments["enforce_eager"] = True
+        # A seeded request whose prompt is split over steps kills EngineCore: a CPU generator cannot be turned back.
+        arguments["enable_chunked_prefill"] = False
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    return arguments | config.extra
+
+
+def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
+    """Blocks until EngineCore has loaded the model.
+
+    On CPU the child is forked, which saves importing vLLM again. It must happen before this process computes with
+    several OpenMP threads, which do not survive a fork; VLLM_WORKER_MULTIPROC_METHOD=spawn is the slow way around.
+    Creating the config overwrites that variable, so it is set after it."""
+    prepare_environment()
+    start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM refuses rollout.engine: {_complaint(error)}; correct it") from error
+    if is_cpu_build():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
+    except RuntimeError as error:
+        raise Unavailable(
+            f"vLLM did not start ({_complaint(error)}); its own lines in the log say why, often too little memory"
+        ) from error
+
+
+def _complaint(error: Exception) -> str:
+    """The first sentence of what vLLM says, which may be a page."""
+    text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+    return " ".join(text.split()).split(". ")[0].removeprefix("Value error, ")

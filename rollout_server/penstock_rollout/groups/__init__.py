@@ -1,0 +1,1 @@
+"""From a leased prompt to a finished group in the replay queue."""

@@ -1,0 +1,154 @@
+"""From a leased prompt to a scored group."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.codec import check_group
+from penstock.errors import PenstockError
+from penstock.logs import bind
+from penstock.replay.contract import Lease
+from penstock.tracing import Tracing
+from penstock.trajectory import Group, Prompt, Trajectory
+from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.episode import Episode, Scored, combine_rewards
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.engines.engine import Engine
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.text.tokenization import Tokenization
+
+
+class Scoring(Protocol):
+    async def score(
+        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+    ) -> list[Scored]:
+        """Reward and parts of each response of one prompt."""
+        ...
+
+
+class GroupMaker:
+    """Generates all samples of a prompt at once, then scores them."""
+
+    def __init__(
+        self,
+        run: str,
+        server_id: str,
+        engine: Engine,
+        tokenization: Tokenization,
+        scorer: Scoring,
+        metrics: RolloutMetrics,
+        agents: Agents,
+        greedy_baseline: bool = False,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.run = run
+        self.server_id = server_id
+        self.engine = engine
+        self.tokenization = tokenization
+        self.scorer = scorer
+        self.metrics = metrics
+        self.agents = agents
+        self.tracing = tracing or Tracing()
+        self.greedy_baseline = greedy_baseline
+        """Whether a group that is trained gets one more sample, greedy, that the others are compared with."""
+
+    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+        """Cancelling this aborts the samples that still run."""
+        bind(policy_version=self.engine.policy_version)
+        agent = self.agents.find(prompt.agent_name)
+        contexts = self._contexts(lease, prompt)
+        with self.tracing.span("generate", prompt.trace_parent, policy_version=self.engine.policy_version):
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(agent(context)) for context in contexts]
+        episodes = [_episode(task, prompt.agent_name) for task in running]
+        if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
+            raise PenstockError("a sample was aborted by the engine")
+        responses = [self._scored_text(episode) for episode in episodes]
+        with self.tracing.span("reward", prompt.trace_parent, data_source=prompt.data_source):
+            scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
+        how = self.agents.config.turn_rewards
+        trajectories = tuple(
+            _trajectory(episode, *combine_rewards(score, episode, how), is_baseline=index >= prompt.num_samples)
+            for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
+        )
+        group = Group(
+            run=self.run,
+            prompt_id=lease.prompt_id,
+            attempt=lease.attempt,
+            server_id=self.server_id,
+            data_source=prompt.data_source,
+            sampling=prompt.sampling,
+            prompt_token_ids=np.array(contexts[0].prompt_token_ids, dtype=np.int32),
+            trajectories=trajectories,
+            agent_name=prompt.agent_name,
+            finished_at_ms=int(time.time() * 1000),
+            trace_parent=prompt.trace_parent,
+        )
+        check_group(group)
+        self.metrics.record_samples(
+            prompt.data_source,
+            turns=[episode.num_turns for episode in episodes],
+            num_tokens=[len(episode.token_ids) for episode in episodes],
+            version_spans=[trajectory.max_version - trajectory.min_version for trajectory in trajectories],
+            num_truncated=sum(episode.finish_reason == "length" for episode in episodes),
+        )
+        return group
+
+    def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
+        """One for each sample; they differ in request id and seed. A baseline comes last."""
+        toolbox = self.agents.toolbox_for(prompt)
+        prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
+        samplings = [replace(prompt.sampling, seed=_seed(prompt, index)) for index in range(prompt.num_samples)]
+        if self.greedy_baseline and not prompt.evaluation_id:
+            samplings.append(replace(prompt.sampling, temperature=0.0, top_p=1.0, seed=None))
+        return [
+            AgentContext(
+                engine=self.engine,
+                tokenization=self.tokenization,
+                request_id=f"{lease.prompt_id}.{lease.attempt}.{index}",
+                prompt=prompt,
+                prompt_token_ids=prompt_ids,
+                sampling=sampling,
+                config=self.agents.config,
+                max_model_len=self.agents.max_model_len,
+                toolbox=toolbox,
+                parse_calls=self.agents.parse_calls,
+                interactions=self.agents.interactions,
+                metrics=self.metrics,
+            )
+            for index, sampling in enumerate(samplings)
+        ]
+
+    def _scored_text(self, episode: Episode) -> str:
+        start = episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
+        return self.tokenization.text(episode.token_ids[start:].tolist())
+
+
+def _seed(prompt: Prompt, index: int) -> int | None:
+    return None if prompt.sampling.seed is None else prompt.sampling.seed + index
+
+
+def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
+    """The result of an agent that ended. A custom one may have cancelled itself, or return something else."""
+    episode = None if task.cancelled() else task.result()
+    if not isinstance(episode, Episode):
+        raise PenstockError(f"agent {agent_name} returned {type(episode).__name__}, not an Episode")
+    return episode
+
+
+def _trajectory(episode: Episode, reward: float, parts: dict[str, float], *, is_baseline: bool) -> Trajectory:
+    return Trajectory(
+        token_ids=episode.token_ids,
+        loss_mask=episode.loss_mask,
+        log_probs=episode.log_probs,
+        segments=episode.segments,
+        reward=reward,
+        reward_parts=parts,
+        finish_reason=episode.finish_reason,
+        is_baseline=is_baseline,
+    )

@@ -1,0 +1,229 @@
+"""The producer: leases prompts, makes groups, hands them in, and keeps them until a checkpoint covers them.
+
+| loop       | waits for                                    | unblocked by                      |
+|------------|----------------------------------------------|-----------------------------------|
+| lease      | a free place, READY, admission               | a finished group, a new version   |
+| work (×N)  | the engine, the reward, room in the queue    | tokens, the learner's takes       |
+| heartbeat  | a third of the lease's life                  | the clock                         |
+| reconcile  | every RECONCILE_S                            | the clock                         |
+
+Invariant: a prompt this server leased is in `_leases` until its group is accepted or it was given back, and an accepted
+group is in `_outbox` until it is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.cancellation import end_task
+from penstock.codec import decode_prompt, encode_group
+from penstock.config.rollout import RolloutConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable
+from penstock.logs import bind
+from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
+from penstock.tracing import Tracing
+from penstock.trajectory import Group, Prompt
+from penstock_rollout.engines.engine import EngineStats
+from penstock_rollout.groups.concurrency import ConcurrencyLimit
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.hand_in import HandIn
+from penstock_rollout.metrics import RolloutMetrics
+
+logger = logging.getLogger(__name__)
+IDLE_POLL_S = 0.02
+BUSY_POLL_S = 0.05
+"""Between two questions for prompts where there were none: with nothing to do, and with groups that run."""
+FULL_POLL_S = 1.0
+"""A full server looks again at its limit, which may have risen."""
+RECONCILE_S = 2.0
+RETRY_S = 0.5
+
+
+class Producer:
+    """`may_lease` says whether this server serves a version that training wants; it is asked before every lease.
+    `engine_stats` is what the number of groups at once adapts to; without it, it is always the configured one."""
+
+    def __init__(
+        self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
+        metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.hand_in = HandIn(queue)
+        self.server_id = server_id
+        self.maker = maker
+        self.rollout = rollout
+        self.replay = replay
+        self.metrics = metrics
+        self.may_lease = may_lease
+        self.engine_stats = engine_stats
+        self.tracing = tracing or Tracing()
+        self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
+        self._leases: dict[int, Lease] = {}
+        self._workers: dict[int, asyncio.Task[None]] = {}
+        self._handing_in: set[int] = set()
+        self._outbox: dict[int, FinishedGroup] = {}
+        self._place_freed = asyncio.Event()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._leases)
+
+    async def lease_loop(self) -> None:
+        self.metrics.follow(lambda: len(self._leases), lambda: self.concurrency.limit, lambda: len(self._outbox))
+        while True:
+            free = self._concurrency_limit() - len(self._leases)
+            leases: list[Lease] = []
+            if free > 0 and self.may_lease():
+                try:
+                    leases = await self.queue.lease(self.server_id, free)
+                except (QueueFull, Unavailable) as error:
+                    logger.warning("cannot lease: %s", error)
+                    await asyncio.sleep(RETRY_S)
+            for lease in leases:
+                self._leases[lease.prompt_id] = lease
+                task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
+                self._workers[lease.prompt_id] = task
+            if leases:
+                await asyncio.sleep(0)
+            elif free > 0:
+                await asyncio.sleep(BUSY_POLL_S if self._leases else IDLE_POLL_S)
+            else:
+                await self._wait_for_place()
+
+    async def _wait_for_place(self) -> None:
+        self._place_freed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FULL_POLL_S):
+                await self._place_freed.wait()
+
+    def _concurrency_limit(self) -> int:
+        if self.engine_stats is not None:
+            self.concurrency.observe(time.monotonic(), self.engine_stats(), len(self._leases))
+        return self.concurrency.limit
+
+    async def heartbeat_loop(self) -> None:
+        """Keep the leases; stop working on prompts that were given to someone else.
+
+        A group that is being handed in is left alone: its lease may be gone because it was just accepted."""
+        while True:
+            await asyncio.sleep(self.replay.lease_ttl_s / 3)
+            try:
+                lost = await self.queue.heartbeat(self.server_id, list(self._leases.values()))
+            except (QueueFull, Unavailable) as error:
+                logger.warning("heartbeat failed: %s", error)
+                continue
+            for prompt_id in set(lost) - self._handing_in:
+                self._leases.pop(prompt_id, None)
+                self._place_freed.set()
+                if worker := self._workers.get(prompt_id):
+                    logger.warning("the lease of prompt %d was lost; its samples are aborted", prompt_id)
+                    worker.cancel()
+
+    async def reconcile_loop(self) -> None:
+        """Forget groups that are settled; hand in again those that Redis lost."""
+        while True:
+            await asyncio.sleep(RECONCILE_S)
+            try:
+                outbox = await self.queue.reconcile([group.lease for group in self._outbox.values()])
+                for prompt_id in outbox.settled:
+                    self._outbox.pop(prompt_id, None)
+                for prompt_id in outbox.missing:
+                    logger.warning("Redis lost the group of prompt %d; handing it in again", prompt_id)
+                    await self.hand_in.append(self._outbox[prompt_id])
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot reconcile: %s", error)
+
+    async def drain(self) -> None:
+        """Give back every prompt that is not finished, uncounted."""
+        await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
+        for lease in list(self._leases.values()):
+            try:
+                await self.queue.give_back(self.server_id, lease)
+            except (QueueFull, Unavailable):
+                break
+        self._leases.clear()
+
+    async def _work(self, lease: Lease) -> None:
+        started = time.monotonic()
+        bind(prompt_id=lease.prompt_id, attempt=lease.attempt)
+        try:
+            prompt = decode_prompt(lease.payload)
+            span = self.tracing.span(
+                "lease", prompt.trace_parent, prompt_id=lease.prompt_id, attempt=lease.attempt, server_id=self.server_id
+            )
+            with span as trace_parent:
+                await self._finish(lease, replace(prompt, trace_parent=trace_parent))
+            self.metrics.episode_seconds.observe(time.monotonic() - started)
+            self._drop(lease)
+        except Exception as error:
+            await self._give_back(lease, error)
+        finally:
+            self._handing_in.discard(lease.prompt_id)
+            if asyncio.current_task() is self._workers.get(lease.prompt_id):
+                del self._workers[lease.prompt_id]
+
+    async def _finish(self, lease: Lease, prompt: Prompt) -> None:
+        """Make the group and hand it in."""
+        async with asyncio.timeout(self.rollout.prompt_timeout_s):
+            group = await self.maker.make(lease, prompt)
+        if prompt.evaluation_id:
+            await self._record_evaluation(lease, prompt, group)
+        else:
+            self._handing_in.add(lease.prompt_id)
+            await self._hand_in(lease, group)
+
+    def _drop(self, lease: Lease) -> None:
+        """Forget a lease, unless the prompt was leased again meanwhile."""
+        if self._leases.get(lease.prompt_id) is lease:
+            del self._leases[lease.prompt_id]
+            self._place_freed.set()
+
+    async def _hand_in(self, lease: Lease, group: Group) -> None:
+        """Append, waiting for room up to the deadline."""
+        finished, waited_from = FinishedGroup(lease, encode_group(group), group.min_version), time.monotonic()
+        counted_to = waited_from
+        while True:
+            try:
+                outcome = await self.hand_in.append(finished)
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot hand in prompt %d yet: %s", lease.prompt_id, error)
+                outcome = "full"
+            if outcome in ("accepted", "duplicate"):  # a duplicate may be our own, whose first answer was lost
+                self._outbox[lease.prompt_id] = finished
+            if outcome == "accepted":
+                self.metrics.count_group(group.data_source)
+            if outcome != "full":
+                return
+            now = time.monotonic()
+            self.metrics.append_wait.inc(now - counted_to)
+            counted_to, waited_s = now, now - waited_from
+            if waited_s > self.replay.append_timeout_s:
+                raise DeadlineExceeded(f"no room in the queue for {waited_s:.0f} s; is the learner running?")
+            await asyncio.sleep(RETRY_S)
+
+    async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        await self.queue.record_evaluation(prompt.evaluation_id, lease, rewards, group.min_version, group.max_version)
+
+    async def _give_back(self, lease: Lease, error: BaseException) -> None:
+        """Return the prompt with the kind of error as the reason; anything unexpected is logged whole."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
+        expected = isinstance(error, PenstockError | TimeoutError)
+        logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
+        self.metrics.failures.labels(reason).inc()
+        self._drop(lease)
+        try:
+            # Another attempt would find the same prompt as long.
+            is_final = isinstance(error, PromptTooLong)
+            await self.queue.give_back(self.server_id, lease, failure=reason, is_final=is_final)
+        except (QueueFull, Unavailable) as refused:
+            logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, refused)

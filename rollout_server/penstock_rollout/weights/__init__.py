@@ -1,0 +1,1 @@
+"""The receiving end of a weight push: the member service, its stage and its receivers."""

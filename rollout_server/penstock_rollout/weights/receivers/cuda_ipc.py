@@ -1,0 +1,93 @@
+"""cuda_ipc: map the publisher's buckets, which lie on this worker's GPU, and copy them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from penstock.errors import WeightPushFailed
+from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, IpcOffer, Mappings, identity
+from penstock.weights.cuda.stream import DeviceStream
+from penstock.weights.manifest import bucket_offsets, wire_sizes
+from penstock_rollout.weights.device_name import device_uuid
+from penstock_rollout.weights.reception import Arrived, Reception
+
+READY_POLL_S = 0.0005
+
+mappings = Mappings()
+"""Of this process."""
+
+
+def receive(reception: Reception) -> Iterator[Arrived]:
+    """Copies of the buckets, on the GPU or in pinned host memory. The rendezvous is an IpcOffer."""
+    offer = IpcOffer.from_json(reception.rendezvous)
+    sizes = wire_sizes(reception.manifest)
+    here = device_uuid(reception.worker_device)
+    if offer.device != here:
+        raise WeightPushFailed(
+            f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs both on one, use nccl"
+        )
+    offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
+    if offer.num_bytes != offsets[-1]:
+        raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
+    index = reception.worker_device.index or 0
+    try:
+        with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
+            yield from _copies(pointer, offer.num_ready, offsets, sizes, reception, _copy_stream(index))
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line}") from error
+
+
+def _copies(
+    pointer: int, num_ready: int, offsets: list[int], sizes: list[int], reception: Reception, stream: DeviceStream
+) -> Iterator[Arrived]:
+    """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
+    whether they were; if not, they are copied again. They lie here as they lie there."""
+    header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
+    reception.spare.clear()  # torch keeps what is given back, and gives it out again
+    memory = reception.buffer(offsets[-1], reception.device)
+    done = 0
+    try:
+        while done < len(sizes):
+            header.read()
+            start, claimed = offsets[done], range(done, num_ready)
+            if claimed:
+                stream.copy(memory.data_ptr() + start, pointer + start, offsets[num_ready] - start)
+            copied = stream.record()
+            arrived = [Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]]) for bucket in claimed]
+            expected = identity(reception.manifest)
+            stream.wait(copied, reception.patience)
+            num_ready = header.num_ready(expected)
+            if claimed and num_ready >= claimed.stop:
+                yield from arrived
+                done = claimed.stop
+            elif num_ready <= done:
+                reception.patience.pause(READY_POLL_S)
+    finally:
+        stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
+
+
+@cache
+def _copy_stream(device_index: int) -> DeviceStream:
+    return DeviceStream(device_index)
+
+
+class _Header:
+    """The header in the publisher's memory, read into memory that a GPU writes to without the host's help."""
+
+    def __init__(self, stream: DeviceStream, pointer: int, *, is_pinned: bool) -> None:
+        self._stream = stream
+        self._pointer = pointer
+        self._found = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def read(self) -> None:
+        """Enqueue it: done with the next event of the stream."""
+        self._stream.copy(self._found.data_ptr(), self._pointer, HEADER.size)
+
+    def num_ready(self, expected: bytes) -> int:
+        """As last read. No bucket is ready in memory that is still another version's, or nobody's."""
+        found, num_ready = HEADER.unpack(self._found.numpy().tobytes())
+        return int(num_ready) if found == expected else 0

@@ -1,0 +1,209 @@
+"""The stage: one version being received and verified by a thread of its own, beside the serving engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+from penstock.weights import delta
+from penstock.weights.checksums import MIX64, host_checksum
+from penstock.weights.manifest import item_bytes
+from penstock.weights.patience import Patience
+from penstock_rollout.engines.engine import StageRequest
+from penstock_rollout.weights.adapter import merged_weights
+from penstock_rollout.weights.reception import Arrived, Reception, find_receiver
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+SPARE_DEVICE_BYTES = 512 * 2**20
+"""GPU memory that a stage leaves to the engine."""
+
+Phase = Literal["receiving", "received", "failed"]
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+class WeightStage:
+    """receiving → received, or → failed, in which case `failure` is one line.
+
+    The thread also decodes deltas, merges adapters and computes the checksums, so that what a commit has left to do is
+    to compare and to load. `last` is what the engine loaded last: a delta's base, or buffers to fill again."""
+
+    def __init__(
+        self,
+        request: StageRequest,
+        model_folder: Path,
+        *,
+        worker: int = 0,
+        device: torch.device | None = None,
+        last: WeightStage | None = None,
+    ) -> None:
+        self.manifest = request.manifest
+        self.done: Future[None] = Future()
+        """Resolved when the phase is no longer receiving, whatever it is then."""
+        self.phase: Phase = "receiving"
+        self.failure = ""
+        self.receive_s = 0.0
+        self.buckets: list[torch.Tensor] = []
+        self._request = request
+        self._model_folder = model_folder
+        self._worker = worker
+        self._device = device or torch.device("cpu")
+        self._last = last
+        self._buffers: list[torch.Tensor] = []
+        """Of the buckets, those that are this stage's own, not pages of the publisher."""
+        self._aborted = threading.Event()
+        self._checksums: list[str] = []
+        self._tensors: Tensors = []
+        self._thread = threading.Thread(target=self._run, name=f"stage-{self.manifest.policy_version}", daemon=True)
+
+    def start(self) -> None:
+        self.done.set_running_or_notify_cancel()
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Make the thread end soon; does not wait for it."""
+        self._aborted.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def mismatch(self, expected: Sequence[str]) -> str:
+        """Why the received buckets are not the announced ones; empty when they are."""
+        if len(expected) != len(self._checksums):
+            return f"{len(self._checksums)} buckets were received but {len(expected)} checksums announced"
+        for index, (found, wanted) in enumerate(zip(self._checksums, expected, strict=True)):
+            if found != wanted:
+                return f"bucket {index} is corrupt: checksum {found}, expected {wanted}"
+        return ""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the engine loads, under the names of the model folder. Views into the buckets."""
+        assert self.phase == "received"
+        return iter(self._tensors)
+
+    def release(self) -> list[torch.Tensor]:
+        """The buffers, for a later stage: this one's tensors are loaded and nobody asks for them again."""
+        buffers, self._buffers = self._buffers, []
+        self.buckets, self._tensors = [], []
+        return buffers
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        try:
+            with beside_the_engine(self._device):
+                self._receive()
+                self._tensors = self._loadable()
+            self.receive_s = time.monotonic() - started
+            self.phase = "received"
+        except Exception as error:
+            self.failure = (str(error) or repr(error)).splitlines()[0]
+            self.phase = "failed"
+        finally:
+            self._last = None
+            self.done.set_result(None)
+
+    def _receive(self) -> None:
+        """Take in one bucket after the other; a second thread hashes each while the next arrives."""
+        request = self._request
+        reception = Reception(
+            manifest=self.manifest,
+            rendezvous=request.rendezvous,
+            rank=request.rank + self._worker,
+            world_size=request.world_size,
+            device=self._roomy_device(),
+            patience=Patience(request.timeout_s, f"receiving weights by {request.transport}", self._aborted),
+            spare=self._last.release() if self._last and not self._last.manifest.retain else [],
+            worker_device=self._device,
+        )
+        with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
+            sums = []
+            for index, arrived in enumerate(find_receiver(request.transport)(reception)):
+                self.buckets.append(self._decoded(index, arrived.wire).to(reception.device))
+                if not arrived.is_shared:
+                    self._buffers.append(self.buckets[-1])
+                sums.append(hashing.submit(self._checksum, arrived, self.buckets[-1]))
+            self._checksums = [future.result() for future in sums]
+
+    def _checksum(self, arrived: Arrived, bucket: torch.Tensor) -> str:
+        return arrived.checksum or bucket_checksum(self.manifest.checksum, bucket)
+
+    def _decoded(self, index: int, wire: torch.Tensor) -> torch.Tensor:
+        if not self.manifest.buckets[index].wire_bytes:
+            return wire
+        last = self._last
+        if last is None or not last.manifest.retain or last.manifest.policy_version != self.manifest.base_version:
+            raise WeightPushFailed(f"version {self.manifest.base_version}, the base of a delta, was not kept")
+        base = last.buckets[index].cpu().numpy()
+        return torch.from_numpy(delta.apply(base, wire.cpu().numpy(), item_bytes(self.manifest)))
+
+    def _loadable(self) -> Tensors:
+        named = list(named_tensors(self.manifest, self.buckets))
+        if not self.manifest.HasField("adapter"):
+            return named
+        return merged_weights(self._model_folder, dict(named), self.manifest.adapter.scale)
+
+    def _roomy_device(self) -> torch.device:
+        """The engine's device when a second set of weights fits beside what it holds; else the host."""
+        if self._device.type != "cuda":
+            return torch.device("cpu")
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        # What earlier stages left in torch's cache is as good as free.
+        free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        needed = sum(bucket.num_bytes for bucket in self.manifest.buckets) + SPARE_DEVICE_BYTES
+        return self._device if free_bytes >= needed else torch.device("cpu")
+
+
+@contextmanager
+def beside_the_engine(device: torch.device) -> Iterator[None]:
+    """Make `device` the thread's own, with a stream that neither waits for the engine's nor is waited for. At the end
+    everything enqueued on it is done, so that the engine's stream may read it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_stage_stream(device)):
+        yield
+        torch.cuda.current_stream().synchronize()
+
+
+@cache
+def _stage_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: torch caches memory by stream, and every stage shall find what the last one left."""
+    return torch.cuda.Stream(device)
+
+
+def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
+    """The checksum where the bucket lies, if that has one; else of a copy in host memory."""
+    if bucket.is_cuda and name == MIX64:
+        from penstock.weights.cuda.mix64 import device_mix64
+
+        return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
+    return host_checksum(name, bucket.cpu().numpy())
+
+
+def named_tensors(
+    manifest: weights_pb2.WeightManifest, buckets: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views into the buckets, in the manifest's order. Valid as long as the buckets are."""
+    for spec in manifest.tensors:
+        raw = buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
+        yield spec.name, raw.view(TORCH_DTYPES[spec.dtype]).reshape(tuple(spec.shape))

@@ -1,0 +1,124 @@
+"""Datasets: files of prompts in the run's folder, uploaded or laid there, that are submitted as a whole.
+
+How far one has been submitted is in Redis, as for a dataset that is fed: every prompt is submitted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from penstock.codec import encode_prompt, sampling_from_proto
+from penstock.config.run import RunConfig
+from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
+from penstock.feed.datasets import read_prompts
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.trajectory import Prompt, Sampling
+from penstock.v1 import datasets_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import Operating, operation
+
+FORMATS = ("jsonl", "parquet")
+SUBMITTED_AT_ONCE = 256
+SUBMIT_TIMEOUT_S = 300.0
+READ_TIMEOUT_S = 60.0
+
+
+class DatasetHandlers:
+    def __init__(self, config: RunConfig, operating: Operating, queue: RedisReplayQueue) -> None:
+        self.config = config
+        self.operating = operating
+        self.queue = queue
+        self.folder = config.folder / "datasets"
+
+    @operation("submit", timeout_s=READ_TIMEOUT_S)
+    async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
+        validation.check_name("name", request.name)
+        if request.format not in FORMATS:
+            raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
+        path = self.folder / f"{request.name}.{request.format}"
+        await asyncio.to_thread(self._write, path, request.content)
+        return await self._describe(path)
+
+    @operation("read", timeout_s=READ_TIMEOUT_S)
+    async def get_dataset(self, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
+        return await self._describe(self._find(request.name))
+
+    @operation("submit", timeout_s=SUBMIT_TIMEOUT_S)
+    async def submit_dataset(self, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
+        path = self._find(request.name)
+        if not 1 <= request.num_samples <= validation.MAX_NUM_SAMPLES:
+            raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")
+        validation.check_sampling(request.sampling)
+        sampling = sampling_from_proto(request.sampling)
+        prompts = await asyncio.to_thread(_read, path, request.num_samples, sampling)
+        name, digest = self._feed_name(path), await asyncio.to_thread(_digest, path)
+        feed = await self.queue.feed(name, digest, 0, [], [])
+        while feed.fingerprint == digest and feed.position < len(prompts):
+            chunk = prompts[feed.position : feed.position + SUBMITTED_AT_ONCE]
+            payloads, priorities = [encode_prompt(prompt) for prompt in chunk], [prompt.priority for prompt in chunk]
+            feed = await self.queue.feed(name, digest, feed.position, payloads, priorities)
+        if feed.fingerprint != digest:
+            raise Conflict(f"other data was submitted as {request.name!r} before; choose another name")
+        return await self._describe(path)
+
+    # ── how ──
+
+    def _find(self, name: str) -> Path:
+        validation.check_name("name", name)
+        for kind in FORMATS:
+            path = self.folder / f"{name}.{kind}"
+            if path.is_file():
+                return path
+        raise NotFound(f"there is no dataset {name!r}; upload it, or lay NAME.jsonl or NAME.parquet into {self.folder}")
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Checked before it has its name; whole or not at all. Of two at once the first one counts."""
+        partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            _read(partial, 1, Sampling())
+            others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
+            is_taken = any(other.is_file() for other in others)
+            with contextlib.suppress(FileExistsError):
+                if not is_taken:
+                    os.link(partial, path)
+            if is_taken or path.read_bytes() != content:
+                raise Conflict(f"there is another dataset {path.stem!r}; choose another name")
+        except OSError as error:
+            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
+        except InvalidInput as error:
+            raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    async def _describe(self, path: Path) -> datasets_pb2.Dataset:
+        prompts = await asyncio.to_thread(_read, path, 1, Sampling())
+        digest = await asyncio.to_thread(_digest, path)
+        feed = await self.queue.feed(self._feed_name(path), digest, 0, [], [])
+        return datasets_pb2.Dataset(
+            name=path.stem,
+            format=path.suffix.removeprefix("."),
+            num_prompts=len(prompts),
+            num_submitted=feed.position if feed.fingerprint == digest else 0,
+            num_bytes=(await asyncio.to_thread(path.stat)).st_size,
+        )
+
+    def _feed_name(self, path: Path) -> str:
+        return f"upload-{path.stem}"
+
+
+def _read(path: Path, num_samples: int, sampling: Sampling) -> list[Prompt]:
+    prompts = list(read_prompts(path, num_samples=num_samples, sampling=sampling))
+    if not prompts:
+        raise InvalidInput(str(path), "holds no prompts")
+    return prompts
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

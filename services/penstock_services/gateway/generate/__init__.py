@@ -1,0 +1,1 @@
+"""Generation for OpenAI clients, and recorded sessions."""

@@ -1,0 +1,203 @@
+"""Generate calls: a rollout server is chosen, its answer passed on, and recorded where the call names a session."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.config.run import RunConfig
+from penstock.errors import (
+    ERRORS_BY_REASON,
+    Conflict,
+    DeadlineExceeded,
+    InvalidInput,
+    PenstockError,
+    RateLimited,
+    Unavailable,
+)
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+from penstock.store.run_control import RunControl
+from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
+from penstock.weights.cluster_key import call_metadata
+from penstock_services.gateway import validation
+from penstock_services.gateway.access import CALLER, Caller
+from penstock_services.gateway.generate.sessions import Sessions
+from penstock_services.gateway.operations import Operating, operation
+
+MAX_STOP_TEXTS = 4
+MAX_TRIES = 3
+"""Servers that are asked while none has answered."""
+
+
+class GenerateHandlers:
+    """Channels to servers are kept open; `close` ends them."""
+
+    def __init__(
+        self, config: RunConfig, operating: Operating, fleet: Fleet, policies: PolicyRegistry, control: RunControl,
+        sessions: Sessions,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.operating = operating
+        self.fleet = fleet
+        self.policies = policies
+        self.control = control
+        self.sessions = sessions
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._running: Counter[str] = Counter()
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    @operation("submit")
+    async def generate(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        _check(request)
+        if request.session_id:
+            await self.sessions.check_open(request.session_id)
+        wanted = generate_pb2.GenerateRequest()
+        wanted.CopyFrom(request)
+        wanted.run = self.config.run
+        version = await self._version_for(request)
+        if version is not None:
+            wanted.policy_version = version
+        servers = await self._servers(version)
+        return self._answer(wanted, servers)
+
+    @operation("submit")
+    async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
+        validation.check_name("session_id", request.session_id)
+        for name, value in {"reward": request.reward, **request.reward_parts}.items():
+            if not math.isfinite(value):
+                raise InvalidInput(name, "must be a finite number")
+        ids, replayed = await self.sessions.reward(request.session_id, request.reward, request.reward_parts)
+        return generate_pb2.RewardSessionResponse(prompt_ids=ids, replayed=replayed)
+
+    async def served_versions(self) -> dict[int, list[str]]:
+        """Which servers would answer, by version."""
+        versions: dict[int, list[str]] = {}
+        for server in await self._ready():
+            versions.setdefault(server.policy_version, []).append(server.server_id)
+        return versions
+
+    async def _version_for(self, request: generate_pb2.GenerateRequest) -> int | None:
+        """What the call asks for, else what its session or its key is pinned to."""
+        if request.HasField("policy_version"):
+            return request.policy_version
+        pins = await self.policies.pins()
+        by_session = pins.get(request.session_id) if request.session_id else None
+        return by_session if by_session is not None else pins.get(CALLER.get(Caller()).name)
+
+    async def _servers(self, version: int | None) -> list[ServerRecord]:
+        """Those that may answer, least busy first."""
+        ready = await self._ready()
+        if not ready:
+            raise Unavailable("no rollout server is ready; see the run's servers")
+        pins = await self.policies.pins()
+        fit = [
+            server
+            for server in ready
+            if server.policy_version == version or (version is None and server.server_id not in pins)
+        ]
+        if not fit and version is None:
+            raise Unavailable("every rollout server that is ready is pinned to a version; unpin one, or name a version")
+        if not fit:
+            served = sorted({server.policy_version for server in ready})
+            raise Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
+        return sorted(fit, key=lambda server: (self._running[server.server_id], server.running_groups))
+
+    async def _ready(self) -> list[ServerRecord]:
+        silence_ms, drained = 1000 * self.config.replay.lease_ttl_s, await self.control.drained()
+        return [
+            server
+            for server in await self.fleet.servers()
+            if server.state in SERVING_STATES and server.heartbeat_age_ms <= silence_ms
+            and server.server_id not in drained
+        ]  # fmt: skip
+
+    async def _answer(
+        self, request: generate_pb2.GenerateRequest, servers: list[ServerRecord]
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """From the first server that answers. Once one has, its failure is the call's."""
+        whole = generate_pb2.GenerateChunk()
+        failure: PenstockError = Unavailable("no rollout server answers")
+        for server in servers[:MAX_TRIES]:
+            self._running[server.server_id] += 1
+            try:
+                async for chunk in self._call(server, request):
+                    whole.MergeFrom(_recorded(chunk, whole))
+                    if chunk.finish_reason and request.session_id:
+                        await self.sessions.record(request.session_id, whole)
+                    yield chunk
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = _translated(error, server)
+                if whole.server_id or not isinstance(failure, Unavailable):
+                    raise failure from error
+            finally:
+                self._running[server.server_id] -= 1
+        raise failure
+
+    async def _call(
+        self, server: ServerRecord, request: generate_pb2.GenerateRequest
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        if server.address not in self._channels:
+            options = [("grpc.enable_http_proxy", 0)]
+            self._channels[server.address] = grpc.aio.insecure_channel(server.address, options=options)
+        stub: Any = generate_pb2_grpc.GenerateServiceStub(self._channels[server.address])
+        metadata = await asyncio.to_thread(call_metadata, self.config.weights)
+        call = stub.Generate(request, timeout=self.config.gateway.generate_timeout_s, metadata=metadata)
+        try:
+            async for chunk in call:
+                yield chunk
+        finally:
+            call.cancel()
+
+
+def _check(request: generate_pb2.GenerateRequest) -> None:
+    if sum(map(bool, (request.messages, request.text, request.token_ids))) != 1:
+        raise InvalidInput("messages", "give exactly one of messages, text and token_ids")
+    for index, message in enumerate(request.messages):
+        if not message.role.strip():
+            raise InvalidInput(f"messages[{index}].role", "must not be empty")
+    if len(request.token_ids) % 4:
+        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+    if len(request.stop) > MAX_STOP_TEXTS or not all(request.stop):
+        raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, none of them empty")
+    if request.HasField("policy_version") and request.policy_version < 0:
+        raise InvalidInput("policy_version", "must not be negative")
+    if request.session_id:
+        validation.check_name("session_id", request.session_id)
+    validation.check_sampling(request.sampling)
+
+
+def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
+    """What merging adds: protobuf appends repeated fields and replaces bytes, so bytes are joined here."""
+    return generate_pb2.GenerateChunk(
+        token_ids=before.token_ids + chunk.token_ids,
+        log_probs=before.log_probs + chunk.log_probs,
+        segments=chunk.segments,
+        finish_reason=chunk.finish_reason or groups_pb2.Trajectory.FINISH_REASON_UNSPECIFIED,
+        prompt_token_ids=chunk.prompt_token_ids,
+        server_id=chunk.server_id,
+    )
+
+
+def _translated(error: grpc.aio.AioRpcError, server: ServerRecord) -> PenstockError:
+    details = error.details() or "no details"
+    trailing = {name: str(value) for name, value in error.trailing_metadata() or ()}
+    if field := trailing.get("field"):
+        return InvalidInput(field, details.removeprefix(f"{field}: "))
+    kind = ERRORS_BY_REASON.get(trailing.get("reason", ""))
+    if kind is not None and kind is not RateLimited:
+        return kind(details)
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{server.server_id} did not finish in time; ask for fewer tokens")
+    if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+        return Unavailable(f"{server.server_id}: {details}")
+    return Unavailable(f"{server.server_id} does not answer ({details}); try again")

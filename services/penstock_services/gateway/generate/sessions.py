@@ -1,0 +1,157 @@
+"""Sessions: generate calls that are recorded token by token, and become training data once they have a reward.
+
+A session is a list in Redis, one entry a call. A call whose prompt begins with everything an earlier one had, prompt
+and answer, continues it: the two are one trajectory, in which the tokens between are masked. Any other call begins a
+group of its own. With the reward the groups enter the queue as imported ones do: beside admission, and each once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.codec import FINISH_FROM_PROTO, encode_group, encode_prompt
+from penstock.config.run import RunConfig
+from penstock.errors import Conflict, NotFound, QueueFull
+from penstock.replay.contract import Lease
+from penstock.replay.inspection import QueueInspector
+from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.store.redis_errors import guarded
+from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.v1 import generate_pb2
+
+SERVER_ID = "session"
+DATA_SOURCE = "session"
+
+
+@dataclass
+class Conversation:
+    """Calls that continue each other."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    segments: list[VersionSegment] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+
+    def is_continued_by(self, prompt: Sequence[int]) -> bool:
+        before = self.prompt_token_ids + self.token_ids
+        return len(prompt) > len(before) and list(prompt[: len(before)]) == before
+
+    def add(self, call: generate_pb2.GenerateChunk) -> None:
+        prompt = _int32(call.prompt_token_ids)
+        between = prompt[len(self.prompt_token_ids) + len(self.token_ids) :]
+        if between:
+            version = self.segments[-1].policy_version
+            self._extend(between, 0, [0.0] * len(between), [VersionSegment(0, len(between), version)])
+        segments = [VersionSegment(s.start, s.end, s.policy_version) for s in call.segments]
+        log_probs = np.frombuffer(call.log_probs, dtype="<f4").tolist()
+        self._extend(_int32(call.token_ids), 1, log_probs, segments)
+        self.finish_reason = FINISH_FROM_PROTO.get(call.finish_reason, "stop")
+
+    def _extend(self, token_ids: list[int], mask: int, log_probs: list[float], segments: list[VersionSegment]) -> None:
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        self.loss_mask += [mask] * len(token_ids)
+        self.log_probs += log_probs
+        self.segments += [VersionSegment(start + s.start, start + s.end, s.policy_version) for s in segments]
+
+    def trajectory(self, reward: float, parts: Mapping[str, float]) -> Trajectory:
+        return Trajectory(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            loss_mask=np.array(self.loss_mask, dtype=np.uint8),
+            log_probs=np.array(self.log_probs, dtype=np.float32),
+            segments=tuple(self.segments),
+            reward=reward,
+            reward_parts=dict(parts),
+            finish_reason=self.finish_reason,
+        )
+
+
+def conversations(calls: Sequence[generate_pb2.GenerateChunk]) -> list[Conversation]:
+    found: list[Conversation] = []
+    for call in calls:
+        prompt = _int32(call.prompt_token_ids)
+        continued = next((one for one in reversed(found) if one.is_continued_by(prompt)), None)
+        if continued is None:
+            continued = Conversation(prompt)
+            found.append(continued)
+        continued.add(call)
+    return found
+
+
+class Sessions:
+    """The sessions of one run."""
+
+    def __init__(self, config: RunConfig, queue: RedisReplayQueue) -> None:
+        self.config = config
+        self.queue = queue
+        self.client: Any = queue.client
+        self.inspector = QueueInspector(queue.client, config.run, config.replay)
+
+    async def check_open(self, session_id: str) -> None:
+        if await guarded(self.client.exists(self._rewarded(session_id))):
+            raise Conflict(f"session {session_id!r} has its reward; choose another id for new calls")
+
+    async def record(self, session_id: str, call: generate_pb2.GenerateChunk) -> None:
+        """`call` is a whole answer: prompt, tokens, log-probs and versions."""
+        key, ttl_s = self._calls(session_id), int(self.config.gateway.session_ttl_s) or 1
+        await guarded(self.client.rpush(key, call.SerializeToString()))
+        await guarded(self.client.expire(key, ttl_s))
+
+    async def reward(self, session_id: str, reward: float, parts: Mapping[str, float]) -> tuple[list[int], bool]:
+        """Hand the session's groups in. Returns their prompt ids, and whether that had been done before."""
+        if known := await guarded(self.client.get(self._rewarded(session_id))):
+            return json.loads(known), True
+        entries = await guarded(self.client.lrange(self._calls(session_id), 0, -1))
+        if not entries:
+            raise NotFound(f"session {session_id!r} has no calls; send its id as X-Penstock-Session with them")
+        found = conversations([generate_pb2.GenerateChunk.FromString(entry) for entry in entries])
+        leases = await self._admit(session_id, found)
+        for lease, conversation in zip(leases, found, strict=True):
+            if lease.attempt and await self._append(lease, conversation, reward, parts) == "full":
+                raise QueueFull("the queue has no room for the session; send the reward again later")
+        prompt_ids = [lease.prompt_id for lease in leases]
+        ttl_s = int(self.config.gateway.session_ttl_s) or 1
+        await guarded(self.client.set(self._rewarded(session_id), json.dumps(prompt_ids), ex=ttl_s))
+        await guarded(self.client.unlink(self._calls(session_id)))
+        return prompt_ids, False
+
+    async def _admit(self, session_id: str, found: Sequence[Conversation]) -> list[Lease]:
+        """The same prompt ids for the same session, however often a reward is sent."""
+        rows = [
+            (index, encode_prompt(Prompt(token_ids=tuple(one.prompt_token_ids), data_source=DATA_SOURCE)), 0)
+            for index, one in enumerate(found)
+        ]
+        return await self.inspector.admit(f"session:{session_id}", SERVER_ID, self.config.replay.lease_ttl_s, rows)
+
+    async def _append(self, lease: Lease, conversation: Conversation, reward: float, parts: Mapping[str, float]) -> str:
+        group = Group(
+            run=self.config.run,
+            prompt_id=lease.prompt_id,
+            attempt=lease.attempt,
+            server_id=SERVER_ID,
+            data_source=DATA_SOURCE,
+            sampling=Sampling(),
+            prompt_token_ids=np.array(conversation.prompt_token_ids, dtype=np.int32),
+            trajectories=(conversation.trajectory(reward, parts),),
+            finished_at_ms=int(time.time() * 1000),
+        )
+        return await self.queue.append(lease, encode_group(group), group.min_version)
+
+    def _calls(self, session_id: str) -> str:
+        return f"{key_prefix(self.config.run)}session:{session_id}"
+
+    def _rewarded(self, session_id: str) -> str:
+        return f"{key_prefix(self.config.run)}session:{session_id}:rewarded"
+
+
+def _int32(data: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return ids

@@ -1,0 +1,1 @@
+"""Policy versions: listing, promotion, pins and roll backs."""

@@ -1,0 +1,1 @@
+"""Prompts: submission, results and cancellation."""

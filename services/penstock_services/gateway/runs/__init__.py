@@ -1,0 +1,1 @@
+"""Runs: creation, state, servers, evaluations and dead letters."""

@@ -1,0 +1,68 @@
+"""JSON of runs, their servers, evaluations and dead letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.v1 import runs_pb2
+from penstock_services.gateway.bodies import Body, Json, finite, plain_fields, to_json_text
+from penstock_services.gateway.prompts.bodies import PromptBody, fill_prompts
+
+
+class CreateRunBody(Body):
+    config: dict[str, Any]
+    """As the run's YAML file has it. What it says of `redis`, `gateway`, `launcher` and `run_dir` is not used."""
+
+    def to_proto(self) -> runs_pb2.CreateRunRequest:
+        return runs_pb2.CreateRunRequest(config_json=to_json_text(self.config, "config"))
+
+
+class CreateEvaluationBody(Body):
+    evaluation_id: str
+    prompts: list[PromptBody]
+
+    def to_proto(self, run: str) -> runs_pb2.CreateEvaluationRequest:
+        request = runs_pb2.CreateEvaluationRequest(run=run, evaluation_id=self.evaluation_id)
+        fill_prompts(request.prompts, self.prompts)
+        return request
+
+
+def run_to_json(run: runs_pb2.Run) -> Json:
+    return {
+        "run": run.run,
+        "step": run.step,
+        "policy_version": run.policy_version,
+        "term": run.term,
+        "queue": plain_fields(run.queue),
+        "metrics": finite(dict(run.metrics)),
+        "servers": [server_to_json(server) for server in run.servers],
+        "state": runs_pb2.Run.State.Name(run.state),
+        "held_version": run.held_version if run.HasField("held_version") else None,
+        "launcher_id": run.launcher_id,
+        "detail": run.detail,
+    }
+
+
+def servers_to_json(response: runs_pb2.ListServersResponse) -> Json:
+    return {"servers": [server_to_json(server) for server in response.servers], "generation": response.generation}
+
+
+def evaluation_to_json(evaluation: runs_pb2.Evaluation) -> Json:
+    return plain_fields(evaluation) | {"pass_at": {str(k): share for k, share in sorted(evaluation.pass_at.items())}}
+
+
+def server_to_json(server: runs_pb2.Server) -> Json:
+    return plain_fields(server) | {"state": runs_pb2.Server.State.Name(server.state)}
+
+
+def metrics_to_json(response: runs_pb2.ListMetricsResponse) -> Json:
+    return {"steps": [plain_fields(step) | {"metrics": finite(dict(step.metrics))} for step in response.steps]}
+
+
+def runs_to_json(response: runs_pb2.ListRunsResponse) -> Json:
+    return {"runs": [run_to_json(run) for run in response.runs]}
+
+
+def dead_letters_to_json(response: runs_pb2.ListDeadLettersResponse) -> Json:
+    letters = [plain_fields(letter) for letter in response.dead_letters]
+    return {"dead_letters": letters, "next_page_token": response.next_page_token}

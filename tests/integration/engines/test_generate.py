@@ -1,0 +1,148 @@
+"""`penstock generate` as a process: killed, continued, and the same in the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+
+from penstock.cli import main as cli
+
+ARITHMETIC = Path(__file__).parents[3] / "examples" / "arithmetic"
+MODEL = ARITHMETIC / "model"
+EOS_TOKEN_ID = 1
+NUM_PROMPTS = 300
+TOO_LONG = 5
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Additions, one of which the model cannot take."""
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = parquet.read_table(ARITHMETIC / "heldout.parquet").slice(0, NUM_PROMPTS).to_pylist()
+    rows[TOO_LONG]["prompt"][0]["content"] = "1+1=" * 30
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(dataset: Path, output: Path, *more: str, model: Path = MODEL) -> list[str]:
+    return [
+        sys.executable, "-m", "penstock.cli.main", "generate", str(dataset), "--model", str(model), "--engine", "torch",
+        "--output", str(output), "--n", "3", "--max-tokens", "8", "--seed", "11", "--concurrency", "8",
+        "--rollout.engine.max_model_len", "64", *more,
+    ]  # fmt: skip
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+
+
+def kill_midway(words: list[str], parts: Path, number: signal.Signals) -> int:
+    """Ends the process once a part is there; returns its exit code."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 200
+        while not list(parts.glob("part-*.parquet")) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        return process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(output: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = parquet.read_table(output).to_pylist()
+    return rows
+
+
+@pytest.mark.long
+def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_path: Path) -> None:
+    output, parts = tmp_path / "killed.parquet", tmp_path / "killed.parquet.parts"
+    words = command(dataset, output)
+    assert kill_midway(words, parts, signal.SIGKILL) == -signal.SIGKILL
+    kept = {row for part in parts.glob("part-*.parquet") for row in parquet.read_table(part)["row"].to_pylist()}
+    assert 0 < len(kept) < NUM_PROMPTS and not output.exists()
+    done = run(words)
+    assert done.returncode == 0, done.stderr
+    assert f"{NUM_PROMPTS} prompts, {3 * (NUM_PROMPTS - 1)} samples" in done.stdout
+    assert f"; {len(kept)} prompts were there already" in done.stdout
+    assert "1 prompts have no samples" in done.stdout
+
+    straight = run(command(dataset, tmp_path / "straight.parquet"))
+    assert straight.returncode == 0, straight.stderr
+    columns = ("row", "responses", "token_ids", "finish_reasons", "prompt", "reward_model", "extra_info", "error")
+    assert [[row[name] for name in columns] for row in answers(output)] == [
+        [row[name] for name in columns] for row in answers(tmp_path / "straight.parquet")
+    ]
+
+
+def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Path) -> None:
+    """Scored here, an interrupted run keeps what was finished, and a finished one has nothing to do."""
+    output = tmp_path / "a.parquet"
+    words = command(
+        dataset, output, "--score", "--rollout.reward.function_file", str(ARITHMETIC / "reward.py"),
+    )  # fmt: skip
+    assert kill_midway(words, tmp_path / "a.parquet.parts", signal.SIGTERM) == 130
+    done = run(words)
+    assert done.returncode == 0, done.stderr
+    rows = answers(output)
+    assert [row["row"] for row in rows] == list(range(NUM_PROMPTS))
+    assert "120 tokens are more than 63" in rows[TOO_LONG]["error"] and not rows[TOO_LONG]["responses"]
+    answered = [row for row in rows if row["row"] != TOO_LONG]
+    assert sum(len(set(row["responses"])) > 1 for row in answered) > NUM_PROMPTS / 2, "samples have seeds of their own"
+    for row in answered:
+        for text, ids, log_probs, mask, reason, reward in zip(
+            row["responses"], row["token_ids"], row["log_probs"], row["loss_masks"], row["finish_reasons"],
+            row["rewards"], strict=True,
+        ):  # fmt: skip
+            assert len(ids) == len(log_probs) == len(mask) and set(mask) == {1}
+            assert all(value <= 0 for value in log_probs)
+            assert (ids[-1] == EOS_TOKEN_ID) == (reason == "stop")
+            assert (reward == 1) == (text == row["reward_model"]["ground_truth"])
+    assert any(reward == 1 for row in answered for reward in row["rewards"])
+    again = run(words)
+    assert again.returncode == 0 and f"; {NUM_PROMPTS} prompts were there already" in again.stdout
+    assert "tokens/s" not in again.stdout, "no engine was started"
+    other = run([*words, "--rollout.engine.max_model_len", "32"])
+    assert other.returncode == 2 and "holds answers with engine 'torch, max_model_len 64" in other.stderr
+
+
+@pytest.mark.long
+def test_vllm_answers_and_ends_well(dataset: Path, tmp_path: Path) -> None:
+    """Its EngineCore is ended by a signal, of which the command must not hear."""
+    output = tmp_path / "a.parquet"
+    done = run(command(dataset, output, "--engine", "vllm", "--limit", "5"))
+    assert done.returncode == 0, done.stderr
+    assert "5 prompts, 15 samples" in done.stdout and "Traceback" not in done.stderr
+    assert [len(row["responses"]) for row in answers(output)] == [3] * 5
+
+
+def test_prompts_are_cut_where_the_config_says_so(dataset: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.parquet"
+    words = command(dataset, output, "--limit", str(TOO_LONG + 1), "--rollout.prompt.overlong", "truncate_left")
+    assert cli.main(words[words.index("generate") :]) == 0
+    assert [(len(row["responses"]), row["error"]) for row in answers(output)] == [(3, None)] * (TOO_LONG + 1)
+
+
+def test_errors_are_one_line(dataset: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.parquet"
+    for words, why in (
+        (command(tmp_path / "no.parquet", output), "is not a file; check the path"),
+        (command(dataset, output, model=tmp_path), "is not a model folder"),
+        (command(dataset, tmp_path / "no" / "a.parquet"), "there is no folder"),
+        (command(dataset, output, "--engine", "vlm"), "rollout.engine.name"),
+        (command(dataset, output, "--n", "0"), "--n: must be at least 1"),
+    ):
+        done = run(words)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("penstock: error: ") and done.stderr.count("\n") == 1
+        assert why in done.stderr

@@ -1,0 +1,334 @@
+"""`penstock feed` on a real Redis: killed again and again it submits every prompt once, and validates beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import RedisProcess
+from penstock.cancellation import end_task
+from penstock.codec import decode_prompt, encode_prompt
+from penstock.config.loading import dump_config, validate
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.feed.feeding import Feeder, PromptStream
+from penstock.feed.validating import Validator, validated_steps
+from penstock.feed.version_hold import VersionHold
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+
+NUM_PROMPTS = 2000
+EPOCHS = 3
+
+
+def make_config(tmp_path: Path, redis_url: str, **dataset: Any) -> RunConfig:
+    path = tmp_path / "train.jsonl"
+    if not path.exists():
+        rows = [{"prompt": f"{i}?", "reward_model": {"ground_truth": i}} for i in range(NUM_PROMPTS)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"file": str(path), "epochs": EPOCHS, "max_pending": 10**6, "num_samples": 2} | dataset
+    return validate(
+        {
+            "run": "test", "run_dir": str(tmp_path), "model": {"path": "m"}, "redis": {"url": redis_url}, "seed": 7,
+            "replay": {"max_staleness": 10**6}, "dataset": fields,
+        },
+        "test",
+    )  # fmt: skip
+
+
+def start_feed(config: RunConfig) -> subprocess.Popen[str]:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    path = config.folder / "config.yaml"
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "penstock.cli.feed", "--config", str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+async def submitted(queue: RedisReplayQueue) -> list[int]:
+    """Ground truths of all prompts, in the order of their ids."""
+    payloads = await queue.client.hgetall(f"{queue.prefix}prompts")
+    return [decode_prompt(payloads[key]).ground_truth for key in sorted(payloads, key=int)]
+
+
+async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
+) -> None:
+    """Two at a time, killed wherever they are."""
+    config, chance = make_config(tmp_path, redis_process.url), random.Random(3)
+    num_kills, end = 0, NUM_PROMPTS * EPOCHS
+    running: list[subprocess.Popen[str]] = []
+    try:
+        async with asyncio.timeout(120):
+            while (await queue.feed_positions()).get("train", 0) < end:
+                running += [start_feed(config) for _ in range(2 - len(running))]
+                before = (await queue.feed_positions()).get("train", 0)
+                while (position := (await queue.feed_positions()).get("train", 0)) == before and position < end:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(chance.uniform(0, 0.01))
+                victim = running.pop(0)
+                victim.kill()
+                num_kills += victim.wait(20) == -signal.SIGKILL
+                victim.communicate()
+        last = start_feed(config)
+        running.append(last)
+        output, error = last.communicate(timeout=60)
+        assert (last.returncode, output) == (0, f"all {end} prompts of dataset 'train' are submitted\n"), error
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert num_kills >= 2
+    wanted = [prompt.ground_truth for prompt in PromptStream.read(config).chunk(0, end)]
+    assert await submitted(queue) == wanted and len(wanted) == end
+
+
+async def test_a_feeder_goes_on_when_redis_has_lost_its_tail(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
+) -> None:
+    """Prompts and position come back from before together, under the feeder."""
+    config = make_config(tmp_path, redis_process.url, epochs=1)
+    feeder = Feeder(queue, PromptStream.read(config))
+    client = queue.client
+
+    async def feed(position: int, count: int) -> None:
+        payloads = [encode_prompt(prompt) for prompt in feeder.stream.chunk(position, count)]
+        await queue.feed("train", feeder.fingerprint, position, payloads, [0] * count)
+
+    await feed(0, 500)
+    keys = [key async for key in client.scan_iter(f"{queue.prefix}*")]
+    kept = {key: await client.dump(key) for key in keys}
+    await feed(500, 300)
+    assert await queue.feed_positions() == {"train": 800}
+    for key, value in kept.items():
+        await client.restore(key, 0, value, replace=True)
+    assert await queue.feed_positions() == {"train": 500}
+    assert await feeder.run() == NUM_PROMPTS
+    assert await submitted(queue) == [prompt.ground_truth for prompt in feeder.stream.chunk(0, NUM_PROMPTS)]
+
+
+async def test_no_more_than_wanted_wait(tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue) -> None:
+    config = make_config(tmp_path, redis_process.url, max_pending=300, epochs=1)
+    task = asyncio.create_task(Feeder(queue, PromptStream.read(config)).run())
+    wide = RedisReplayQueue(queue.client, "test", config.replay)
+    try:
+        async with asyncio.timeout(60):
+            num_leased = 0
+            while num_leased < NUM_PROMPTS:
+                assert (await queue.stat()).pending < 300 + 256
+                num_leased += len(await wide.lease("s", 200))
+                await asyncio.sleep(0.01)
+            assert await task == NUM_PROMPTS
+    finally:
+        await end_task(task)
+
+
+async def test_other_data_under_the_same_name_is_refused(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
+) -> None:
+    await Feeder(queue, PromptStream.read(make_config(tmp_path, redis_process.url, epochs=1))).run()
+    reordered = PromptStream.read(make_config(tmp_path, redis_process.url, shuffle_seed=8))
+    with pytest.raises(ConfigError, match=f"for its first {NUM_PROMPTS} prompts; give the same file and seed"):
+        await Feeder(queue, reordered).run()
+    more = PromptStream.read(make_config(tmp_path, redis_process.url, epochs=2))
+    assert await Feeder(queue, more).run() == 2 * NUM_PROMPTS
+    renamed = PromptStream.read(make_config(tmp_path, redis_process.url, shuffle_seed=8, name="again", epochs=1))
+    assert await Feeder(queue, renamed).run() == NUM_PROMPTS
+
+
+@pytest.fixture
+async def server(queue: RedisReplayQueue) -> AsyncIterator[list[Any]]:
+    """Answers evaluations, sample i of prompt p right where i <= p. Yields the prompts it saw."""
+    seen: list[Any] = []
+
+    async def serve() -> None:
+        while True:
+            for lease in await queue.lease("s", 10):
+                prompt = decode_prompt(lease.payload)
+                seen.append(prompt)
+                rewards = [float(index <= prompt.ground_truth) for index in range(prompt.num_samples)]
+                await queue.record_evaluation(prompt.evaluation_id, lease, rewards, 5, 6)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(serve())
+    yield seen
+    await end_task(task)
+
+
+async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, server: list[Any]
+) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps({"prompt": "?", "reward_model": {"ground_truth": i}}) + "\n" for i in (0, 3)))
+    sampling = {"num_samples": 4, "temperature": 0.5, "top_p": 0.5, "max_tokens": 9, "every_steps": 10}
+    config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)} | sampling)
+    results = config.folder / "validation.jsonl"
+    await queue.take_term(0)
+    for _ in range(2):  # the second finds the work of the first
+        task = asyncio.create_task(Validator.read(config, queue).run())
+        try:
+            async with asyncio.timeout(30):
+                for step in (0, 13, 20):
+                    await queue.publish(step + 1, step, b"")
+                    while step // 10 * 10 not in validated_steps(results):
+                        await asyncio.sleep(0.02)
+        finally:
+            await end_task(task)
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 10, 20]
+    assert lines[0]["score"] == (1 + 4) / 8
+    assert lines[0]["pass_at"] == {"1": pytest.approx(5 / 8), "2": pytest.approx(3 / 4), "4": 1.0}
+    assert (lines[0]["policy_version_min"], lines[0]["policy_version_max"]) == (5, 6)
+    assert len(server) == 6 and len({prompt.sampling.seed for prompt in server}) == 2
+    assert (server[0].sampling.temperature, server[0].sampling.top_p, server[0].sampling.max_tokens) == (0.5, 0.5, 9)
+
+
+class Server:
+    """Reports a version, and answers evaluations with it at each turn."""
+
+    def __init__(self, server_id: str, queue: RedisReplayQueue, fleet: Fleet) -> None:
+        self.server_id = server_id
+        self.queue = queue
+        self.fleet = fleet
+        self.version = 5
+        self.num_answers = 0
+
+    async def turn(self, limit: int = 1) -> None:
+        record = ServerRecord(self.server_id, "127.0.0.1:1", "torch", policy_version=self.version)
+        if await self.fleet.report(record) is None:
+            await self.fleet.set_state(self.server_id, "READY")
+        for lease in await self.queue.lease(self.server_id, limit):
+            evaluation_id = decode_prompt(lease.payload).evaluation_id
+            await self.queue.record_evaluation(evaluation_id, lease, [1.0], self.version, self.version)
+            self.num_answers += 1
+
+
+@pytest.fixture
+def pinned_validation(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Validators of 20 prompts, and what they read: (make, policies, fleet)."""
+    for name, value in (("version_hold.SETTLED_S", 0.4), ("version_hold.POLL_S", 0.05), ("validating.POLL_S", 0.05)):
+        monkeypatch.setattr(f"penstock.{name}", value)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
+    config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)})
+    policies, fleet = PolicyRegistry(queue.client, "test"), Fleet(queue.client, "test")
+
+    def make() -> Validator:
+        note = config.folder / "validation.pinned"
+        hold = VersionHold(policies, fleet, note, max_silence_s=0.8, num_servers=2, join_timeout_s=20.0)
+        return Validator.read(config, queue, hold)
+
+    return make, policies, fleet
+
+
+@pytest.mark.parametrize("held_is_lost", [False, True])
+async def test_one_server_answers_a_validation_with_one_version_while_the_others_go_on(
+    queue: RedisReplayQueue, pinned_validation: Any, held_is_lost: bool
+) -> None:
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    task = asyncio.create_task(make().validate(0))
+    lost: list[Server] = []
+    try:
+        async with asyncio.timeout(30):
+            await servers[0].turn()  # alone at first: the other one is waited for
+            while not task.done():
+                pins = await policies.pins()
+                for server in servers:
+                    if server.server_id not in pins:  # training goes on
+                        server.version += len(pins) > 0
+                    elif held_is_lost and server.num_answers:
+                        lost = [server]
+                    if server not in lost:
+                        await server.turn()
+                await asyncio.sleep(0.02)
+            evaluation = await task
+    finally:
+        await end_task(task)
+    assert evaluation.num_finished == 20 and await policies.pins() == {}
+    answers = sorted(server.num_answers for server in servers)
+    if held_is_lost:
+        assert answers == [1, 19], "the rest is answered by the fleet"
+    else:
+        assert answers == [0, 20]
+        assert evaluation.policy_version_min == evaluation.policy_version_max == 5
+        assert max(server.version for server in servers) > 6
+
+
+@pytest.mark.parametrize(("returns", "held_at"), [(True, 6), (False, 7)])
+async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
+    queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
+) -> None:
+    """What it says of itself is old: it moves right after it has reported."""
+    monkeypatch.setattr("penstock.feed.version_hold.PATIENCE_S", 0.8)
+    monkeypatch.setattr("penstock.feed.version_hold.SETTLE_TIMEOUT_S", 6.0)
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    servers[1].version = 6
+    has_moved_on = False
+    task = asyncio.create_task(make().hold.begin("validation-train-0"))
+    try:
+        async with asyncio.timeout(30):
+            while not task.done():
+                pins = await policies.pins()
+                for server in servers:
+                    await server.turn()
+                if "b" in pins and not has_moved_on:
+                    servers[1].version, has_moved_on = 7, True
+                elif "b" in pins and returns:
+                    servers[1].version = pins["b"]
+                await asyncio.sleep(0.2)
+            await task
+    finally:
+        await end_task(task)
+    assert await policies.pins() == {"b": held_at, "validation-train-0": held_at}
+
+
+async def test_what_a_killed_validator_held_is_freed_by_the_next(
+    queue: RedisReplayQueue, pinned_validation: Any
+) -> None:
+    make, policies, fleet = pinned_validation
+    servers = [Server(server_id, queue, fleet) for server_id in "ab"]
+    killed = make()
+    beginning = task = asyncio.create_task(killed.hold.begin("validation-train-0"))
+    try:
+        async with asyncio.timeout(30):
+            while not beginning.done():
+                for server in servers:
+                    await server.turn()
+                await asyncio.sleep(0.05)
+            assert len(await policies.pins()) == 2
+            killed.results.parent.mkdir(parents=True, exist_ok=True)
+            killed.results.write_text('{"step": 0}\n')  # no validation is due that would free them
+            task = asyncio.create_task(make().run())
+            while await policies.pins():
+                await asyncio.sleep(0.05)
+    finally:
+        await end_task(beginning)
+        await end_task(task)
+
+
+def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -> None:
+    wrong, heldout = tmp_path / "wrong.jsonl", tmp_path / "heldout.jsonl"
+    wrong.write_text('{"question": "1+1="}\n')
+    heldout.write_text('{"prompt": "1+1="}\n')
+    for change, message in (
+        ({"file": None}, "dataset.file is not set"),
+        ({"file": str(wrong), "validation": {"file": str(heldout)}}, "wrong.jsonl line 1: prompt: must be"),
+        ({"file": str(tmp_path / "absent.parquet")}, "absent.parquet: is not a file"),
+        ({"validation": {"file": str(tmp_path / "absent.jsonl")}}, "absent.jsonl: is not a file"),
+    ):
+        process = start_feed(make_config(tmp_path, redis_process.url, **change))
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 2 and message in error and error.count("\n") == 1

@@ -1,0 +1,214 @@
+"""The console in a real browser: what it shows, what it does, and that it can be used without a mouse."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis.asyncio as redis
+
+from chromium import LAUNCH, SCREENSHOTS, needs_chromium
+from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
+from penstock.api_keys import make_key
+from penstock.codec import decode_group, encode_group
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+from penstock.v1 import policies_pb2
+from scripted_engine import make_tokenizer_folder, spelled
+
+pytestmark = needs_chromium
+
+
+async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str]) -> None:
+    """Forty steps, three servers, two groups, a dead letter."""
+    prompts = {"prompts": [PROMPT] * 5}
+    assert (await gateway.rest.post(f"{RUN}/prompts", json=prompts, headers=headers)).status_code == 200
+    leases = await queue.lease("rollout-0", 3)
+    for lease in leases[:2]:
+        group = group_of(lease.prompt_id, lease.attempt)
+        words = "<b>ok</b>"
+        trajectory = replace(
+            group.trajectories[0],
+            token_ids=np.array(spelled(words), dtype=np.int32),
+            loss_mask=np.ones(len(words), dtype=np.uint8),
+            log_probs=-np.linspace(0, 6, len(words), dtype=np.float32),
+            segments=tuple(replace(s, end=len(words) if s.end == 3 else s.end) for s in group.trajectories[0].segments),
+        )
+        await queue.append(lease, encode_group(replace(group, trajectories=(trajectory,) * 2)), 3)
+    await queue.give_back("rollout-0", leases[2], "reward_failed: <script>alert(1)</script>", is_final=True)
+    await queue.take_term(0)
+    for version in range(1, 41):
+        reward, noise = 1 - 0.9 ** (version / 4), np.sin(version) / 20
+        policy = policies_pb2.Policy(
+            policy_version=version, step=version, weights_digest="ab", state=policies_pb2.Policy.PUBLISHED,
+            snapshot_path="/snapshots/x" if version % 10 == 0 else "",
+            published_at_ms=1_790_000_000_000 + version * 60_000,
+            metrics={"reward_mean": reward + noise, "staleness_mean": 1 + noise, "tokens_per_second": 900 + noise},
+        )  # fmt: skip
+        await queue.publish(version, version, policy.SerializeToString())
+    fleet = Fleet(queue.client, "test")
+    for name, state, version in (("rollout-0", "READY", 40), ("rollout-1", "LOADING", 39), ("rollout-2", "STALE", 30)):
+        await fleet.join(ServerRecord(name, "127.0.0.1:1", "vllm", policy_version=version, running_groups=3))
+        await fleet.set_state(name, state)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def secret(tmp_path: Path) -> str:
+    made, key = make_key("browser", "admin")
+    (tmp_path / "keys").write_text(key.line)
+    return made
+
+
+@pytest.fixture
+async def gateway(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path, queue: RedisReplayQueue, secret: str
+) -> AsyncIterator[Gateway]:
+    make_tokenizer_folder(tmp_path)
+    async with running(run_config(redis_process.url, tmp_path, keys_file=tmp_path / "keys")) as started:
+        await fill(queue, started, {"Authorization": f"Bearer {secret}"})
+        yield started
+
+
+@pytest.fixture
+async def page(gateway: Gateway, secret: str) -> AsyncIterator[Any]:
+    """A page that has its key. What it asks another host for, and what its scripts fail with, fails the test."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(**LAUNCH)
+        made = await browser.new_page(viewport={"width": 1200, "height": 900})
+        made.set_default_timeout(15_000)
+        problems: list[str] = []
+        made.on("pageerror", lambda error: problems.append(str(error)))
+        made.on("request", lambda sent: sent.url.startswith(gateway.url) or problems.append(sent.url))
+        await made.goto(gateway.url)
+        await made.get_by_label("Key", exact=True).fill(secret)
+        await made.get_by_role("button", name="Use key").click()
+        await made.locator("main[data-view=overview]").wait_for()
+        yield made
+        await browser.close()
+        assert problems == []
+
+
+async def keep(page: Any, name: str) -> None:
+    if SCREENSHOTS:
+        await page.screenshot(path=f"{SCREENSHOTS}/{name}.png", full_page=True)
+
+
+async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) -> None:
+    for theme, width in (("light", 1200), ("dark", 1200), ("light", 380)):
+        await page.set_viewport_size({"width": width, "height": 900})
+        if await page.locator("html").get_attribute("data-theme") != theme:
+            await page.get_by_role("button", name="Switch between light and dark").click()
+        for view, heading in (
+            ("Overview", "Versions by server"), ("Policies", "Policies"), ("Trajectories", "Queued groups"),
+            ("Dead letters", "Dead letters"),
+        ):  # fmt: skip
+            await page.get_by_role("link", name=view).click()
+            await page.get_by_role("heading", name=heading, exact=True).wait_for()
+            assert await page.get_by_role("link", name=view).get_attribute("aria-current") == "page"
+            if view == "Trajectories":
+                await page.get_by_role("button", name="Prompt 1").click()
+                await page.get_by_role("heading", name="Group of prompt 1").wait_for()
+            await keep(page, f"{view.lower().replace(' ', '-')}-{theme}-{width}")
+            too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+            assert not await page.evaluate(too_wide), f"{view} at {width}"
+
+
+async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway: Gateway, secret: str) -> None:
+    assert await page.locator("#run-name").inner_text() == "test"
+    charts = await page.get_by_role("img").all()
+    labels = [await chart.get_attribute("aria-label") for chart in charts]
+    assert [label.partition(":")[0] for label in labels] == [
+        "reward", "staleness (versions)", "tokens per second", "groups ready",
+    ]  # fmt: skip
+    assert "40 points" in labels[0]
+    row = page.get_by_role("row").filter(has_text="rollout-2")
+    assert "STALE" in await row.inner_text() and "10 behind" in await row.inner_text()
+
+    assert await page.get_by_role("heading", name="Runs", exact=True).count() == 0, "there is one"
+    body = {"config": {"run": "second", "model": {"path": "/m"}}}
+    created = await gateway.rest.post("/v1/runs", json=body, headers={"Authorization": f"Bearer {secret}"})
+    assert created.status_code == 200
+    await page.get_by_role("link", name="second").click()
+    await page.get_by_text("second", exact=True).first.wait_for()
+    await page.get_by_role("row").filter(has_text="waits for a launcher").wait_for()
+    assert await page.locator("#run-name").inner_text() == "second"
+    await page.get_by_text("No rollout server is there.").wait_for()
+
+
+async def test_a_version_is_promoted_and_servers_rolled_back(
+    page: Any, gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    await page.get_by_role("link", name="Policies").click()
+    await page.get_by_role("button", name="Promote version 40").click()
+    await page.get_by_role("button", name="promote", exact=True).click()
+    await page.get_by_text("promoted", exact=True).wait_for()
+    assert await page.get_by_role("button", name="Roll back version 39").is_disabled(), "it has no snapshot"
+    await page.get_by_role("button", name="Roll back version 30").click()
+    await page.get_by_role("button", name="rollback", exact=True).click()
+    await page.get_by_text("Servers are held at version 30.").wait_for()
+    registry = PolicyRegistry(queue.client, "test")
+    assert await registry.kept_versions() == {40, 30}
+    await page.get_by_role("button", name="Release").click()
+    await page.get_by_role("button", name="release", exact=True).click()
+    await page.get_by_text("Servers are held").wait_for(state="detached")
+    assert await registry.kept_versions() == {40, 30}, "the learner may have yet to go back to it"
+
+
+async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await page.get_by_role("link", name="Trajectories").focus()
+    await page.keyboard.press("Enter")
+    await page.get_by_role("button", name="Prompt 1").focus()
+    await page.keyboard.press("Enter")
+    tokens = page.locator(".tokens").first
+    assert await tokens.inner_text() == "<b>ok</b>", "text is never read as HTML"
+    classes = [await token.get_attribute("class") for token in await tokens.locator("span").all()]
+    assert classes == ["v0"] * 2 + ["v1"] * 7
+    await tokens.locator("span").first.focus()
+    await page.keyboard.press("ArrowRight")
+    await page.keyboard.press("ArrowRight")
+    assert "token 2: version 4" in await page.locator("#said").inner_text()
+    await page.get_by_label("Colour by").select_option("log-prob")
+    await page.get_by_text("The stronger the colour").wait_for()
+    backgrounds = {
+        await token.evaluate("e => getComputedStyle(e).backgroundColor")
+        for token in await page.locator(".tokens").first.locator("span").all()
+    }
+    assert len(backgrounds) > 5
+
+    await page.get_by_label("Colour by").select_option("mismatch")
+    await page.get_by_text("has not computed this group's log-probs").wait_for()
+    group = decode_group(await queue.get_group(1))
+    differing = np.concatenate([t.log_probs for t in group.trajectories])
+    differing[4] -= 0.5
+    await RecomputedLogProbs(queue.client, "test").keep([group], differing)
+    await page.get_by_label("Colour by").select_option("version")
+    await page.get_by_label("Colour by").select_option("mismatch")
+    await page.get_by_text("differs from the engine's").wait_for()
+    colours = [
+        await token.evaluate("e => getComputedStyle(e).backgroundColor")
+        for token in await page.locator(".tokens").first.locator("span").all()
+    ]
+    assert [place for place, colour in enumerate(colours) if colour != colours[0]] == [4]
+
+
+async def test_a_dead_letter_is_requeued(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await page.get_by_role("link", name="Dead letters").click()
+    await page.get_by_text("<script>alert(1)</script>").wait_for()
+    await page.get_by_role("button", name="Requeue prompt 3").click()
+    await page.get_by_role("button", name="requeue", exact=True).click()
+    await page.get_by_text("Nothing was put aside.").wait_for()
+    assert (await queue.get_prompt(6)).state == "pending"
+
+
+async def test_a_gateway_that_is_gone_is_said(page: Any, gateway: Gateway) -> None:
+    await page.route("**/v1/**", lambda route: route.abort())
+    await page.get_by_role("link", name="Dead letters").click()
+    await page.get_by_role("alert").filter(has_text="The gateway does not answer.").wait_for()

@@ -1,0 +1,249 @@
+"""The clients and commands against a gateway, over TLS, and through its death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import redis.asyncio as redis
+
+from gateways import Gateway, group_of, publish, run_config, running
+from penstock.cli import main as cli
+from penstock.client import PenstockClient, SyncPenstockClient
+from penstock.codec import encode_group
+from penstock.config.loading import dump_config
+from penstock.errors import ConfigError, DeadlineExceeded, PermissionDenied
+from penstock.ports import free_port
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.trajectory import Prompt
+from penstock.v1 import runs_pb2, runs_pb2_grpc
+from penstock_services.gateway.server import check
+
+PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
+
+
+async def test_results_go_on_where_a_broken_stream_ended(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    class Breaking(httpx.AsyncHTTPTransport):
+        num_streams = 0
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if not request.url.path.endswith("/results"):
+                return response
+            self.num_streams += 1
+            if self.num_streams > 1:
+                return response
+            inner = response.stream
+
+            async def one_event() -> AsyncIterator[bytes]:
+                async for part in inner:  # type: ignore[union-attr]
+                    yield part
+                    if b"data: " in part:
+                        await response.aclose()
+                        raise httpx.ReadError("broken")
+
+            class Stream(httpx.AsyncByteStream):
+                def __aiter__(self) -> AsyncIterator[bytes]:
+                    return one_event()
+
+            return httpx.Response(200, headers=response.headers, stream=Stream())
+
+    transport = Breaking()
+    async with PenstockClient(gateway.url, transport=transport) as client:
+        ids = (await client.submit([PROMPT] * 3)).prompt_ids
+        leases = await queue.lease("s", 3)
+        await queue.append(leases[0], encode_group(group_of(1, 1)), 3)
+        seen = []
+        async with asyncio.timeout(20):
+            async for result in client.results("0"):
+                seen.append(result.prompt_id)
+                if len(seen) == 1:
+                    for lease in leases[1:]:
+                        await queue.append(lease, encode_group(group_of(lease.prompt_id, 1)), 3)
+                if len(seen) == 3:
+                    break
+    assert tuple(seen) == ids and transport.num_streams > 1
+
+
+async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    async with PenstockClient(gateway.url) as client:
+        first, second = (await client.submit([PROMPT] * 2)).prompt_ids
+        with pytest.raises(DeadlineExceeded, match="is PENDING"):
+            await client.wait_for_prompt(first, timeout_s=0.2)
+        waiting = asyncio.create_task(client.wait_for_prompt(first, timeout_s=20))
+        [lease, _] = await queue.lease("s", 2)
+        await queue.append(lease, encode_group(group_of(1, 1)), 3)
+        assert (await waiting).state == "QUEUED"
+        assert (await client.groups()).groups[0].prompt_id == first
+
+    def use() -> None:
+        with SyncPenstockClient(gateway.url) as client:
+            assert [record.state for record in client.cancel([second])] == ["CANCELLED"]
+            assert client.wait_for_prompt(second, 5).state == "CANCELLED"
+            seen = [next(results).prompt_id for results in [client.results("0")] for _ in range(2)]
+            assert seen == [first, second]
+            assert client.pause_run().state == "PAUSED" and client.resume_run().state == "RUNNING"
+
+    await asyncio.to_thread(use)
+
+
+async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    """Each is, as JSON, exactly what the gateway sent."""
+    sent: list[Any] = []
+
+    class Recording(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            sent.append(json.loads(await response.aread()))
+            return response
+
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    await fleet.join(ServerRecord("s", "127.0.0.1:1", "torch", policy_version=2))
+    async with PenstockClient(gateway.url, transport=Recording()) as client:
+        await client.submit([PROMPT] * 2)
+        [lease, _] = await queue.lease("s", 2)
+        await queue.append(lease, encode_group(group_of(1, 1)), 3)
+        for call, part in (
+            (client.get_run(), None), (client.runs(), "runs"), (client.policies(), None), (client.policy(1), None),
+            (client.compare_policies(1, 2), None), (client.servers(), "servers"), (client.metrics(), "steps"),
+            (client.prompts(), None), (client.get_prompt(2), None), (client.cancel([2]), "prompts"),
+            (client.groups(), None), (client.get_group(1), None), (client.promote_policy(2), None),
+            (client.drain_server("s"), None), (client.pause_run(), None),
+        ):  # fmt: skip
+            answer: Any = await call
+            plain = [a.model_dump(mode="json") for a in answer] if part else answer.model_dump(mode="json")
+            assert plain == (sent[-1][part] if part else sent[-1])
+    async with PenstockClient(gateway.url) as client:
+        result = await anext(client.results("0", with_groups=True))
+    assert result.group is not None and result.group.trajectories[0].policy_versions == (3, 3, 4)
+    with pytest.raises(ValueError, match="frozen"):
+        result.group.attempt = 2  # type: ignore[misc]
+
+
+async def test_a_submission_survives_a_gateway_that_is_killed(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path, queue: RedisReplayQueue
+) -> None:
+    """Killed before it answers, and started again: the client's retry carries the same key, so nothing comes twice."""
+    config = run_config(redis_process.url, tmp_path, port=free_port(), grpc_port=free_port())
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(path)]
+    processes = [start(command)]
+    try:
+        async with PenstockClient(f"http://127.0.0.1:{config.gateway.port}", deadline_s=60, timeout_s=5) as client:
+            await client.get_run()
+            submitting = [asyncio.create_task(client.submit([PROMPT] * 4)) for _ in range(20)]
+            while not (await queue.stat()).pending:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            processes[0].kill()
+            processes[0].wait(20)
+            processes.append(start(command))
+            submissions = await asyncio.gather(*submitting)
+        ids = [prompt_id for submission in submissions for prompt_id in submission.prompt_ids]
+        assert sorted(ids) == list(range(1, 81)) and (await queue.stat()).pending == 80
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(20)
+
+
+def certificate(folder: Path, name: str, authority: str | None = None) -> None:
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"] if authority else []
+    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    files = ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
+    command = ["openssl", *new, *files, *subject, *signed]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=20)
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+async def test_tls_and_client_certificates(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
+    certificate(tmp_path, "ca")
+    certificate(tmp_path, "server", "ca")
+    certificate(tmp_path, "client", "ca")
+    tls = {"tls_cert_file": tmp_path / "server.crt", "tls_key_file": tmp_path / "server.key"}
+    config = run_config(redis_process.url, tmp_path, **tls, tls_client_ca_file=tmp_path / "ca.crt")
+    async with running(config) as gateway:
+        url = f"https://127.0.0.1:{gateway.rest_port}"
+        assert json.loads((config.folder / "gateway.json").read_text())["scheme"] == "https"
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        async with httpx.AsyncClient(verify=trusted, trust_env=False) as nobody:
+            with pytest.raises(httpx.TransportError):
+                await nobody.get(f"{url}/v1/runs")
+        trusted.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
+        async with PenstockClient(url, tls=trusted) as client:
+            assert (await client.get_run()).run == "test"
+        parts = [(tmp_path / name).read_bytes() for name in ("ca.crt", "client.key", "client.crt")]
+        for credentials, is_known in (
+            (grpc.ssl_channel_credentials(*parts), True), (grpc.ssl_channel_credentials(parts[0]), False),
+        ):  # fmt: skip
+            target, options = f"127.0.0.1:{gateway.grpc_port}", [("grpc.enable_http_proxy", 0)]
+            async with grpc.aio.secure_channel(target, credentials, options=options) as channel:
+                call = runs_pb2_grpc.RunServiceStub(channel).GetRun(runs_pb2.GetRunRequest(), timeout=10)
+                if is_known:
+                    assert (await call).run == "test"
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call
+    (tmp_path / "server.key").write_text("nonsense")
+    with pytest.raises(ConfigError, match="tls_key_file"):
+        check(config)
+
+
+async def test_commands_act_on_the_run(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path, queue: RedisReplayQueue, capsys: Any
+) -> None:
+    def run(*words: str) -> str:
+        code = cli.main(list(words))
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        return str(output.out)
+
+    keys = tmp_path / "keys"
+    secrets = {role: tmp_path / role for role in ("submit", "admin")}
+    for role, path in secrets.items():
+        path.write_text(run("keys", "make", "--file", str(keys), "--name", role, "--role", role))
+    assert run("keys", "list", "--file", str(keys)) == "submit\tsubmit\nadmin\tadmin\n"
+    assert cli.main(["keys", "make", "--file", str(keys), "--name", "admin", "--role", "read"]) == 2
+
+    await publish(queue, 1, 2)
+    await Fleet(redis_client, "test").join(ServerRecord("r0", "127.0.0.1:1", "torch", policy_version=2))
+    async with running(run_config(redis_process.url, tmp_path, keys_file=keys)) as gateway:
+        where = ["--url", gateway.url, "--api-key-file", str(secrets["admin"])]
+
+        def act() -> None:
+            assert "reward_mean" in run("policies", "diff", "1", "2", *where)
+            assert "promoted" in run("policies", "promote", "2", *where)
+            assert "pinned: ci" in run("policies", "pin", "1", "ci", *where)
+            assert run("policies", "unpin", "ci", *where) == "unpinned\n"
+            assert "retired" in run("policies", "retire", "1", *where)
+            assert cli.main(["policies", "rollback", "2", *where]) == 1
+            assert "no snapshot of version 2" in capsys.readouterr().err
+            assert "is paused at step 2" in run("runs", "pause", *where)
+            assert "is running" in run("runs", "resume", *where)
+            assert "0.2" in run("runs", "metrics", *where)
+            assert "r0" in run("servers", *where) and "drained" in run("servers", "drain", "r0", *where)
+            with (
+                SyncPenstockClient(gateway.url, api_key=secrets["submit"].read_text().strip()) as client,
+                pytest.raises(PermissionDenied, match="needs the role admin"),
+            ):
+                client.pause_run()
+            with SyncPenstockClient(gateway.url, api_key=secrets["admin"].read_text().strip()) as client:
+                client.cancel(client.submit([PROMPT]).prompt_ids)
+            assert "prompt 1  CANCELLED" in run("watch", "--cursor", "0", "--limit", "1", *where)
+
+        await asyncio.to_thread(act)

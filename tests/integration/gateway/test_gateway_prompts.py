@@ -1,0 +1,181 @@
+"""Prompts, results, groups and datasets through REST and through gRPC: the same answers, the same refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway_calls import both, read_events, rest, stubs, submit
+from gateways import PROMPT, RUN, Gateway, group_of
+from penstock.codec import encode_group
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.v1 import datasets_pb2, datasets_pb2_grpc, groups_pb2, prompts_pb2
+from penstock_services.gateway.bodies import plain_fields
+from penstock_services.gateway.prompts import bodies as prompt_bodies
+from scripted_engine import spelled
+
+
+async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    prompts, groups, _, _ = stubs(gateway)
+    ids = await submit(gateway, *[PROMPT] * 3, PROMPT | {"data_source": "other"}, PROMPT)
+    [lease, cancelled_lease] = await queue.lease("s", 2)
+    await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
+
+    pages, token = [], ""
+    while not pages or token:
+        page = await both(
+            gateway, "GET", f"{RUN}/prompts?page_size=2&page_token={token}",
+            prompts.ListPrompts(prompts_pb2.ListPromptsRequest(page_size=2, page_token=token)),
+            prompt_bodies.prompts_to_json,
+        )  # fmt: skip
+        pages.append([(record["prompt_id"], record["state"]) for record in page["prompts"]])
+        token = page["next_page_token"]
+    assert pages == [[(1, "QUEUED"), (2, "LEASED")], [(3, "PENDING"), (4, "PENDING")], [(5, "PENDING")]]
+    pending = await rest(gateway, "GET", f"{RUN}/prompts?state=PENDING&data_source=other")
+    assert [record["prompt_id"] for record in pending["prompts"]] == [4]
+    listed = await both(
+        gateway, "GET", f"{RUN}/groups", groups.ListGroups(groups_pb2.ListGroupsRequest()),
+        prompt_bodies.groups_to_json,
+    )  # fmt: skip
+    assert [(group["prompt_id"], group["min_version"], group["max_version"]) for group in listed["groups"]] == [
+        (1, 3, 4)
+    ]
+
+    body = {"prompt_ids": [ids[0], ids[1], ids[2], 99]}
+    first = await rest(gateway, "POST", f"{RUN}/prompts:cancel", json=body)
+    assert [record["state"] for record in first["prompts"]] == ["CANCELLED"] * 3 + ["STATE_UNSPECIFIED"]
+    again = await prompts.CancelPrompts(prompts_pb2.CancelPromptsRequest(prompt_ids=body["prompt_ids"]))
+    assert [r["state"] for r in prompt_bodies.cancelled_to_json(again)["prompts"]] == [
+        r["state"] for r in first["prompts"]
+    ]
+    assert await queue.append(cancelled_lease, encode_group(group_of(2, 1)), 3) == "unknown"
+    stat = await queue.stat()
+    assert (stat.pending, stat.queued, stat.in_flight, stat.discarded, stat.conservation_error) == (2, 0, 0, 2, 0)
+    waited = await both(
+        gateway, "GET", f"{RUN}/prompts/1:wait?timeout_s=5",
+        prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=5)),
+        prompt_bodies.prompt_record_to_json,
+    )  # fmt: skip
+    assert waited["state"] == "CANCELLED"
+    assert (await rest(gateway, "GET", f"{RUN}/prompts/4:wait?timeout_s=0"))["state"] == "PENDING"
+
+
+async def test_what_is_trained_cannot_be_cancelled(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await submit(gateway, PROMPT, PROMPT)
+    for lease in await queue.lease("s", 2):
+        await queue.append(lease, encode_group(group_of(lease.prompt_id, lease.attempt)), 3)
+    await queue.take_term(0)
+    assert await queue.take(1, 1) == [1]
+    answer = await rest(gateway, "POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
+    assert answer["prompts"][0]["state"] == "QUEUED"
+    await queue.commit(1, [1])
+    answer = await rest(gateway, "POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
+    assert answer["prompts"][0]["state"] == "TRAINED"
+    assert (await queue.stat()).conservation_error == 0
+
+
+async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
+    prompts, *_ = stubs(gateway)
+    body = prompts_pb2.Prompt()
+    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
+
+    async def requests() -> AsyncIterator[prompts_pb2.SubmitPromptsRequest]:
+        for key, count in (("a", 1), ("b", 2), ("a", 1), ("c", 0)):
+            yield prompts_pb2.SubmitPromptsRequest(idempotency_key=key, prompts=[body] * count)
+
+    answers = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for answer in prompts.StreamPrompts(requests()):
+            answers.append((list(answer.prompt_ids), answer.replayed))
+    assert answers == [([1], False), ([2, 3], False), ([1], True)]
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    prompts, groups, *_ = stubs(gateway)
+    await submit(gateway, *[PROMPT] * 3)
+    leases = await queue.lease("s", 3)
+    async with gateway.rest.stream("GET", f"{RUN}/results?cursor=0&with_groups=true") as response:
+        await queue.append(leases[0], encode_group(group_of(1, 1)), 3)
+        await queue.give_back("s", leases[1], "broken reward", is_final=True)
+        await rest(gateway, "POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [3]})
+        seen = await read_events(response, 3)
+    assert [(r["prompt_id"], r["state"], r["reason"]) for r in seen] == [
+        (1, "QUEUED", ""), (2, "DEAD_LETTERED", "broken reward"), (3, "CANCELLED", "cancelled"),
+    ]  # fmt: skip
+    assert all(result["cursor"] == result["event_id"] for result in seen)
+    [trajectory] = seen[0]["group"]["trajectories"]
+    assert trajectory["policy_versions"] == [3, 3, 4] and len(trajectory["tokens"]) == 3
+
+    by_grpc = []
+    request = prompts_pb2.WatchResultsRequest(cursor="0", with_groups=True)
+    call = prompts.WatchResults(request)
+    async for result in call:
+        by_grpc.append(prompt_bodies.result_to_json(result))
+        if len(by_grpc) == 3:
+            call.cancel()
+            break
+    assert by_grpc == [{name: part for name, part in result.items() if name != "event_id"} for result in seen]
+
+    headers = {"Last-Event-ID": seen[0]["cursor"]}
+    async with gateway.rest.stream("GET", f"{RUN}/results", headers=headers) as response:
+        assert [result["prompt_id"] for result in await read_events(response, 2)] == [2, 3]
+    async with gateway.rest.stream("GET", f"{RUN}/results?cursor=0&prompt_id=3") as response:
+        assert [result["prompt_id"] for result in await read_events(response, 1)] == [3]
+    for cursor in ("nonsense", "1-1.0"):
+        response = await gateway.rest.get(f"{RUN}/results?cursor={cursor}")
+        assert (response.status_code, response.json()["field"]) == (400, "cursor")
+
+
+async def test_tokens_come_with_text(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    from dataclasses import replace
+
+    import numpy as np
+
+    await submit(gateway, PROMPT)
+    [lease] = await queue.lease("s", 1)
+    group = group_of(1, 1)
+    spoken = replace(group.trajectories[0], token_ids=np.array(spelled("ok!"), dtype=np.int32))
+    await queue.append(lease, encode_group(replace(group, trajectories=(spoken,))), 3)
+    _, groups, *_ = stubs(gateway)
+    answer = await both(
+        gateway, "GET", f"{RUN}/groups/1", groups.GetGroup(groups_pb2.GetGroupRequest(prompt_id=1)),
+        prompt_bodies.group_to_json,
+    )  # fmt: skip
+    assert (answer["trajectories"][0]["text"], answer["trajectories"][0]["tokens"]) == ("ok!", ["o", "k", "!"])
+
+
+async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    datasets: Any = datasets_pb2_grpc.DatasetServiceStub(gateway.channel)
+    rows = [{"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": 2 * i}} for i in range(600)]
+    content, path = "\n".join(map(json.dumps, rows)).encode(), f"{RUN}/datasets/sums"
+    headers = {"Content-Type": "application/x-ndjson"}
+    to_json = plain_fields
+    upload = datasets_pb2.UploadDatasetRequest(name="sums", format="jsonl", content=content)
+    kept = await both(gateway, "PUT", path, datasets.UploadDataset(upload), to_json, content=content, headers=headers)
+    assert (kept["num_prompts"], kept["num_submitted"], kept["num_bytes"]) == (600, 0, len(content))
+    submit_request = datasets_pb2.SubmitDatasetRequest(
+        name="sums", num_samples=2, sampling=prompts_pb2.Sampling(temperature=1, top_p=1, max_tokens=8)
+    )
+    body = {"num_samples": 2, "sampling": {"max_tokens": 8}}
+    done = await both(gateway, "POST", f"{path}:submit", datasets.SubmitDataset(submit_request), to_json, json=body)
+    assert done["num_submitted"] == 600 and (await queue.stat()).pending == 600
+    got = datasets.GetDataset(datasets_pb2.GetDatasetRequest(name="sums"))
+    assert await both(gateway, "GET", path, got, to_json) == done
+    record = await rest(gateway, "GET", f"{RUN}/prompts/600")
+    assert (record["prompt"]["ground_truth"], record["prompt"]["num_samples"]) == (1198, 2)
+
+    for name, sent, kind, status, field in (
+        ("sums", b'{"prompt": "x"}', "application/x-ndjson", 409, ""),
+        ("wrong", b'{"prompt": 3}', "application/x-ndjson", 400, "content"),
+        ("wrong", b"no parquet", "application/vnd.apache.parquet", 400, "content"),
+        ("wrong", b"", "text/csv", 400, "content-type"),
+        (".hidden", content, "application/x-ndjson", 400, "name"),
+    ):
+        answer = await gateway.rest.put(f"{RUN}/datasets/{name}", content=sent, headers={"Content-Type": kind})
+        assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
+    assert [path.name for path in (gateway.config.folder / "datasets").iterdir()] == ["sums.jsonl"]

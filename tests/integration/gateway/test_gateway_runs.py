@@ -1,0 +1,134 @@
+"""Runs, servers and dead letters through REST and through gRPC: the same answers, the same refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway_calls import both, rest, stubs, submit
+from gateways import PROMPT, RUN, Gateway
+from penstock.cli.top import parse_series
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.created_runs import KEY
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.v1 import prompts_pb2, runs_pb2
+from penstock_services.gateway.runs import bodies as run_bodies
+
+
+async def scraped_state(gateway: Gateway) -> str:
+    series = parse_series((await gateway.rest.get("/metrics")).text)
+    (state,) = (state for state, value in series["penstock_run_state"].items() if value)
+    return state
+
+
+async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    await submit(gateway, *[PROMPT] * 3)
+    await Fleet(queue.client, "test").join(ServerRecord("s", "127.0.0.1:1", "torch"))
+    change, to_json = runs_pb2.ChangeRunRequest(), run_bodies.run_to_json
+    assert await scraped_state(gateway) == "waiting"
+    await Heartbeats(queue.client, "test").beat(LEARNER)
+
+    assert (await both(gateway, "POST", f"{RUN}:pause", runs.PauseRun(change), to_json))["state"] == "PAUSED"
+    assert await queue.lease("s", 1) == []
+    assert await scraped_state(gateway) == "paused"
+    assert (await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), to_json))["state"] == "RUNNING"
+    assert await scraped_state(gateway) == "training"
+    assert len(await queue.lease("s", 1)) == 1
+
+    path, request = f"{RUN}/servers/s", runs_pb2.ChangeServerRequest(server_id="s")
+    drained = await both(gateway, "POST", f"{path}:drain", runs.DrainServer(request), run_bodies.server_to_json)
+    assert drained["is_drained"] and await queue.lease("s", 1) == [] and len(await queue.lease("t", 1)) == 1
+    undrained = await both(gateway, "POST", f"{path}:undrain", runs.UndrainServer(request), run_bodies.server_to_json)
+    assert not undrained["is_drained"] and len(await queue.lease("s", 1)) == 1
+    assert (await gateway.rest.post(f"{RUN}/servers/none:drain")).status_code == 404
+
+    await queue.take_term(0)
+    assert (await both(gateway, "POST", f"{RUN}:stop", runs.StopRun(change), to_json))["state"] == "STOPPED"
+    await queue.take_term(0)
+    [run] = (
+        await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
+    )["runs"]
+    assert run["state"] == "PAUSED"
+
+
+async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    await submit(gateway, *[PROMPT] * 3)
+    for lease in await queue.lease("s", 3):
+        await queue.give_back("s", lease, f"reason_{lease.prompt_id} of it", is_final=True)
+    pages, token = [], ""
+    while not pages or token:
+        request = runs_pb2.ListDeadLettersRequest(page_size=2, page_token=token)
+        page = await both(
+            gateway, "GET", f"{RUN}/dead-letters?page_size=2&page_token={token}", runs.ListDeadLetters(request),
+            run_bodies.dead_letters_to_json,
+        )  # fmt: skip
+        pages.append([letter["prompt_id"] for letter in page["dead_letters"]])
+        token = page["next_page_token"]
+    assert pages == [[3, 2], [1]]
+    [letter] = (await rest(gateway, "GET", f"{RUN}/dead-letters?kind=reason_2"))["dead_letters"]
+    answer = await rest(gateway, "POST", f"{RUN}/dead-letters/{letter['letter_id']}:requeue")
+    assert answer == {"prompt_id": 4}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await runs.RequeueDeadLetter(runs_pb2.RequeueDeadLetterRequest(letter_id=letter["letter_id"]))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    prompts, _, _, runs = stubs(gateway)
+    config = {"run": "second", "model": {"path": "/models/m"}, "redis": {"url": "redis://:secret@elsewhere:1"}}
+    to_json = run_bodies.run_to_json
+
+    def create(**changes: Any) -> Any:
+        return runs.CreateRun(runs_pb2.CreateRunRequest(config_json=json.dumps(config | changes)))
+
+    created = await both(gateway, "POST", "/v1/runs", create(), to_json, json={"config": config})
+    assert (created["run"], created["state"], created["launcher_id"]) == ("second", "CREATED", "")
+    assert "launcher" in created["detail"]
+    assert b"secret" not in b"".join((await queue.client.hgetall(KEY)).values())
+    listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
+    assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "RUNNING"), ("second", "CREATED")]
+
+    for changes, status, field, detail in (
+        ({"seed": 2}, 409, "", "another config"),
+        ({"run": "test"}, 409, "", "the gateway's own"),
+        ({"run": "Second!"}, 400, "config.run", "pattern"),
+        ({"learner": {"Lr": 1}}, 400, "config.learner.Lr", "did you mean 'lr'?"),
+        ({"replay": {"groups_per_step": 0}}, 400, "config.replay.groups_per_step", "greater than or equal to 1"),
+        ({"model": None}, 400, "config.model", "valid dictionary"),
+    ):
+        answer = await gateway.rest.post("/v1/runs", json={"config": config | changes})
+        problem = answer.json()
+        assert (answer.status_code, problem["field"]) == (status, field), problem
+        assert detail in problem["detail"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await create(**changes)
+        assert caught.value.details() == problem["detail"]
+        assert dict(caught.value.trailing_metadata() or ()).get("field", "") == field
+
+    for path in (RUN, "/v1/runs/second"):  # two runs, two queues: the same ids
+        answer = await rest(gateway, "POST", f"{path}/prompts", json={"prompts": [PROMPT] * 2})
+        assert answer["prompt_ids"] == [1, 2]
+    await rest(gateway, "POST", "/v1/runs/second/prompts:cancel", json={"prompt_ids": [1]})
+    states = [
+        (await prompts.GetPrompt(prompts_pb2.GetPromptRequest(run=run, prompt_id=1))).state
+        for run in ("second", "test")
+    ]
+    assert states == [prompts_pb2.PromptRecord.CANCELLED, prompts_pb2.PromptRecord.PENDING]
+    assert (await gateway.rest.get("/v1/runs/third")).json()["reason"] == "NOT_FOUND"
+
+    change = runs_pb2.ChangeRunRequest(run="second")
+    for verb, call, state in (
+        ("pause", runs.PauseRun, "CREATED"), ("stop", runs.StopRun, "STOPPED"), ("resume", runs.ResumeRun, "CREATED"),
+    ):  # fmt: skip
+        assert (await both(gateway, "POST", f"/v1/runs/second:{verb}", call(change), to_json))["state"] == state
+    assert (await rest(gateway, "GET", RUN))["state"] == "RUNNING"
+    entries = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
+    assert [(entries[i]["operation"], entries[i]["request"]) for i in (0, -1)] == [
+        ("create_run", {"run": "second"}), ("resume_run", {"run": "second"}),
+    ]  # fmt: skip

@@ -1,0 +1,79 @@
+"""A learner waits for a Redis that restarts, as long as `redis.retry_s` allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from conftest import RedisProcess
+from groups import make_group
+from penstock.cancellation import end_task
+from penstock.codec import encode_group
+from penstock.config.learner import LearnerConfig
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.errors import Unavailable
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import RedisClient, connect
+from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.ledger import Ledger
+
+REPLAY = ReplayConfig(groups_per_step=2)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RedisProcess]:
+    server = RedisProcess(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def client(server: RedisProcess) -> AsyncIterator[RedisClient]:
+    client = connect(RedisConfig(url=server.url, retry_s=30), patient=True)
+    yield client
+    await client.aclose()
+
+
+async def test_a_waiting_learner_outlives_a_restart(
+    server: RedisProcess, client: RedisClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = RedisReplayQueue(client, "restart", REPLAY)
+    await queue.submit([b"p"] * 2, [0, 0], "")
+    first, second = await queue.lease("s", 2)
+    await queue.take_term(0)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=60), Ledger([]), {})
+    reading = asyncio.create_task(reader.read(1, 0))
+    try:
+        await queue.append(first, encode_group(make_group(first.prompt_id)), 0)
+        server.kill()
+        with caplog.at_level(logging.WARNING, logger="penstock.store.redis_client"):
+            async with asyncio.timeout(20):
+                while "Redis does not answer" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert not reading.done()
+        server.start()
+        await queue.append(second, encode_group(make_group(second.prompt_id)), 0)
+        batch = await asyncio.wait_for(reading, 30)
+    finally:
+        await end_task(reading)
+    assert batch.prompt_ids == [first.prompt_id, second.prompt_id]
+    assert await queue.commit(1, batch.prompt_ids) == 2
+    assert (await queue.stat()).conservation_error == 0
+
+
+async def test_patience_ends_and_is_not_for_everyone(server: RedisProcess) -> None:
+    server.kill()
+    for patient, retry_s in ((True, 0.5), (False, 60)):
+        client = connect(RedisConfig(url=server.url, retry_s=retry_s), patient=patient)
+        queue = RedisReplayQueue(client, "restart", REPLAY)
+        async with asyncio.timeout(20):
+            with pytest.raises(Unavailable, match="does not answer"):
+                await queue.stat()
+            with pytest.raises(Unavailable, match="does not answer"):
+                await queue.get_group(1)
+        await client.aclose()

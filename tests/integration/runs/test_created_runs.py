@@ -1,0 +1,136 @@
+"""A run that is created through a gateway, started by a launcher, stopped, started again, and finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from conftest import RedisProcess
+from fleet_runs import EXAMPLE, ROOT
+from gateways import run_config
+from penstock.client import SyncPenstockClient
+from penstock.client.rest_calls import GatewayAddress
+from penstock.config.loading import dump_config
+
+
+@contextmanager
+def part(name: str, config_file: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the `penstock` command, which ends with all that it started."""
+    mark = {"PENSTOCK_TEST_PART": uuid.uuid4().hex}
+    command = [sys.executable, "-m", "penstock.cli.main", name, "--config", str(config_file), *arguments]
+    with (config_file.parent / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **mark}, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=120)
+        finally:
+            for left in psutil.process_iter(["environ"]):
+                if mark.items() <= (left.info["environ"] or {}).items():
+                    left.kill()
+
+
+def until(found: Callable[[], Any], about: str, timeout_s: float = 120) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {about}"
+        time.sleep(0.2)
+    return result
+
+
+def penstock(*words: str) -> str:
+    command = [sys.executable, "-m", "penstock.cli.main", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
+    gateway_file, run_file = tmp_path / "gateway.yaml", tmp_path / "second.yaml"
+    gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
+    run_file.write_text(
+        json.dumps(
+            {
+                "run": "second",
+                "model": {"path": str(EXAMPLE / "model")},
+                "dataset": {"file": str(EXAMPLE / "train.parquet"), "num_samples": 4, "max_tokens": 8},
+                "replay": {"groups_per_step": 4},
+                "rollout": {
+                    "engine": {"name": "torch", "max_model_len": 64},
+                    "reward": {"function_file": str(EXAMPLE / "reward.py")},
+                },
+                "learner": {"checkpoint": {"every_steps": 5}},
+            }
+        )
+    )
+    with part("gateway", gateway_file):
+        folder = tmp_path / "test"
+        until((folder / "gateway.json").exists, "the gateway")
+        where = ("--run-dir", str(folder))
+        said = penstock("runs", "create", str(run_file), *where, "--learner.num_steps", "30")
+        assert said.startswith("run second is created at step 0") and "penstock launcher" in said
+        url = GatewayAddress.from_run_dir(folder).url
+        with SyncPenstockClient(url, run="second") as client:
+            with part("launcher", gateway_file, "--launcher.max_runs", "1", "--launcher.launcher_id", "here"):
+                until(lambda: client.get_run().step >= 3, "steps")
+                run = client.get_run()
+                assert (run.state, run.launcher_id) == ("RUNNING", "here")
+                assert [server.server_id for server in client.servers()] == ["rollout-0"]
+                assert "second@" in json.dumps([model["id"] for model in models(url)])
+                assert completion(url, "second")["policy_version"] >= 0
+                client.stop_run()
+                stopped = until(lambda: (got := client.get_run()).detail == "" and got, "its processes to end")
+                assert not (tmp_path / "second" / "gateway.json").exists()
+                assert stopped.state == "STOPPED" and stopped.step < 30
+                assert "resum" not in (tmp_path / "second" / "logs" / "learner.log").read_text()
+                penstock("runs", "resume", "--run", "second", *where)
+                until(lambda: client.get_run().step > stopped.step, "it to go on")
+            assert client.get_run().state == "RUNNING", "it stays with its launcher"
+            with part("launcher", gateway_file, "--launcher.max_runs", "1", "--launcher.launcher_id", "here"):
+                until(lambda: client.get_run().state == "FINISHED", "the last step", timeout_s=240)
+            assert client.get_run().step == 30
+            assert client.get_run().queue.conservation_error == 0
+            assert "resuming from" in (tmp_path / "second" / "logs" / "learner.log").read_text()
+
+
+def completion(url: str, model: str) -> dict[str, Any]:
+    import httpx
+
+    body = {"model": model, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def models(url: str) -> list[dict[str, Any]]:
+    import httpx
+
+    return list(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"])
+
+
+def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path, redis_process: RedisProcess) -> None:
+    gateway_file = tmp_path / "gateway.yaml"
+    gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
+    with part("gateway", gateway_file), part("launcher", gateway_file, "--launcher.max_runs", "1"):
+        until((tmp_path / "test" / "gateway.json").exists, "the gateway")
+        address = GatewayAddress.from_run_dir(tmp_path / "test")
+        with SyncPenstockClient(address.url, run="lost") as client:
+            client.create_run({"run": "lost", "model": {"path": "/nowhere"}})
+            run = until(lambda: (got := client.get_run()).state == "FAILED" and got, "the failure")
+    assert "/nowhere is not a model folder" in run.detail
+    assert (tmp_path / "_launcher" / "lost.log").exists()

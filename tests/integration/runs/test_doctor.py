@@ -1,0 +1,145 @@
+"""`penstock doctor` against a real Redis: what is wrong is found, by name, with what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from conftest import RedisProcess
+from penstock.cli import main as cli
+from penstock.config.learner import RewardModelConfig
+from penstock.config.loading import dump_config, validate
+from penstock.config.run import RunConfig
+from penstock.doctor import Finding, check_gpus, check_ports, examine
+from penstock.ports import free_port
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.heartbeats import Heartbeats
+from penstock.v1 import policies_pb2
+
+SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_process: RedisProcess) -> RunConfig:
+    return validate(
+        {
+            "run": "test", "run_dir": str(tmp_path), "model": {"path": str(tmp_path)},
+            "redis": {"url": redis_process.url}, "replay": {"settle_s": 2},
+        },
+        "test",
+    )  # fmt: skip
+
+
+def of(findings: list[Finding], check: str) -> list[tuple[str, str]]:
+    """(level, text) of a check."""
+    return [(finding.level, finding.text) for finding in findings if finding.check == check]
+
+
+async def publish(queue: RedisReplayQueue, version: int, digest: str, **metrics: float) -> None:
+    record = policies_pb2.Policy(policy_version=version, weights_digest=digest, metrics=metrics)
+    await queue.publish(version, version, record.SerializeToString())
+
+
+async def test_a_healthy_deployment_is_ok_throughout(
+    config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    await queue.take_term(0)
+    await publish(queue, 3, "abc", logprob_mismatch=1e-5)
+    await publish(queue, 4, "def")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = replace(SERVER, address=f"127.0.0.1:{listener.getsockname()[1]}")
+        await Fleet(redis_client, "test").join(server)
+        await Fleet(redis_client, "test").set_state("rollout-0", "READY")
+        await Heartbeats(redis_client, "test").beat("learner")
+        findings = await examine(config)
+    assert {finding.level for finding in findings if finding.check != "disk"} == {"ok"}, findings
+    assert of(findings, "log-probs") == [("ok", "engine and learner differ by 1e-05 nats a token (version 3)")]
+    assert of(findings, "weights") == [("ok", "rollout-0 has version 3 exactly")]
+    assert {text.split(",")[0] for _, text in of(findings, "heartbeat")} == {"learner", "rollout-0"}
+    assert of(findings, "conservation") == [("ok", "nothing is lost")]
+
+
+async def test_what_is_wrong_is_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
+    await queue.take_term(0)
+    await publish(queue, 3, "other", logprob_mismatch=0.5)
+    await Fleet(redis_client, "test").join(SERVER)
+    await Fleet(redis_client, "test").set_state("rollout-0", "READY")
+    await redis_client.hincrby("penstock:{test}:counters", "admitted", 2)
+    await redis_client.hset("penstock:{test}:heartbeats", "learner", 1)
+    findings = await examine(config.model_copy(update={"replay": config.replay.model_copy(update={"settle_s": 0})}))
+    assert of(findings, "conservation") == [("fail", "off by 2")]
+    assert of(findings, "weights") == [("fail", "rollout-0 does not have version 3 exactly")]
+    [(level, text)] = of(findings, "log-probs")
+    assert (level, text[:35]) == ("fail", "engine and learner differ by 0.5 na")
+    assert ("fail", "rollout-0") in [(level, text.split()[0]) for level, text in of(findings, "ports")]
+    assert [level for level, text in of(findings, "heartbeat") if text.startswith("learner")] == ["fail"]
+    assert [level for level, _ in of(findings, "durability")] == ["warn"]
+    assert all(finding.advice for finding in findings if finding.level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "check", "level"),
+    [("appendonly", "no", "durability", "fail"), ("appendfsync", "no", "durability", "warn"),
+     ("maxmemory-policy", "allkeys-lru", "memory", "fail")],
+)  # fmt: skip
+async def test_a_redis_that_may_lose_data_is_named(
+    config: RunConfig, redis_client: redis.Redis, setting: str, value: str, check: str, level: str
+) -> None:
+    before: Any = await redis_client.config_get(setting)
+    await redis_client.config_set("maxmemory", 2**30)
+    try:
+        await redis_client.config_set(setting, value)
+        assert [found for found, _ in of(await examine(config), check)] == [level]
+    finally:
+        await redis_client.config_set(setting, next(iter(before.values())))
+        await redis_client.config_set("maxmemory", 0)
+
+
+def test_the_command_prints_a_line_a_check_and_exits_by_the_worst(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config))
+    assert cli.main(["doctor", "--config", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "ok    ports         the run is not up here; its ports are free"
+    assert cli.main(["doctor", "--config", str(path), "--json", "--redis.url", f"redis://127.0.0.1:{free_port()}"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["level"] for finding in findings if finding["check"] == "redis"] == ["fail"]
+
+
+def test_ports_of_a_run_that_is_down_and_of_one_that_died(config: RunConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = config.gateway.model_copy(update={"port": listener.getsockname()[1]})
+        [finding] = check_ports(config.model_copy(update={"gateway": taken}))
+        assert (finding.level, finding.advice) == ("fail", "set gateway.port to a free one, or 0")
+    config.folder.mkdir(parents=True)
+    (config.folder / "summary.json").write_text("{}")
+    (config.folder / "learner.json").write_text(json.dumps({"host": "127.0.0.1", "metrics_port": free_port()}))
+    [finding] = check_ports(config)
+    assert finding.level == "fail" and finding.text.startswith("learner does not answer on")
+
+
+def test_gpus_are_counted_and_their_links_read(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(topology: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n[ $1 = topo ] && printf '{topology}' || printf 'H200\\nH200\\n'\n")
+        program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    install("\tGPU0\tGPU1\\nGPU0\tX\tNV18\\nGPU1\tNV18\tX\\n")
+    assert [(f.level, f.text) for f in check_gpus(config)] == [("ok", "2 x H200, linked by NVLink")]
+    install("\tGPU0\tGPU1\\nGPU0\tX\tSYS\\nGPU1\tSYS\tX\\n")
+    assert [(f.level, f.text) for f in check_gpus(config)] == [("warn", "2 x H200, not all linked by NVLink (SYS)")]
+    one_each = {"path": "reward", "num_ranks": 3, "gpus_per_rank": 1}
+    learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one_each)})
+    [found] = check_gpus(config.model_copy(update={"learner": learner}))
+    assert (found.level, found.text) == ("fail", "2 x H200, and the learner asks for 3")

@@ -1,0 +1,159 @@
+"""Ways to reach Redis: Unix socket, TLS, a user with a password file, and a cluster. Each does a whole round trip."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from redis.asyncio import Redis
+
+from conftest import RedisProcess
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.errors import ConfigError, Unavailable
+from penstock.ports import free_port, wait_for_port
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
+from penstock.v1 import policies_pb2
+from penstock_services.local.private_redis import find_redis_server
+
+
+async def round_trip(config: RedisConfig) -> None:
+    """One group from submission to commit, and everything else that a run keeps in Redis."""
+    client = connect(config)
+    try:
+        queue = RedisReplayQueue(client, "connections", ReplayConfig(groups_per_step=2))
+        await queue.submit([b"p"] * 2, [0, 1], "")
+        leases = await queue.lease("s", 2)
+        for lease in leases:
+            assert await queue.append(lease, b"group", 0) == "accepted"
+        await queue.take_term(0)
+        taken = await queue.take(1, 2)
+        assert [delivery.payload for delivery in await queue.fetch(taken)] == [b"group"] * 2
+        assert await queue.commit(1, taken) == 2
+        await queue.publish(1, 1, policies_pb2.Policy(policy_version=1).SerializeToString())
+        assert (await PolicyRegistry(client, "connections").newest_first(None, 5))[0].policy_version == 1
+        await queue.create_evaluation("e", [b"q"])
+        assert (await queue.get_evaluation("e")).num_prompts == 1
+        assert await queue.dead_letter_reasons() == {}
+        fleet = Fleet(client, "connections")
+        await fleet.join(ServerRecord("s", "127.0.0.1:1", "torch"))
+        await fleet.set_state("s", "READY")
+        assert [server.state for server in await fleet.servers()] == ["READY"]
+        assert await fleet.generation() == 1
+        assert (await queue.stat()).conservation_error == 0
+    finally:
+        await client.aclose()
+
+
+@contextlib.contextmanager
+def redis_server(*options: str, port: int) -> Iterator[None]:
+    process = subprocess.Popen(
+        [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
+        yield
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+
+
+async def test_unix_socket(tmp_path: Path) -> None:
+    with redis_server("--unixsocket", str(tmp_path / "redis.sock"), port=free_port()):
+        await round_trip(RedisConfig(url=f"unix://{tmp_path}/redis.sock"))
+
+
+async def test_a_user_with_a_password_file(redis_process: RedisProcess, redis_client: Redis, tmp_path: Path) -> None:
+    url = urlsplit(redis_process.url)
+    password = tmp_path / "password"
+    password.write_text(f"{url.password}\n")
+    bare = f"redis://{url.hostname}:{url.port}/0"
+    await round_trip(RedisConfig(url=bare, username="default", password_file=password))
+    password.write_text("wrong")
+    with pytest.raises(Unavailable, match="refuses the user or password .*; correct redis.url"):
+        await round_trip(RedisConfig(url=bare, username="default", password_file=password))
+    with pytest.raises(ConfigError, match=r"redis\.password_file"):
+        connect(RedisConfig(url=bare, password_file=tmp_path / "none"))
+
+
+# ── TLS ──
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, and a certificate for 127.0.0.1 that serves both ends."""
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
+    for words in (
+        ["req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test ca"],
+        ["req", *new_key, "-keyout", "end.key", "-out", "end.csr", "-subj", "/CN=127.0.0.1"],
+        ["x509", "-req", "-in", "end.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+         "-extfile", "extensions", "-out", "end.pem"],
+    ):  # fmt: skip
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+async def tls_port(tmp_path: Path, redis_process: RedisProcess, redis_client: Redis) -> AsyncIterator[int]:
+    """TLS in front of a plain Redis, because not every build of it has TLS. Asks for a client's certificate."""
+    make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "end.pem", tmp_path / "end.key")
+    context.load_verify_locations(tmp_path / "ca.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", redis_process.port)
+        await asyncio.gather(pump(reader, behind_writer), pump(behind_reader, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_tls(tls_port: int, tmp_path: Path, redis_process: RedisProcess) -> None:
+    url = f"rediss://:{urlsplit(redis_process.url).password}@127.0.0.1:{tls_port}/0"
+    ours = {"tls_cert_file": tmp_path / "end.pem", "tls_key_file": tmp_path / "end.key"}
+    await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem", **ours))
+    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED|certificate verify failed"):
+        await round_trip(RedisConfig(url=url, **ours))
+    with pytest.raises(Unavailable):
+        await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem"))
+
+
+# ── cluster ──
+
+
+async def test_cluster(tmp_path: Path) -> None:
+    """One node that serves all slots: the client goes through slots and topology as with many."""
+    port = cluster_port()
+    with redis_server("--cluster-enabled", "yes", "--dir", str(tmp_path), port=port):
+        async with Redis(port=port) as node:
+            await node.execute_command("CLUSTER ADDSLOTS", *range(16384))
+            async with asyncio.timeout(20):
+                while (await node.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        await round_trip(RedisConfig(url=f"redis://127.0.0.1:{port}/0", cluster=True))
+
+
+def cluster_port() -> int:
+    """A free port whose bus port, 10,000 above, exists."""
+    while (port := free_port()) > 55_000:
+        pass
+    return port

@@ -1,0 +1,89 @@
+"""Low-rank adapters: trained sharded, pushed alone, served merged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from conftest import RedisProcess
+from engine_member import HOST, config_of, greedy_log_probs, member
+from learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner
+from penstock.config.learner import LoraConfig
+from penstock_learner.model.causal_lm import PackedCausalLM, add_adapter, load_model, shard
+from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
+from penstock_learner.weights.publisher import WeightPublisher
+from tiny_model import make_tiny_qwen2
+
+LORA = LoraConfig(rank=4, alpha=16)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def adapted(model_path: Path) -> PackedCausalLM:
+    """A sharded model with an adapter that changes something."""
+    model = load_model(model_path, torch.float32, 64)
+    add_adapter(model, LORA)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    shard(model)
+    return model
+
+
+def merged(model_path: Path, weights: dict[str, torch.Tensor]) -> Any:
+    """The folder's model with the adapter added by hand."""
+    lm: Any = AutoModelForCausalLM.from_pretrained(model_path)
+    scale = LORA.alpha / LORA.rank
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if f"{name}.lora_A" in weights:
+                parameter.add_(scale * weights[f"{name}.lora_B"] @ weights[f"{name}.lora_A"])
+    return lm
+
+
+@pytest.mark.usefixtures("process_group")
+async def test_only_the_adapter_travels_and_the_engine_serves_the_sum(tmp_path: Path) -> None:
+    path = make_tiny_qwen2(tmp_path / "model", seed=1)
+    config = config_of(tmp_path, path, None)
+    model = adapted(path)
+    weights = {name: weight.clone() for name, weight in gathered_weights(model)}
+    async with member(config) as (target, engine, _):
+        publisher = WeightPublisher(config, HOST)
+        staged = publisher.begin(1, 1, pushed_shapes(model), adapter_scale=LORA.alpha / LORA.rank)
+        for name, weight in weights.items():
+            staged.put(name, weight)
+        report = await asyncio.to_thread(publisher.push, 1, [target])
+        assert report.committed == [target.server_id], report.failed
+        assert report.num_bytes < sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2
+        tokens, log_probs = await greedy_log_probs(engine, (5, 6, 7))
+    with torch.no_grad():
+        logits = merged(path, weights)(torch.tensor([[5, 6, 7, *tokens]])).logits[0, 2:-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert logits.argmax(-1).tolist() == tokens
+    torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.long
+def test_a_learner_trains_an_adapter(tmp_path: Path, redis_process: RedisProcess) -> None:
+    path = make_tiny_qwen2(tmp_path / "model", seed=1)
+    lora = {"rank": 4, "alpha": 16}
+    config = make_config(tmp_path, path, redis_process.url, "lora", lora=lora, policy={"num_ranks": 2})
+    asyncio.run(fill_queue(config))
+    code, output = run_learner(config)
+    assert code == 0, output[-3000:]
+    result = outcome(config)
+    assert result.stat.trained == GROUPS_PER_STEP * NUM_STEPS
+    assert len(set(result.digests.values())) == len(result.digests) > 1, "every step changed the adapter"

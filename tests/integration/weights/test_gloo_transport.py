@@ -1,0 +1,91 @@
+"""gloo, publisher and stage in one process: buckets that travel in several pieces, and a broadcast that stalls."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.patience import Patience
+from penstock.weights.transports import GLOO_PIECE_BYTES
+from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.senders.gloo import GlooSender
+from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.staging import StagedVersion
+from penstock_rollout.engines.engine import StageRequest
+from penstock_rollout.weights.stage import WeightStage
+
+DEADLINE_S = 60.0
+HOST = "127.0.0.1"
+SHAPES = [("embed", (3, 700_001)), ("norm", (5,)), ("layer", (1000, 1001)), ("head", (7,))]
+
+
+def stage_version(dtype: torch.dtype, name: str) -> tuple[StagedVersion, dict[str, torch.Tensor]]:
+    """Buckets of several pieces, with padding, from float32 weights."""
+    tensors = [TensorShape(tensor, name, shape) for tensor, shape in SHAPES]
+    manifest = build_manifest("run", 1, 1, tensors, bucket_bytes=9 * 2**20)
+    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]), dtype)
+    generator = torch.Generator().manual_seed(0)
+    weights = {tensor: torch.rand(shape, generator=generator) for tensor, shape in SHAPES}
+    for tensor, weight in weights.items():
+        staged.put(tensor, weight)
+    return staged, weights
+
+
+def start_stage(staged: StagedVersion, rendezvous: str) -> WeightStage:
+    request = StageRequest(staged.manifest, "gloo", rendezvous, rank=1, world_size=2, timeout_s=DEADLINE_S)
+    stage = WeightStage(request, Path("unused"))
+    stage.start()
+    return stage
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
+def test_a_bucket_of_several_pieces_is_hashed_whole_on_both_sides(dtype: torch.dtype, name: str) -> None:
+    staged, weights = stage_version(dtype, name)
+    assert any(bucket.num_bytes > GLOO_PIECE_BYTES for bucket in staged.manifest.buckets)
+    patience = Patience(DEADLINE_S, "sending")
+    checksums = staged.checksums(patience)
+    assert checksums == [host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets]
+
+    sender, members = GlooSender(HOST), [PushTarget("member", "unused")]
+    shipment = Shipment(staged.manifest, staged)
+    stage = start_stage(staged, sender.open(shipment, members, patience))
+    sender.send(shipment, members, patience)
+    stage.done.result(DEADLINE_S)
+    sender.close(failed=False)
+    assert stage.phase == "received", stage.failure
+    assert stage.mismatch(checksums) == ""
+    received = dict(stage.tensors())
+    assert received.keys() == weights.keys()
+    for tensor, weight in weights.items():
+        np.testing.assert_array_equal(received[tensor].float(), weight.to(dtype).float())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
+def test_a_weight_that_was_staged_can_be_freed_as_fsdp_frees_it(dtype: torch.dtype, name: str) -> None:
+    _, weights = stage_version(dtype, name)
+    for weight in weights.values():
+        weight.untyped_storage().resize_(0)
+
+
+def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_once() -> None:
+    """However many are under way: whatever holds memory of the engine's machine must not do so until a deadline."""
+    staged, _ = stage_version(torch.float32, "F32")
+    timeout = timedelta(seconds=DEADLINE_S)
+    store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+    stage = start_stage(staged, f"{HOST}:{store.port}/stalled")
+    silent = ProcessGroupGloo(PrefixStore("stalled", store), 0, 2, timeout)
+    time.sleep(0.2)  # the stage waits for the first pieces
+    assert stage.phase == "receiving"
+    stage.abort()
+    assert stage.join(timeout_s=4), "it waits for the deadline of its broadcasts"
+    assert stage.phase == "failed"
+    assert "aborted" in stage.failure
+    del silent

@@ -1,0 +1,161 @@
+"""The order of versions: training never waits for a push, the newest wins, late joiners have a lane of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from conftest import RedisProcess
+from learner_runs import make_config
+from penstock.cancellation import end_task
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
+from penstock_learner.loop.policy_publication import PolicyPublication
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.weights.publisher import PushReport
+
+
+@dataclass
+class ScriptedPolicy:
+    """Stands for the policy's actors: a push lasts until the test lets it end."""
+
+    pushed: list[tuple[str, int, list[str]]] = field(default_factory=list)
+    """Lane, version and servers of every push that began."""
+    gathered: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Version, and the versions that were to be kept, of every gather."""
+    failures: dict[str, str] = field(default_factory=dict)
+    gives_way: bool = False
+    """The next push would have to start again, and finds a newer version."""
+    gates: dict[str, deque[asyncio.Event]] = field(default_factory=dict)
+
+    def hold(self, lane: str) -> asyncio.Event:
+        """The next push of the lane waits for the event."""
+        event = asyncio.Event()
+        self.gates.setdefault(lane, deque()).append(event)
+        return event
+
+    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> None:
+        self.gathered.append((version, sorted(keep)))
+
+    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        if method != "push":
+            return None
+        version, targets = arguments[0], arguments[1]
+        names = [target.server_id for target in targets]
+        self.pushed.append((lane, version, names))
+        if self.gates.get(lane):
+            await self.gates[lane].popleft().wait()
+        if self.gives_way:
+            self.gives_way = False
+            return PushReport(version, "gloo", "digest", superseded=names)
+        failed = {name: why for name, why in self.failures.items() if name in names}
+        return PushReport(version, "gloo", "digest", [name for name in names if name not in failed], failed)
+
+
+@dataclass
+class Setting:
+    publication: PolicyPublication
+    policy: ScriptedPolicy
+    fleet: Fleet
+    policies: PolicyRegistry
+
+    async def offer(self, version: int) -> None:
+        (await self.publication.gather(version, version)).metrics.set_result({})
+
+    async def join(self, name: str, state: Any, version: int) -> None:
+        await self.fleet.join(ServerRecord(name, "127.0.0.1:1", "torch", policy_version=version))
+        await self.fleet.set_state(name, state)
+
+    async def state(self, name: str) -> str:
+        return {server.server_id: server.state for server in await self.fleet.servers()}[name]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def setting(tmp_path: Path, redis_process: RedisProcess) -> AsyncIterator[Setting]:
+    config = make_config(tmp_path, tmp_path, redis_process.url, f"publication-{tmp_path.name}")
+    client = connect(config.redis)
+    queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
+    term = await queue.take_term(0)
+    policy: Any = ScriptedPolicy()
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
+    loops = [asyncio.create_task(publication.publish_loop()), asyncio.create_task(publication.catch_up_loop())]
+    yield Setting(publication, policy, fleet, PolicyRegistry(client, config.run))
+    for loop in loops:
+        await end_task(loop)
+    await client.aclose()
+
+
+async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    held = setting.policy.hold("push")
+    await setting.offer(1)
+    await eventually(lambda: len(setting.policy.pushed) == 1)
+    await setting.offer(2)
+    await setting.offer(3)
+    assert [version for version, _ in setting.policy.gathered] == [1, 2, 3], "training did not wait for the push"
+    assert setting.policy.gathered[1][1] == setting.policy.gathered[2][1] == [1], "what is being pushed is kept"
+    held.set()
+    await setting.publication.settle()
+    assert [version for _, version, _ in setting.policy.pushed] == [1, 3]
+    assert setting.publication.current == 3
+    published = await setting.policies.newest_first(None, 10)
+    assert [(policy.policy_version, policy.parent_version) for policy in published] == [(3, 1), (1, 0)]
+
+
+async def test_a_version_whose_push_gave_way_is_not_published(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    held = setting.policy.hold("push")
+    setting.policy.gives_way = True
+    await setting.offer(1)
+    await eventually(lambda: len(setting.policy.pushed) == 1)
+    await setting.offer(2)
+    held.set()
+    await setting.publication.settle()
+    assert [(version, names) for _, version, names in setting.policy.pushed] == [(1, ["a"]), (2, ["a"])]
+    assert [policy.policy_version for policy in await setting.policies.newest_first(None, 10)] == [2]
+    assert setting.publication.current == 2
+    assert await setting.state("a") == "READY"
+
+
+async def test_a_late_joiner_that_hangs_delays_no_push(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    await setting.offer(1)
+    await setting.publication.settle()
+    held = setting.policy.hold("catch_up")
+    await setting.join("late", "STALE", 0)
+    await eventually(lambda: ("catch_up", 1, ["late"]) in setting.policy.pushed)
+    await setting.offer(2)
+    await setting.publication.settle()
+    assert ("push", 2, ["a"]) in setting.policy.pushed
+    assert setting.policy.gathered[-1] == (2, [1]), "the version that the late joiner is getting is kept"
+    held.set()
+    await eventually(lambda: ("catch_up", 2, ["late"]) in setting.policy.pushed)
+    await eventually(lambda: not setting.publication._catching_up)
+    assert await setting.state("late") == "READY"
+
+
+async def test_a_member_that_fails_is_evicted_and_the_version_published(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    await setting.join("b", "READY", 0)
+    setting.policy.failures["b"] = "it hung"
+    await setting.offer(1)
+    await setting.publication.settle()
+    assert await setting.state("a") == "READY"
+    assert await setting.state("b") == "EVICTED"
+    assert setting.publication.current == 1

@@ -1,0 +1,228 @@
+"""The pods of the chart: which roles share one, what they may do, how they start and end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rendered_chart import (
+    OPTIONS,
+    PLACEMENTS,
+    VALUES,
+    Manifest,
+    needs_helm,
+    of_kind,
+    one,
+    pod_templates,
+    render,
+    run_config,
+)  # fmt: skip
+
+pytestmark = needs_helm
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_worker_groups_hold_the_bundles_of_the_placement(placement: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from penstock_learner.roles.placement import active_resource_groups, bundles
+
+    manifests = render(values=placement)
+    config = run_config(manifests, tmp_path)
+    workers = one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]
+    wanted = active_resource_groups(config.learner, config.learner.needed_roles)
+    assert [worker["groupName"] for worker in workers] == ["-".join(group) for group in wanted]
+    for worker, group in zip(workers, wanted, strict=True):
+        for resource, parameter in (("CPU", "num-cpus"), ("GPU", "num-gpus")):
+            offered = worker["replicas"] * int(worker["rayStartParams"][parameter])
+            assert offered >= sum(bundle.get(resource, 0) for bundle in bundles(group))
+        container = worker["template"]["spec"]["containers"][0]
+        assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == worker["rayStartParams"]["num-gpus"]
+
+
+def test_groups_exist_only_for_roles_that_the_run_needs() -> None:
+    def names(*arguments: str, placement: str) -> list[str]:
+        manifests = render(*arguments, values=placement)
+        return [group["groupName"] for group in one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]]
+
+    no_reference = ("--set", "config.learner.algorithm.kl.placement=none")
+    assert names(*no_reference, placement="standalone") == ["policy"]
+    assert names(*no_reference, placement="split-collocate") == ["policy"]
+    all_roles = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
+    assert names(*all_roles, placement="standalone") == ["policy", "reference", "critic", "reward-model"]
+    assert names(*all_roles, placement="split-collocate") == ["policy-reference", "critic-reward-model"]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_every_pod_is_locked_down(values: str) -> None:
+    manifests = render(*OPTIONS, values=values)
+    assert one(manifests, "ServiceAccount")["automountServiceAccountToken"] is False
+    templates = dict(pod_templates(manifests))
+    assert len(templates) >= 5
+    for name, template in templates.items():
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] > 0, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True, name
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["resources"]["requests"]["cpu"], name
+            assert container["resources"]["limits"]["memory"], name
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted == {volume["name"] for volume in spec["volumes"]} | _claimed(manifests, name), name
+
+
+def _claimed(manifests: list[Manifest], name: str) -> set[str]:
+    """Volumes that a StatefulSet makes a claim of for each of its pods."""
+    templates = [
+        m["spec"].get("volumeClaimTemplates", [])
+        for m in manifests
+        if m["metadata"]["name"] == name and m["kind"] == "StatefulSet"
+    ]
+    return {claim["metadata"]["name"] for claims in templates for claim in claims}
+
+
+def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
+    manifests = render()
+    assert not [m for m in manifests if m["kind"] == "Secret"]
+    keys = {
+        name: [
+            item["key"]
+            for volume in template["spec"]["volumes"]
+            if "secret" in volume
+            for item in volume["secret"]["items"]
+        ]
+        for name, template in pod_templates(manifests)
+    }
+    assert keys["test-penstock-gateway"] == ["api-key", "cluster-key"]
+    assert keys["test-penstock-rollout"] == ["cluster-key"]
+    rollout = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]["containers"][0]
+    password = next(v for v in rollout["env"] if v["name"] == "REDIS_PASSWORD")
+    assert password["valueFrom"]["secretKeyRef"]["key"] == "redis-rollout-password"
+    assert "--redis.url=$(REDIS_URL)" in rollout["args"]
+
+
+def test_only_learner_and_gateway_reach_the_internal_port() -> None:
+    reachable: dict[str, list[str]] = {"metrics": []}
+    for rule in one(render(), "NetworkPolicy", "-rollout")["spec"]["ingress"]:
+        for port in rule["ports"]:
+            labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+            peers = [label.get("app.kubernetes.io/component", "publisher") for label in labels]
+            reachable.setdefault(str(port["port"]), []).extend(peers)
+    assert reachable == {"weights": ["learner", "gateway"], "1024": ["publisher"], "metrics": []}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -> None:
+    manifests = render("--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120", values=values)
+    spec = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
+    probe = spec["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > 3600
+    assert spec["terminationGracePeriodSeconds"] > 120
+    [shm] = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"]["medium"] == "Memory" and shm["emptyDir"]["sizeLimit"]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_what_serves_has_probes(values: str) -> None:
+    """KubeRay gives its pods probes of its own; Jobs that only submit end by themselves."""
+    for name, template in pod_templates(render(values=values)):
+        container = template["spec"]["containers"][0]
+        if "-ray/" in name or "-feed-" in name or name.endswith("-test"):
+            continue
+        ports = {port["name"] for port in container["ports"]}
+        for kind in ("startupProbe", "livenessProbe", *([] if "-learner-" in name else ["readinessProbe"])):
+            probe = container[kind]
+            called = probe.get("httpGet", probe.get("tcpSocket", {})).get("port")
+            assert called in ports or "exec" in probe, f"{name} {kind}"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placement: str) -> None:
+    manifests = render("--set=learner.driver.stopSeconds=400", values=placement)
+    driver = one(manifests, "Job", "-learner-")["spec"]["template"]["spec"]
+    assert driver["terminationGracePeriodSeconds"] == 400
+    for name, template in pod_templates(manifests):
+        if "-ray/" in name:
+            assert template["spec"]["terminationGracePeriodSeconds"] > 400, name
+            assert template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], name
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_evictions_are_bounded(values: str) -> None:
+    manifests = render("--set=learner.protectFromEviction=true,gateway.replicas=2", values=values)
+    budgets = {
+        m["metadata"]["name"].removeprefix("test-penstock-"): m["spec"]
+        for m in of_kind(manifests, "PodDisruptionBudget")
+    }
+    assert budgets["gateway"]["maxUnavailable"] == 1 and budgets["rollout"]["maxUnavailable"] == "25%"
+    assert budgets["driver"]["minAvailable"] == 1
+    labels = [template["metadata"]["labels"] for _, template in pod_templates(manifests)]
+    for name in ("gateway", "rollout", "driver"):
+        selector = budgets[name]["selector"]["matchLabels"]
+        assert [each for each in labels if selector.items() <= each.items()], name
+    clusters = of_kind(manifests, "RayCluster")
+    assert ("ray" in budgets) == bool(clusters)
+    for cluster in clusters:
+        # Its pods belong to no controller that a share could be counted of: a number, and all of them.
+        num_workers = sum(group["replicas"] for group in cluster["spec"]["workerGroupSpecs"])
+        assert budgets["ray"]["minAvailable"] == 1 + num_workers
+        assert budgets["ray"]["selector"]["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]
+
+
+def test_pods_are_spread() -> None:
+    manifests = render()
+    for kind, name, keys in (
+        ("Deployment", "gateway", ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]),
+        ("StatefulSet", "rollout", ["kubernetes.io/hostname"]),
+    ):
+        template = one(manifests, kind, name)["spec"]["template"]
+        spread = template["spec"]["topologySpreadConstraints"]
+        assert [constraint["topologyKey"] for constraint in spread] == keys
+        for constraint in spread:
+            assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_every_pod_has_a_network_policy(values: str) -> None:
+    manifests = render(*OPTIONS, values=values)
+    policies = of_kind(manifests, "NetworkPolicy")
+    for name, template in pod_templates(manifests):
+        labels = template["metadata"]["labels"]
+        assert [policy for policy in policies if _selects(policy["spec"]["podSelector"], labels)], name
+    assert not of_kind(render("--set=networkPolicy.enabled=false", values=values), "NetworkPolicy")
+
+
+def _selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    return selector["matchLabels"].items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def test_one_pod_without_kuberay_holds_every_rank() -> None:
+    """Both try-out files: no custom resource, and as many GPUs as the ranks of all roles share."""
+    for values, gpus in (("single-gpu", 1), ("no-gpu", None)):
+        manifests = render(values=values)
+        assert not of_kind(manifests, "RayCluster")
+        template = one(manifests, "Job", "-learner-")["spec"]["template"]
+        assert template["metadata"]["labels"]["penstock/publisher"] == "true"
+        container = template["spec"]["containers"][0]
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
+        assert container["command"] == ["penstock", "learner"]
+        assert "--learner.publish_host=$(POD_IP)" in container["args"]
+    rollout = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]["containers"][0]
+    assert "nvidia.com/gpu" not in rollout["resources"]["limits"]
+
+
+def test_a_share_of_a_gpu_goes_by_its_own_name() -> None:
+    manifests = render("--set=gpuResource=nvidia.com/gpu.shared")
+    limits = [
+        container["resources"]["limits"]
+        for _, template in pod_templates(manifests)
+        for container in template["spec"]["containers"]
+    ]
+    assert [limit for limit in limits if "nvidia.com/gpu.shared" in limit]
+    assert not [limit for limit in limits if "nvidia.com/gpu" in limit]

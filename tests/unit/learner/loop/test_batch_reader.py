@@ -1,0 +1,130 @@
+"""The one reader of the queue, on the queue in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from groups import made_by, make_group
+from penstock.config.learner import LearnerConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import DeadlineExceeded
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.trajectory import Group
+from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.ledger import Ledger
+from penstock_learner.loop.roll_back import RollBack, oldest_version
+from replay_backends import queue_with
+
+REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
+
+
+def reader_of(
+    queue: MemoryReplayQueue, replay: ReplayConfig = REPLAY, ledger: Ledger | None = None, timeout_s: float = 10.0
+) -> BatchReader:
+    return BatchReader(queue, replay, LearnerConfig(batch_timeout_s=timeout_s), ledger or Ledger(), {})
+
+
+async def test_a_starved_learner_says_so() -> None:
+    reader = reader_of(await queue_with(REPLAY, [make_group(1)]), timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups after 0 s; are prompts submitted"):
+        await reader.read(1, 0)
+
+
+async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -> None:
+    reader, wanted = reader_of(await queue_with(REPLAY, [make_group(1)]), timeout_s=0.05), asyncio.Event()
+    reading = asyncio.create_task(reader.read(1, 0, wanted))
+    await asyncio.wait({reading}, timeout=0.5)
+    assert not reading.done()
+    wanted.set()
+    with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups"):
+        await reading
+
+
+async def test_poison_is_dead_lettered_and_the_batch_is_filled_from_the_rest() -> None:
+    queue = await queue_with(REPLAY, [b"rubbish", make_group(2), make_group(3)])
+    batch = await reader_of(queue).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"corrupt": 1}
+
+
+async def test_a_group_that_names_another_prompt_is_poison() -> None:
+    queue = await queue_with(REPLAY, [make_group(777), make_group(2), make_group(3)])
+    batch = await reader_of(queue).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"identity": 1}
+
+
+async def test_remax_trains_no_group_without_its_greedy_sample() -> None:
+    def with_baseline(group: Group) -> Group:
+        first, *rest = group.trajectories
+        return replace(group, trajectories=(*rest, replace(first, is_baseline=True)))
+
+    queue = await queue_with(REPLAY, [make_group(1), with_baseline(make_group(2)), with_baseline(make_group(3))])
+    learner = LearnerConfig.model_validate({"algorithm": {"advantage": {"name": "remax"}}})
+    batch = await BatchReader(queue, REPLAY, learner, Ledger(), {}).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    assert await queue.dead_letter_reasons() == {"shape": 1}
+
+
+async def test_what_the_ledger_holds_is_not_trained_again() -> None:
+    queue = await queue_with(REPLAY, [make_group(1), make_group(2), make_group(3)])
+    batch = await reader_of(queue, ledger=Ledger([(1, 1)])).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+
+
+async def test_groups_without_spread_are_replaced() -> None:
+    replay = REPLAY.model_copy(update={"dynamic_sampling": True})
+    flat = make_group(1)
+    flat = replace(flat, trajectories=tuple(replace(t, reward=1.0) for t in flat.trajectories))
+    spread = [
+        replace(g, trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(g.trajectories)))
+        for g in (make_group(2), make_group(3))
+    ]
+    queue = await queue_with(replay, [flat, *spread])
+    batch = await reader_of(queue, replay).read(1, 0)
+    assert batch.prompt_ids == [2, 3]
+    stat = await queue.stat()
+    assert (stat.expired, stat.conservation_error) == (1, 0)
+
+
+async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
+    replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 2})
+    groups = [made_by(1, 8), made_by(2, 3, 5), made_by(3, 9), made_by(4, 3), made_by(5, 3)]
+    queue = await queue_with(replay, groups)
+    reader = reader_of(queue, replay)
+    roll_backs: list[RollBack] = []
+    reader.roll_backs = roll_backs
+    batch = await reader.read(1, 4)
+    assert batch.prompt_ids == [1, 2]
+    roll_backs.append(RollBack(policy_version=3, new_version=9))
+    batch = await reader.read_again(batch, 9)
+    assert batch.prompt_ids == [3, 4], "version 3 is no older than 9, whose weights are its own"
+    assert await reader.read_again(batch, 9) is batch
+    stat = await queue.stat()
+    assert (stat.pending, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
+
+
+def test_age_is_in_steps_of_training_through_roll_backs() -> None:
+    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then 11 given up, 12 with the weights of 10, 13."""
+    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=10, new_version=12)]
+    ages = [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 10, 9, 3, 2, 1)]
+    assert ages == [0, 1, 1, 2, 2, 3, 4]
+    assert 13 - oldest_version(made_by(1, 3), []) == 10
+
+
+def test_age_is_in_steps_where_a_roll_back_goes_past_an_earlier_one() -> None:
+    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then all since 2 given up, 12 with those of 2, 13."""
+    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=2, new_version=12)]
+    assert [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
+
+
+async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_number() -> None:
+    replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 1})
+    queue = await queue_with(replay, [made_by(1, 1), made_by(2, 2), made_by(3, 3)])
+    reader = reader_of(queue, replay)
+    reader.roll_backs = [RollBack(policy_version=3, new_version=9)]
+    assert (await reader.read(1, 9)).prompt_ids == [2, 3]
+    assert (await queue.stat()).expired == 1

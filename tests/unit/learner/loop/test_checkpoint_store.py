@@ -1,0 +1,53 @@
+"""Which checkpoint a learner continues from, and which are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, Fenced
+from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState
+
+
+def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:
+    state = TrainerState(step, step, term, [(1, step)], resumed_from=resumed_from)
+    return store.finish(store.partial_folder(step, term), state)
+
+
+def test_the_newest_is_continued_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        make(store, step)
+    found = store.to_resume("auto")
+    assert found is not None and found[1].step == 3
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_named_checkpoint_is_gone_back_to_once(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    older = str(make(store, 1))
+    make(store, 2)
+    found = store.to_resume(older)
+    assert found is not None and (found[1].step, found[1].resumed_from) == (1, older)
+    make(store, 2, term=2, resumed_from=older)
+    again = store.to_resume(older)
+    assert again is not None and (again[1].step, again[1].term) == (2, 2), "a restart does not go back again"
+
+
+def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is damaged"):
+        CheckpointStore(tmp_path, keep=1).to_resume(str(tmp_path / "nothing"))
+
+
+def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:
+    """Suspended in mid-write, wherever that was; an error with the folder in its place stays what it is."""
+    store = CheckpointStore(tmp_path, keep=5)
+    partial = store.partial_folder(1, term=1)
+    with pytest.raises(OSError, match="disk"), store.writing(partial):
+        raise OSError("disk")
+    make(store, 2, term=2)
+    with pytest.raises(Fenced, match="another learner has taken over"), store.writing(partial):
+        (partial / "weights").write_text("")
+    with pytest.raises(Fenced):
+        store.finish(partial, TrainerState(1, 1, 1, [(1, 1)]))

@@ -1,0 +1,71 @@
+"""The run ends after so many steps in a row without a finite loss, and says where to look."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from groups import make_group
+from penstock.errors import TrainingDiverged
+from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
+from penstock_learner.algorithms.losses import LossStatistics
+from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.model.packing import batch_of, partition
+from penstock_learner.optim.optimizer import OptimizerStep
+from penstock_learner.roles.policy_update import UpdateReport
+
+BATCH = batch_of([make_group(prompt_id) for prompt_id in (11, 12)])
+SHARDS = partition(BATCH, 2, 1000)
+ZERO = torch.tensor(0.0)
+
+
+def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateReport]:
+    """Of two ranks; `nonfinite` are micro-batches of the second."""
+    step = OptimizerStep(float("inf") if skipped else 1.0, 1e-6, skipped)
+    sums = (
+        LossStatistics(*[ZERO] * 5),
+        CorrectionStatistics(*[ZERO] * len(fields(CorrectionStatistics))),
+        Mismatch(ZERO, ZERO),
+    )
+    return [UpdateReport(0.0, 0.0, 0.0, *sums, step, own) for own in ((), nonfinite)]
+
+
+def test_the_last_of_too_many_is_named_and_its_batch_kept(tmp_path: Path) -> None:
+    skipped = SkippedSteps(2, tmp_path / "nonfinite")
+    skipped.check("policy", 7, BATCH, SHARDS, reports(skipped=True))
+    with pytest.raises(TrainingDiverged, match=r"the policy's loss of prompts .*12.* was not finite at step 8"):
+        skipped.check("policy", 8, BATCH, SHARDS, reports(skipped=True, nonfinite=(0,)))
+    saved = np.load(tmp_path / "nonfinite" / "step-00000008.npz")
+    assert saved["nonfinite_sequences"].tolist() == SHARDS[1].sequences[0]
+    np.testing.assert_array_equal(saved["token_ids"], BATCH.token_ids)
+
+
+def test_a_bad_gradient_of_a_finite_loss_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(TrainingDiverged, match=r"the policy's gradient norm \(inf\) was not finite at step 1"):
+        SkippedSteps(1, tmp_path).check("policy", 1, BATCH, SHARDS, reports(skipped=True))
+
+
+def test_a_good_step_between_starts_the_count_again(tmp_path: Path) -> None:
+    skipped = SkippedSteps(2, tmp_path)
+    for step, is_bad in enumerate([True, False, True, False, True]):
+        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=is_bad))
+    assert not list(tmp_path.iterdir())
+
+
+def test_roles_are_counted_apart(tmp_path: Path) -> None:
+    skipped = SkippedSteps(2, tmp_path)
+    skipped.check("policy", 1, BATCH, SHARDS, reports(skipped=True))
+    skipped.check("critic", 1, BATCH, SHARDS, reports(skipped=True))
+    skipped.check("policy", 2, BATCH, SHARDS, reports(skipped=False))
+    with pytest.raises(TrainingDiverged, match=r"the critic's gradient norm .* lower learner.critic.lr"):
+        skipped.check("critic", 2, BATCH, SHARDS, reports(skipped=True))
+
+
+def test_a_limit_of_zero_never_ends_the_run(tmp_path: Path) -> None:
+    skipped = SkippedSteps(0, tmp_path)
+    for step in range(10):
+        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=True))

@@ -1,0 +1,149 @@
+"""A training step does not depend on how it is run: ranks, sequence parallelism, recomputation, offload, precision."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from penstock.cli.main import main as cli
+from tiny_model import make_tiny_qwen2
+
+TESTS = Path(__file__).parents[3]
+POISONED = 5
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"activation_checkpointing": 0}),
+    "recomputed": (1, {"activation_checkpointing": 0.5}),
+    "offloaded": (1, {"cpu_offload": True}),
+    "one micro-batch": (1, {"micro_batch_tokens": 10_000, "logprob_chunk_tokens": 10_000}),
+    "bfloat16": (1, {"compute_dtype": "bfloat16"}),
+    "bfloat16 masters": (1, {"compute_dtype": "bfloat16", "master_dtype": "bfloat16"}),
+    "two ranks": (2, {}),
+    "staged": (2, {}),
+    "poisoned": (2, {"micro_batch_tokens": 16}),
+    "sequence-parallel": (2, {"sequence_parallel": 2}),
+    "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
+}
+COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
+    "compiled": (1, {"compile": True, "activation_checkpointing": 0}),
+    "compiled, keeping less": (1, {"compile": True, "activation_checkpointing": 0.5, "activation_memory": 0.5}),
+}
+EXACT = ["recomputed", "offloaded", "one micro-batch", "two ranks", "sequence-parallel"]
+ROUNDED = ["bfloat16", "bfloat16 masters", "sequence-parallel bfloat16"]
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    grad_norm: float
+    log_probs: torch.Tensor
+    gradient: torch.Tensor
+    skipped: bool
+    changed: bool
+    """Whether the step changed the weights."""
+    guilty: list[int]
+    """Sequences of the micro-batches whose loss was not finite."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What real ranks wrote of every case."""
+    return take_steps(tmp_path_factory.mktemp("steps"), CASES, [(0, 1), (0, 2), (1, 2)])
+
+
+@pytest.fixture(scope="module")
+def steps(folder: Path) -> dict[str, Step]:
+    return {name: read_step(folder, name) for name in CASES if name != "staged"}
+
+
+def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks: list[tuple[int, int]]) -> Path:
+    make_tiny_qwen2(folder / "model", seed=3)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_ranks(folder, ranks)
+    return folder
+
+
+def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
+    """Each (rank, ranks) as a process, all at once."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    processes = []
+    try:
+        for rank, num_ranks in ranks:
+            command = [sys.executable, str(TESTS / "training_rank.py"), str(rank), str(num_ranks), str(folder)]
+            processes.append(subprocess.Popen(command, env=environment))
+        assert [process.wait(200) for process in processes] == [0] * len(ranks)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def read_step(folder: Path, name: str) -> Step:
+    said = json.loads((folder / f"{name}.json").read_text())
+    gradients = load_file(folder / f"{name}.safetensors")
+    joined = torch.cat([gradients[parameter].flatten() for parameter in sorted(gradients)])
+    log_probs = torch.tensor(said.pop("log_probs"))
+    return Step(gradient=joined, log_probs=log_probs, **said)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_loss_and_gradient_are_those_of_one_rank(steps: dict[str, Step], name: str) -> None:
+    assert_same(steps[name], steps["one rank"])
+
+
+@pytest.mark.long
+def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
+    folder = take_steps(tmp_path, {"one rank": CASES["one rank"]} | COMPILED, [(0, 1)])
+    for name in COMPILED:
+        assert_same(read_step(folder, name), read_step(folder, "one rank"))
+
+
+def assert_same(step: Step, expected: Step) -> None:
+    assert step.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    torch.testing.assert_close(step.log_probs, expected.log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step.gradient, expected.gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_leaves_the_weights_of_all(steps: dict[str, Step]) -> None:
+    step = steps["poisoned"]
+    assert (step.skipped, step.changed) == (True, False)
+    assert POISONED in step.guilty and len(step.guilty) < 12, "the micro-batch is named, not the whole batch"
+    assert (steps["two ranks"].skipped, steps["two ranks"].changed) == (False, True)
+
+
+def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> None:
+    said = json.loads((folder / "staged.json").read_text())
+    assert said["moved"], "the weights changed while it was written"
+    assert said["same"], "and what was written is from before"
+
+
+def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: {folder / 'model'}}}")
+    words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(tmp_path / "out")]
+    assert cli(words) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = load_file(folder / "staged.safetensors")
+    assert expected and all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert cli(words) == 2, "an existing folder is never written over"
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_half_precision_points_the_same_way(steps: dict[str, Step], name: str) -> None:
+    expected, step = steps["one rank"], steps[name]
+    cosine = torch.nn.functional.cosine_similarity(step.gradient, expected.gradient, dim=0)
+    assert cosine > 0.99
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+    assert (step.log_probs - expected.log_probs).abs().mean() < 0.05
+    assert not torch.equal(step.gradient, expected.gradient), "it was computed in float32 after all"

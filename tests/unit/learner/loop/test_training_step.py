@@ -1,0 +1,222 @@
+"""A step over real workers in this process: what runs at the same time, and which reward trains."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from groups import made_by, make_group
+from local_roles import make_step
+from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
+from penstock.errors import ConfigError, TrainingDiverged
+from penstock.trajectory import Group
+from penstock_learner.loop.advantage_step import denominators_of, with_advantages
+from penstock_learner.loop.roll_back import RollBack
+from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.loop.step_metrics import mean_rewards
+from penstock_learner.model.packing import SequenceBatch, batch_of, partition
+from tests.scripted_engine import make_tokenizer_folder, spelled
+from tiny_model import make_tiny_qwen2
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def groups_of(*data_sources: str) -> list[Group]:
+    return [replace(make_group(number), data_source=source) for number, source in enumerate(data_sources, start=1)]
+
+
+async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_models: dict[str, Path]) -> None:
+    gates = {"forward": asyncio.Barrier(4), "update": asyncio.Barrier(2)}
+    step = make_step(
+        tiny_models, gates,
+        algorithm={"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
+        critic={}, reward_model={"path": str(tiny_models["scalar"])},
+    )  # fmt: skip
+    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
+
+
+async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_models: dict[str, Path]) -> None:
+    groups = groups_of("chat/a", "rules")
+    rules = [group.mean_reward for group in groups]
+
+    async def mean_reward(**settings: Any) -> float:
+        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
+        overall = (await step.run(groups, 1, 0, 0.0))["reward_mean"]
+        by_source = mean_rewards(groups, step.rewards)
+        assert by_source.keys() == {"chat/a", "rules"}
+        assert sum(by_source.values()) / 2 == pytest.approx(overall, abs=1e-5)
+        if settings.get("data_sources") == ["chat*"]:
+            assert by_source["rules"] == pytest.approx(rules[1], abs=1e-5)
+        return overall
+
+    score_of_chat = 2 * await mean_reward(combine="replace", data_sources=["chat*"]) - rules[1]
+    assert abs(score_of_chat - rules[0]) > 1e-3
+    added = await mean_reward(coefficient=0.5, data_sources=["chat*"])
+    assert 2 * added == pytest.approx(rules[0] + 0.5 * score_of_chat + rules[1], abs=1e-5)
+    assert await mean_reward(data_sources=["none"]) == pytest.approx(sum(rules) / 2)
+    everything = await mean_reward(combine="replace")
+    score_of_rules = 2 * await mean_reward(combine="replace", data_sources=["rules"]) - rules[0]
+    assert 2 * everything == pytest.approx(score_of_chat + score_of_rules, abs=1e-5)
+
+
+async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
+    """The score is worked out again by a plain forward over prompt, response and question."""
+    folder = make_tiny_qwen2(tmp_path / "judge", seed=5)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(make_tokenizer_folder(tmp_path / "tokenizer") / name, folder / name)
+    models = {"policy": folder}
+    (group,) = groups = groups_of("chat")
+    judge = {"question": "good", "yes": "y", "no": "n"}
+    step = make_step(models, reward_model={"path": str(folder), "judge": judge, "combine": "replace", "coefficient": 2})
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = []
+    for trajectory in group.trajectories:
+        ids = torch.tensor([[*group.prompt_token_ids.tolist(), *trajectory.token_ids.tolist(), *spelled("good")]])
+        expected.append(2 * plain(ids).logits[0, -1, spelled("yn")].softmax(0)[0].item())
+    assert max(expected) - min(expected) > 0.01
+    assert (await step.run(groups, 1, 0, 0.0))["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
+    with pytest.raises(ConfigError, match="must be two different tokens"):
+        make_step(models, reward_model={"path": str(folder), "judge": judge | {"no": "no"}})
+
+
+async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Rewards whose squares overflow: the value loss is infinite, the whitened advantages are as ever."""
+    groups = groups_of("good", "bad")
+    hit = tuple(replace(trajectory, reward=1e30) for trajectory in groups[1].trajectories)
+    groups[1] = replace(groups[1], trajectories=hit)
+    step = make_step(tiny_models, algorithm={"advantage": {"name": "gae"}}, critic={})
+    step.skipped = SkippedSteps(2, tmp_path)
+    metrics = await step.run(groups, 1, 0, 0.0)
+    assert (metrics["skipped"], metrics["critic_skipped"]) == (0, 1)
+    with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2, the 2. such step"):
+        await step.run(groups, 2, 0, 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]
+
+
+async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str, Path]) -> None:
+    group = make_group(1, num_samples=3)
+    greedy = replace(group.trajectories[0], is_baseline=True, reward=10.0)
+    marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
+    algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
+    step = make_step(tiny_models, algorithm=algorithm)
+    metrics = await step.run([marked], 1, 0, 0.0)
+    trained = group.trajectories[1:]
+    assert metrics["num_sequences"] == 2
+    assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
+    assert mean_rewards([marked], step.rewards)[group.data_source] == pytest.approx(metrics["reward_mean"])
+    assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
+    # A baseline left over from another config does not touch an algorithm that compares without it.
+    plain, left_over = [
+        await make_step(tiny_models, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
+        for one in (replace(group, trajectories=trained), marked)
+    ]
+    assert left_over["loss"] == plain["loss"]
+
+
+def test_the_greedy_reward_stands_as_it_is_where_samples_pay_for_their_kl() -> None:
+    """Alone against its own greedy twin, a sample's advantage is its penalty: `-coefficient * KL`, token by token."""
+    group = make_group(1, num_samples=1)
+    (sample,) = group.trajectories
+    twins = replace(group, trajectories=(sample, replace(sample, is_baseline=True)))
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name="remax"), kl=KLConfig(placement="reward", penalty="k1"))
+    batch = batch_of([twins])
+    batch = replace(batch, reference_log_probs=batch.behaviour_log_probs - 0.5)
+    advantages = with_advantages(batch, algorithm, 0.1).without_baselines().advantages
+    assert advantages is not None
+    still_to_pay = np.arange(len(sample.token_ids), 0, -1)
+    np.testing.assert_allclose(advantages, -0.1 * 0.5 * still_to_pay, atol=1e-6)
+
+
+async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict[str, Path]) -> None:
+    """A log-prob that is not a number makes every ratio so, and every KL."""
+    step = make_step(tiny_models, algorithm={"kl": {"placement": "loss"}})
+    (metric,) = step.metrics.importance_ratio.collect()
+    before = metric.samples
+    policy: Any = step.roles["policy"]
+    with torch.no_grad():
+        kept = policy.rank.model.lm.model.norm.weight.clone()
+        policy.rank.model.lm.model.norm.weight.fill_(torch.nan)
+    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    assert metrics["skipped"] == 1 and math.isnan(metrics["kl_reference"])
+    (metric,) = step.metrics.importance_ratio.collect()
+    assert metric.samples == before
+    with torch.no_grad():
+        policy.rank.model.lm.model.norm.weight.copy_(kept)
+    metrics = await step.run(groups_of("a", "b"), 2, 0, 0.1)
+    assert metrics["skipped"] == 0
+    (metric,) = step.metrics.importance_ratio.collect()
+    assert math.isfinite(metric.samples[-1].value) and metric.samples != before
+
+
+async def test_what_the_correction_did_is_among_the_numbers(tiny_models: dict[str, Path]) -> None:
+    """The made-up log-probs are far from the model's: some weights are cut, and some tokens are rejected."""
+    correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
+    metrics = await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)
+    assert metrics["importance_weight_max"] == pytest.approx(0.3)
+    assert metrics["importance_ratio_max"] > 0.4
+    assert 0 < metrics["is_rejected_ratio"] < 1 and 0 < metrics["is_truncated_ratio"] < 1
+    kept = await make_step(tiny_models).run(groups_of("a", "b"), 1, 0, 0.0)
+    assert kept["is_rejected_ratio"] == 0
+
+
+async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, Path]) -> None:
+    step = make_step(tiny_models)
+    roll_backs = [RollBack(policy_version=3, new_version=9)]
+    metrics = await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, roll_backs=roll_backs)
+    assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
+
+
+def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[list[int]], **learner: Any) -> Any:
+    """The policy after an update on each of the parts, one after another, without a step around them."""
+    policy: Any = make_step(models, **learner).roles["policy"]
+    for part in parts:
+        chosen = batch.select(part)
+        denominators = denominators_of(chosen, policy.rank.config.learner.algorithm)
+        (shard,) = partition(chosen, 1, 10**6)
+        policy.rank.update(shard, denominators, 1, 0, 0.0)
+    return policy.rank
+
+
+async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_models: dict[str, Path]) -> None:
+    """Two passes over three parts. The first part is trained by the policy that its log-probs are of, and from then on
+    ratios are off 1 and clips act."""
+    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
+    groups = groups_of("a", "b", "c")
+    step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
+    metrics = await step.run(groups, 1, 0, 0.0)
+    assert step.recomputed is not None
+    batch = with_advantages(replace(batch_of(groups), old_log_probs=step.recomputed), step.config.algorithm, 0.0)
+    expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
+    trained: Any = step.roles["policy"]
+    for name, weight in expected.model.named_parameters():
+        assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
+    assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
+    assert metrics["num_sequences"] == 12
+    whole = await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)
+    assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
+    assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
+
+
+async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:
+    """Four updates of each, in step with each other here, and values are clipped around those of the start."""
+    learner: dict[str, Any] = {
+        "algorithm": {"advantage": {"name": "gae"}, "value_loss": {"clip": 1e-4}}, "critic": {"lr": 1e-2},
+        "minibatches_per_step": 4,
+    }  # fmt: skip
+    groups = groups_of("a", "b")
+    metrics = await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)
+    assert metrics["critic_clip_ratio"] > 0
+    whole = await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)
+    assert whole["critic_clip_ratio"] == 0

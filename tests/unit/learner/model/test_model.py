@@ -1,0 +1,125 @@
+"""The packed model against plain Hugging Face forwards, one sequence at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from groups import make_group
+from penstock.errors import ConfigError
+from penstock_learner.model.causal_lm import ModelInputs, PackedCausalLM, load_model
+from penstock_learner.model.packing import SequenceBatch, batch_of
+from tiny_model import make_tiny_qwen2
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=3)
+
+
+def some_batch() -> SequenceBatch:
+    batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
+    return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
+
+
+def log_probs(model: PackedCausalLM, batch: SequenceBatch) -> torch.Tensor:
+    return model(ModelInputs.of(batch, CPU))[0]
+
+
+def test_packed_log_probs_and_entropy_equal_separate_forwards(folder: Path) -> None:
+    batch = some_batch()
+    model = load_model(folder, torch.float32, chunk_tokens=7)
+    packed, entropy = model(ModelInputs.of(batch, CPU))
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected, expected_entropy = [], []
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    for start, length, prompt, temperature in zip(
+        starts, batch.lengths, batch.prompt_lengths, batch.temperatures, strict=True
+    ):
+        ids = torch.as_tensor(batch.token_ids[start : start + length])
+        logits = plain(ids.unsqueeze(0)).logits[0, prompt - 1 : -1] / float(temperature)
+        table = logits.log_softmax(-1)
+        expected.append(table.gather(1, ids[prompt:].unsqueeze(1)).squeeze(1))
+        expected_entropy.append(torch.distributions.Categorical(logits=logits).entropy())
+    torch.testing.assert_close(packed, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(expected_entropy), atol=1e-5, rtol=1e-5)
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_loss_and_gradient_are_those_of_a_padded_batch_however_padded(folder: Path) -> None:
+    """Plain Hugging Face over a right-padded block, mask and all, is what packing has to equal."""
+    model = load_model(folder, torch.float32, chunk_tokens=16)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    batch = some_batch()
+    weights = torch.linspace(-1, 1, len(batch.loss_mask)) / len(batch.loss_mask)
+
+    @settings(max_examples=10, deadline=None)
+    @given(order=st.permutations(range(batch.num_sequences)), num_padding=st.integers(0, 9), fill=st.integers(0, 63))
+    def check(order: list[int], num_padding: int, fill: int) -> None:
+        part = batch.select(order)
+        for one in (model, plain):
+            one.zero_grad()
+        packed = (log_probs(model, part) * weights).sum()
+        packed.backward()
+        padded = (padded_log_probs(plain, part, num_padding, fill) * weights).sum()
+        padded.backward()
+        torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
+        torch.testing.assert_close(gradient(model), gradient(plain), atol=1e-5, rtol=1e-4)
+
+    check()
+
+
+def padded_log_probs(plain: Any, batch: SequenceBatch, num_padding: int, fill: int) -> torch.Tensor:
+    """[T] of a block that is `num_padding` columns wider than its longest sequence."""
+    parts = torch.as_tensor(batch.token_ids).split(batch.lengths.tolist())
+    ids = torch.full((len(parts), int(batch.lengths.max()) + num_padding), fill)
+    for row, part in enumerate(parts):
+        ids[row, : len(part)] = part
+    is_real = torch.arange(ids.shape[1]) < torch.as_tensor(batch.lengths).unsqueeze(1)
+    logits = plain(ids, attention_mask=is_real.long()).logits / torch.as_tensor(batch.temperatures).view(-1, 1, 1)
+    found = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+    trained = is_real[:, 1:] & (torch.arange(ids.shape[1] - 1) >= torch.as_tensor(batch.prompt_lengths).view(-1, 1) - 1)
+    return found[trained]
+
+
+def test_sequences_of_one_length_are_attended_to_as_they_lie(folder: Path) -> None:
+    model = load_model(folder, torch.float32, chunk_tokens=16)
+    batch = some_batch()
+    inputs = ModelInputs.of(batch.select([0, 0, 0]), CPU)
+    assert inputs.packing.is_even and not ModelInputs.of(batch, CPU).packing.is_even
+    torch.testing.assert_close(model(inputs)[0], log_probs(model, batch.select([0])).repeat(3))
+
+
+def test_gradients_do_not_depend_on_the_chunk(folder: Path) -> None:
+    gradients = []
+    for chunk_tokens in (5, 10_000):
+        model = load_model(folder, torch.float32, chunk_tokens)
+        log_probs(model, some_batch()).sum().backward()
+        gradients.append(gradient(model))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sequence_does_not_see_its_neighbours(folder: Path) -> None:
+    model = load_model(folder, torch.float32, chunk_tokens=1000)
+    batch = some_batch()
+    alone = log_probs(model, batch.select([4]))
+    together = log_probs(model, batch)[torch.as_tensor(batch.sequence_ids) == 4]
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        load_model(tmp_path, torch.float32, 10)

@@ -1,0 +1,126 @@
+"""AdamW in one pass, against torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from penstock.config.learner import LearnerConfig
+from penstock_learner.optim import adamw
+from penstock_learner.optim.adamw import OnePassAdamW, local
+from penstock_learner.optim.optimizer import apply_gradients
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True, params=[1, 10, 10**6])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight is large, some are, none is."""
+    monkeypatch.setattr(adamw, "LARGE", request.param)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 1)).to(dtype)
+
+
+def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    """The last layer has none."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in [*model.parameters()][:3]:
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
+
+
+def one_pass(model: nn.Module) -> OnePassAdamW:
+    return OnePassAdamW(list(model.parameters()), compiled=False, **OPTIONS)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [local(parameter).detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_steps_are_those_of_torch_with_scaled_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    ours, theirs = make_model(dtype), make_model(dtype)
+    optimizer, other = one_pass(ours), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
+    for step, scale in enumerate([1.0, 0.25, 0.003, 1.0, 0.5]):
+        set_gradients(ours, step)
+        set_gradients(theirs, step, scale)
+        optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.01 / (step + 1)
+        optimizer.step_scaled(torch.tensor(scale))
+        other.step()
+    for mine, its in zip(weights(ours), weights(theirs), strict=True):
+        torch.testing.assert_close(mine, its, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_scale_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model = make_model()
+    optimizer = one_pass(model)
+    set_gradients(model, 1)
+    optimizer.step_scaled(torch.tensor(0.5))
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    set_gradients(model, 2)
+    optimizer.step_scaled(torch.tensor(bad))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+    for index, entries in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(entries[name], state["state"][index][name]) for name in entries)
+
+
+def test_a_checkpoint_of_either_is_one_of_the_other() -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer, other = one_pass(ours), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
+    for model, each in ((ours, optimizer), (theirs, other)):
+        set_gradients(model, 1)
+        each.step()
+    mine, its = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(other.state_dict())
+    assert {index: set(entries) for index, entries in mine["state"].items()} == {
+        index: set(entries) for index, entries in its["state"].items()
+    }
+    optimizer.load_state_dict(its)
+    other.load_state_dict(mine)
+    for model, each in ((ours, optimizer), (theirs, other)):
+        set_gradients(model, 2)
+        each.step()
+    for mine_after, its_after in zip(weights(ours), weights(theirs), strict=True):
+        torch.testing.assert_close(mine_after, its_after, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "gradient_scale", "skipped"),
+    [(1.0, 0.01, False), (1.0, 10.0, False), (1.0, torch.inf, True), (torch.nan, 1.0, True)],
+)
+@pytest.mark.usefixtures("process_group")
+def test_clipping_and_skipping_are_the_same_with_both(
+    is_sharded: bool, loss: float, gradient_scale: float, skipped: bool
+) -> None:
+    learner = LearnerConfig(max_grad_norm=1.0)
+    steps, results = [], []
+    for is_one_pass in (False, True):
+        model = make_model()
+        if is_sharded:
+            fully_shard(model)
+        optimizer = one_pass(model) if is_one_pass else torch.optim.AdamW(model.parameters(), **OPTIONS)
+        before = weights(model)
+        model(torch.ones(2, 7) * gradient_scale).sum().backward()
+        steps.append(apply_gradients(model, optimizer, learner, 1, lr=0.01, losses=torch.tensor([0.0, loss])))
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True)) == skipped
+        results.append(weights(model))
+    assert [step.skipped for step in steps] == [skipped, skipped]
+    for torchs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(torchs, ours, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,41 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config.learner import LearnerConfig
+from penstock_learner.optim.optimizer import learning_rate
+
+
+def rates(num_steps: int, **settings: Any) -> list[float]:
+    learner = LearnerConfig.model_validate({"lr": 1.0, "num_steps": num_steps, **settings})
+    return [learning_rate(learner, learner.lr, step) for step in range(1, num_steps + 1)]
+
+
+def test_warm_up_then_constant() -> None:
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_falls_to_its_share_at_the_last_step() -> None:
+    expected = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates(6, warmup_steps=2, lr_schedule="linear", min_lr_share=0.2) == pytest.approx(expected)
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    assert rates(4, lr_schedule="cosine") == pytest.approx([0.8535534, 0.5, 0.1464466, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_schedule": "cosine", "num_steps": 0}, "needs num_steps"),
+        ({"sequence_parallel": 2, "policy": {"num_ranks": 3}}, "must be a multiple of sequence_parallel"),
+        ({"lora": {"rank": 1, "alpha": 1, "target_modules": ["lm_head"]}}, "cannot have lm_head"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig.model_validate(settings)

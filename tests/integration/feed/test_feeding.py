@@ -218,7 +218,7 @@ def pinned_validation(
 ) -> Any:
     """Validators of 20 prompts, and what they read: (make, policies, fleet)."""
     for name, value in (("version_hold.SETTLED_S", 0.4), ("version_hold.POLL_S", 0.05), ("validating.POLL_S", 0.05)):
-        monkeypatch.setattr(f"penstock.{name}", value)
+        monkeypatch.setattr(f"penstock.feed.{name}", value)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
     config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)})

@@ -127,7 +127,7 @@ class Contenders:
 
 class Paths:
     """One started engine, and both ways to it. The server lives through all rounds, as one does, and leases in its own
-    only; what it handed in is taken and committed after each, as by a learner."""
+    only; what it appended is taken and committed after each, as by a learner."""
 
     def __init__(self, engine: VllmEngine, queue: Queue, folder: Path, load: Load, vocab_size: int) -> None:
         self.engine = engine
@@ -212,8 +212,8 @@ class Paths:
         failures = {labels[0]: child._value.get() for labels, child in producer.metrics.failures._metrics.items()}
         return (
             f"{self.engine._load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
-            f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._handing_in)} "
-            f"being handed in, {stat.pending} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
+            f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._appending)} "
+            f"being appended, {stat.pending} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
             f"given back: {failures}"
         )
 
@@ -258,11 +258,11 @@ class Paths:
         await self._until(lambda: not states and not self.producer.num_running, "an engine that is empty")
 
     async def _train(self) -> None:
-        """Take and commit what was handed in, whole groups and every one."""
-        handed_in, self._step = (await self.queue.stat()).queued, self._step + 1
-        assert handed_in, "no group was handed in"
-        prompt_ids = await self.queue.take(self._step, handed_in)
-        assert len(prompt_ids) == handed_in, "a group is missing"
+        """Take and commit what was appended, whole groups and every one."""
+        appended, self._step = (await self.queue.stat()).queued, self._step + 1
+        assert appended, "no group was appended"
+        prompt_ids = await self.queue.take(self._step, appended)
+        assert len(prompt_ids) == appended, "a group is missing"
         await self.queue.commit(self._step, prompt_ids)
 
     def _requests(self, prompts: Iterator[Prompt]) -> Iterator[GenerateRequest]:

@@ -20,8 +20,8 @@ class RolloutMetrics:
 
         self.registry = registry
         self._child = Children()
-        self.produced = Counter(name("groups_produced"), "Groups handed in.", ["env"], registry=registry)
-        self.trajectories = Counter(name("trajectories_produced"), "Samples handed in.", ["env"], registry=registry)
+        self.produced = Counter(name("groups_produced"), "Groups appended to the queue.", ["env"], registry=registry)
+        self.trajectories = Counter(name("trajectories_produced"), "Samples generated.", ["env"], registry=registry)
         self.version = Gauge(name("policy_version"), "Version served.", ["component"], registry=registry)
         self.inflight = Gauge(name("rollout_inflight"), "Groups that are being generated.", registry=registry)
         self.outbox = Gauge(name("rollout_outbox_groups"), "Groups not yet covered by a checkpoint.", registry=registry)
@@ -29,7 +29,7 @@ class RolloutMetrics:
             name("rollout_paused_seconds"), "Time in which decoding stood still.", ["reason"], registry=registry
         )
         self.episode_seconds = CountedHistogram(
-            name("rollout_episode_duration_seconds"), "One group, from lease to hand-in.", LONG_SECONDS, registry
+            name("rollout_episode_duration_seconds"), "One group, from lease to append.", LONG_SECONDS, registry
         )
         self.response_tokens = CountedHistogram(
             name("rollout_response_tokens"), "Length of responses.", [2**power for power in range(2, 16)], registry

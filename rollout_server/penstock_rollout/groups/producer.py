@@ -1,14 +1,14 @@
-"""The producer: leases prompts, makes groups, hands them in, and keeps them until a checkpoint covers them.
+"""The producer leases prompts, makes groups of them and appends the groups to the queue.
 
 | loop       | waits for                                    | unblocked by                      |
 |------------|----------------------------------------------|-----------------------------------|
 | lease      | a free place, READY, admission               | a finished group, a new version   |
 | work (×N)  | the engine, the reward, room in the queue    | tokens, the learner's takes       |
-| heartbeat  | a third of the lease's life                  | the clock                         |
-| reconcile  | every RECONCILE_S                            | the clock                         |
+| heartbeat  | a third of the lease's lifetime              | the clock                         |
+| reconcile  | RECONCILE_S                                  | the clock                         |
 
-Invariant: a prompt this server leased is in `_leases` until its group is accepted or it was given back, and an accepted
-group is in `_outbox` until it is settled.
+Invariants: a leased prompt is in `_leases` until its group is accepted or the prompt is given back. An accepted group
+is in `_outbox` until the queue says that it was committed, buried or superseded.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.engines.engine import EngineStats
+from penstock_rollout.groups.appender import GroupAppender
 from penstock_rollout.groups.concurrency import ConcurrencyLimit
 from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.hand_in import HandIn
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
 IDLE_POLL_S = 0.02
 BUSY_POLL_S = 0.05
-"""Between two questions for prompts where there were none: with nothing to do, and with groups that run."""
+"""Pause after a lease call that returned no prompts: while this server is idle, and while it generates groups."""
 FULL_POLL_S = 1.0
-"""A full server looks again at its limit, which may have risen."""
+"""How often a full server looks at its concurrency limit, which may have risen."""
 RECONCILE_S = 2.0
 RETRY_S = 0.5
 
 
 class Producer:
-    """`may_lease` says whether this server serves a version that training wants; it is asked before every lease.
-    `engine_stats` is what the number of groups at once adapts to; without it, it is always the configured one."""
+    """Turns leased prompts into groups, up to a limit at a time.
+
+    `may_lease` is called before every lease and says whether this server serves a version that training wants.
+    `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`."""
 
     def __init__(
         self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
@@ -55,7 +57,7 @@ class Producer:
         tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
-        self.hand_in = HandIn(queue)
+        self.appender = GroupAppender(queue)
         self.server_id = server_id
         self.maker = maker
         self.rollout = rollout
@@ -67,7 +69,7 @@ class Producer:
         self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._workers: dict[int, asyncio.Task[None]] = {}
-        self._handing_in: set[int] = set()
+        self._appending: set[int] = set()
         self._outbox: dict[int, FinishedGroup] = {}
         self._place_freed = asyncio.Event()
 
@@ -109,9 +111,9 @@ class Producer:
         return self.concurrency.limit
 
     async def heartbeat_loop(self) -> None:
-        """Keep the leases; stop working on prompts that were given to someone else.
+        """Renew the leases, and stop working on prompts whose lease was lost.
 
-        A group that is being handed in is left alone: its lease may be gone because it was just accepted."""
+        A group that is being appended is left alone: its lease may be gone because the group was just accepted."""
         while True:
             await asyncio.sleep(self.replay.lease_ttl_s / 3)
             try:
@@ -119,15 +121,15 @@ class Producer:
             except (QueueFull, Unavailable) as error:
                 logger.warning("heartbeat failed: %s", error)
                 continue
-            for prompt_id in set(lost) - self._handing_in:
+            for prompt_id in set(lost) - self._appending:
                 self._leases.pop(prompt_id, None)
                 self._place_freed.set()
                 if worker := self._workers.get(prompt_id):
-                    logger.warning("the lease of prompt %d was lost; its samples are aborted", prompt_id)
+                    logger.warning("lost the lease of prompt %d; aborting its samples", prompt_id)
                     worker.cancel()
 
     async def reconcile_loop(self) -> None:
-        """Forget groups that are settled; hand in again those that Redis lost."""
+        """Drop settled groups from the outbox, and append again the groups that Redis lost."""
         while True:
             await asyncio.sleep(RECONCILE_S)
             try:
@@ -135,13 +137,13 @@ class Producer:
                 for prompt_id in outbox.settled:
                     self._outbox.pop(prompt_id, None)
                 for prompt_id in outbox.missing:
-                    logger.warning("Redis lost the group of prompt %d; handing it in again", prompt_id)
-                    await self.hand_in.append(self._outbox[prompt_id])
+                    logger.warning("Redis lost the group of prompt %d; appending it again", prompt_id)
+                    await self.appender.append(self._outbox[prompt_id])
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot reconcile: %s", error)
 
     async def drain(self) -> None:
-        """Give back every prompt that is not finished, uncounted."""
+        """Stop all work and give back every unfinished prompt. This does not count as a failed attempt."""
         await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
         for lease in list(self._leases.values()):
             try:
@@ -165,37 +167,37 @@ class Producer:
         except Exception as error:
             await self._give_back(lease, error)
         finally:
-            self._handing_in.discard(lease.prompt_id)
+            self._appending.discard(lease.prompt_id)
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
 
     async def _finish(self, lease: Lease, prompt: Prompt) -> None:
-        """Make the group and hand it in."""
+        """Make the prompt's group, then append it or record its evaluation."""
         async with asyncio.timeout(self.rollout.prompt_timeout_s):
             group = await self.maker.make(lease, prompt)
         if prompt.evaluation_id:
             await self._record_evaluation(lease, prompt, group)
         else:
-            self._handing_in.add(lease.prompt_id)
-            await self._hand_in(lease, group)
+            self._appending.add(lease.prompt_id)
+            await self._append(lease, group)
 
     def _drop(self, lease: Lease) -> None:
-        """Forget a lease, unless the prompt was leased again meanwhile."""
+        """Forget a lease, unless this server has leased the prompt again in the meantime."""
         if self._leases.get(lease.prompt_id) is lease:
             del self._leases[lease.prompt_id]
             self._place_freed.set()
 
-    async def _hand_in(self, lease: Lease, group: Group) -> None:
-        """Append, waiting for room up to the deadline."""
-        finished, waited_from = FinishedGroup(lease, encode_group(group), group.min_version), time.monotonic()
-        counted_to = waited_from
+    async def _append(self, lease: Lease, group: Group) -> None:
+        """Append the group to the queue. Waits up to `replay.append_timeout_s` for room."""
+        finished = FinishedGroup(lease, await asyncio.to_thread(encode_group, group), group.min_version)
+        waited_from = counted_to = time.monotonic()
         while True:
             try:
-                outcome = await self.hand_in.append(finished)
+                outcome = await self.appender.append(finished)
             except (QueueFull, Unavailable) as error:
-                logger.warning("cannot hand in prompt %d yet: %s", lease.prompt_id, error)
+                logger.warning("cannot append the group of prompt %d yet: %s", lease.prompt_id, error)
                 outcome = "full"
-            if outcome in ("accepted", "duplicate"):  # a duplicate may be our own, whose first answer was lost
+            if outcome in ("accepted", "duplicate"):  # a duplicate may be ours: its first reply was lost
                 self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
                 self.metrics.count_group(group.data_source)
@@ -213,7 +215,7 @@ class Producer:
         await self.queue.record_evaluation(prompt.evaluation_id, lease, rewards, group.min_version, group.max_version)
 
     async def _give_back(self, lease: Lease, error: BaseException) -> None:
-        """Return the prompt with the kind of error as the reason; anything unexpected is logged whole."""
+        """Return the prompt to the queue, with the kind of error as the reason. Unexpected errors log a traceback."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
@@ -222,8 +224,8 @@ class Producer:
         self.metrics.failures.labels(reason).inc()
         self._drop(lease)
         try:
-            # Another attempt would find the same prompt as long.
+            # The prompt would be too long in every further attempt.
             is_final = isinstance(error, PromptTooLong)
             await self.queue.give_back(self.server_id, lease, failure=reason, is_final=is_final)
         except (QueueFull, Unavailable) as refused:
-            logger.warning("cannot give back prompt %d (%s); its lease will run out", lease.prompt_id, refused)
+            logger.warning("cannot give back prompt %d (%s); its lease will expire", lease.prompt_id, refused)

@@ -1,4 +1,4 @@
-"""Handing groups in: none is left waiting for another that may never come."""
+"""The group appender sends every group, also one that arrives while the last exchanges end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
-from penstock_rollout.groups.hand_in import HandIn
+from penstock_rollout.groups.appender import GroupAppender
 
 TIMEOUT_S = 20.0
 
 
 class GatedQueue:
-    """Answers nothing before the gate is open, and then everything at once."""
+    """Accepts every group, but returns from `append_many` only once the gate is open."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -32,11 +32,11 @@ def group(prompt_id: int) -> FinishedGroup:
 
 async def test_a_group_that_finishes_as_the_last_exchanges_end_is_sent_too() -> None:
     queue = GatedQueue()
-    hand_in = HandIn(cast(Any, queue))
+    appender = GroupAppender(cast(Any, queue))
 
     async def append_all(*prompt_ids: int) -> None:
         for prompt_id in prompt_ids:
-            assert await hand_in.append(group(prompt_id)) == "accepted"
+            assert await appender.append(group(prompt_id)) == "accepted"
 
     async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as callers:
         for caller in range(EXCHANGES_AT_ONCE):

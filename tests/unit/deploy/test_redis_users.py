@@ -1,0 +1,203 @@
+"""The Redis users of users.acl: each role can do its own work on the queue, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from penstock.config.run import ModelConfig, RunConfig
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.errors import PenstockError
+from penstock.ports import free_port, wait_for_port
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.created_runs import CreatedRuns
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import connect
+from penstock.store.run_control import RunControl
+from penstock.v1 import policies_pb2
+from penstock_services.gateway.metrics import RunSnapshot
+from penstock_services.local.private_redis import find_redis_server
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+ROLES = ("gateway", "rollout", "learner")
+USERS = (*ROLES, "operator")
+REFUSED = "permission|can't run this command|can't access at least one of the keys"
+Clients = dict[str, Redis]
+
+
+@pytest.fixture(scope="module")
+def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Redis as compose and the chart start it, with the password `<role>-secret` for every role."""
+    folder, port = tmp_path_factory.mktemp("acl"), free_port()
+    environment = os.environ | {f"{role.upper()}_PASSWORD": f"{role}-secret" for role in USERS}
+    process = subprocess.Popen(
+        [
+            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder),
+            "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
+        ],
+        env=environment | {"REDIS_SERVER": find_redis_server()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
+    yield port
+    process.kill()
+    process.wait(timeout=20)
+
+
+@pytest.fixture
+async def clients(acl_redis: int) -> AsyncIterator[Clients]:
+    async with AsyncExitStack() as stack:
+        opened = {
+            role: connect(RedisConfig(url=f"redis://{role}:{role}-secret@127.0.0.1:{acl_redis}/0")) for role in USERS
+        }
+        for client in opened.values():
+            stack.push_async_callback(client.aclose)
+        yield opened
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    """Each test has a run of its own: the tests share one Redis and none of its keys."""
+    return request.node.originalname
+
+
+@pytest.fixture
+def queues(clients: Clients, run: str) -> Callable[[str], RedisReplayQueue]:
+    config = ReplayConfig(groups_per_step=8, max_staleness=1, max_attempts=2)
+    return lambda role: RedisReplayQueue(clients[role], run, config)
+
+
+async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str) -> None:
+    gateway, rollout, learner = (queues(role) for role in ROLES)
+    submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids
+    assert (await gateway.feed("train", "f", 0, [], [])).position == 0
+    await learner.take_term(0)
+    assert await learner.restore(0) == {}
+    assert await learner.feed_positions() == {}
+    await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
+
+    leases = await rollout.lease("r0", 8)
+    assert len(leases) == 6
+    assert await rollout.heartbeat("r0", leases) == []
+    await rollout.give_back("r0", leases[5])
+    for _ in range(2):
+        again = await rollout.lease("r0", 1)
+        await rollout.give_back("r0", again[0], failure="oops")
+    for lease in leases[:5]:
+        assert await rollout.append(lease, b"group", 0) == "accepted"
+    assert await rollout.reconcile(leases[:5]) is not None
+    assert await gateway.get_group(leases[0].prompt_id) == b"group"
+
+    taken = await learner.take(1, 4)
+    assert [delivery.payload for delivery in await learner.fetch(taken)] == [b"group"] * 4
+    await learner.expire(taken[2])
+    await learner.dead_letter(taken[3], "checksum")
+    [straggler] = await learner.take(1, 1)
+    await learner.discard(straggler, "no_spread")
+    assert await gateway.expired_reasons() == {"stale": 1, "no_spread": 1}
+    assert await learner.commit(1, taken[:2]) == 2
+    assert await learner.allocate_version(1) == 1
+    assert (await learner.stat()).conservation_error == 0
+
+    assert (await gateway.feed("train", "f", 0, [b"p"], [0])).position == 1
+    assert await learner.feed_positions() == {"train": 1}
+    await gateway.create_evaluation("e", [b"q"])
+    evaluation = next(lease for lease in await rollout.lease("r0", 8) if lease.prompt_id not in submitted)
+    await rollout.record_evaluation("e", evaluation, [1.0], 0, 0)
+    assert (await gateway.get_evaluation("e")).num_finished == 1
+    assert (await gateway.get_prompt(taken[0])).state == "trained"
+    assert sum((await gateway.dead_letter_reasons()).values()) == 2
+    assert (await gateway.stat()).trained == 2
+
+    fleets = {role: Fleet(clients[role], run) for role in ROLES}
+    await fleets["rollout"].join(ServerRecord("r0", "127.0.0.1:1", "torch"))
+    await fleets["learner"].set_state("r0", "READY", learner.term)
+    assert await fleets["rollout"].term() == learner.term
+    assert [server.state for server in await fleets["learner"].servers()] == ["READY"]
+    assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
+    assert await fleets["gateway"].generation() > 0
+    await fleets["rollout"].leave("r0")
+    await Heartbeats(clients["rollout"], run).count_start("r0")
+    async with Heartbeats(clients["learner"], run).beating("learner"):
+        heartbeats, control = Heartbeats(clients["gateway"], run), RunControl(clients["gateway"], run)
+        snapshot = await RunSnapshot.take(gateway, fleets["gateway"], heartbeats, control)
+    assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {"e": 1.0}
+    assert snapshot.restarts == {"r0": 0, "learner": 0}
+    created = CreatedRuns(clients["gateway"])
+    assert await created.create(RunConfig(run="created", model=ModelConfig(path=Path("m")))) == await created.get(
+        "created"
+    )
+    for role in ("gateway", "rollout"):
+        assert (await PolicyRegistry(clients[role], run).get()).policy_version == 0
+        assert await clients[role].ping()
+
+
+@pytest.mark.parametrize("role", USERS)
+@pytest.mark.parametrize(
+    "command",
+    ["FLUSHALL", "FLUSHDB", "CONFIG GET *", "DEBUG SLEEP 0", "RESTORE k 0 v", "KEYS *", "SCAN 0", "ACL LIST",
+     "SHUTDOWN", "SCRIPT FLUSH", "MIGRATE h 1 k 0 1", "MONITOR", "GET other", "HGET other:{acl}:counters term"],
+)  # fmt: skip
+async def test_nobody_reaches_beyond_the_queue(clients: Clients, role: str, command: str) -> None:
+    with pytest.raises((NoPermissionError, ResponseError), match=REFUSED):
+        await clients[role].execute_command(*command.split())
+
+
+async def test_a_producer_reads_no_groups_and_no_manifests(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str
+) -> None:
+    prefix = f"penstock:{{{run}}}:"
+    await queues("gateway").submit([b"p"], [0], "")
+    rollout = queues("rollout")
+    lease = (await rollout.lease("reader", 8))[-1]
+    await rollout.append(lease, b"group", 0)
+    key = f"{prefix}group:{lease.prompt_id}:{lease.attempt}"
+    for words in (("GET", key), ("MGET", key), ("HGETALL", f"{prefix}prompts"), ("HGET", f"{prefix}manifests", "1")):
+        with pytest.raises(NoPermissionError):
+            await clients["rollout"].execute_command(*words)
+    with pytest.raises(ResponseError, match=REFUSED):
+        await clients["rollout"].eval("return redis.call('GET', KEYS[1])", 1, key)
+
+
+async def test_the_gateway_commits_nothing_and_the_learner_leases_nothing(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str
+) -> None:
+    with pytest.raises(NoPermissionError):
+        await clients["gateway"].unlink(f"penstock:{{{run}}}:manifests")
+    with pytest.raises(NoPermissionError):
+        await clients["gateway"].flushdb()
+    gateway, learner = queues("gateway"), queues("learner")
+    await learner.take_term(0)
+    gateway.term = learner.term  # the term alone would let it in: what refuses it is its user
+    with pytest.raises(PenstockError, match=REFUSED):
+        await gateway.commit(1, [1])
+    with pytest.raises(PenstockError, match=REFUSED):
+        await learner.lease("l", 1)
+
+
+async def test_a_role_without_its_password_is_not_let_in(acl_redis: int) -> None:
+    for user in ("gateway:wrong", "default:", ":"):
+        client = connect(RedisConfig(url=f"redis://{user}@127.0.0.1:{acl_redis}/0"))
+        with pytest.raises(AuthenticationError):
+            await client.ping()
+        await client.aclose()
+
+
+def test_start_refuses_an_empty_password(tmp_path: Path) -> None:
+    result = subprocess.run(
+        ["sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(tmp_path)],
+        env={"PATH": os.environ["PATH"], "GATEWAY_PASSWORD": "x"}, capture_output=True, text=True, timeout=20,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "ROLLOUT_PASSWORD is empty" in result.stderr

@@ -1,4 +1,4 @@
-"""mix64: the numpy definition against plain integers, and what a checksum of weights must tell."""
+"""mix64: against published outputs of SplitMix64, and the corruptions that a checksum of weights must detect."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from penstock.weights import checksums
 from penstock.weights.checksums import MIX64, XXH3, RunningChecksum, host_checksum
 
 MASK = 2**64 - 1
+PUBLISHED = {
+    0: [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B],
+    1234567: [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ],
+}  # fmt: skip
+"""The first outputs of Vigna's SplitMix64 for two seeds, as its reference implementation prints them."""
 words_of = st.lists(st.integers(0, MASK), min_size=1, max_size=12)
 
 
@@ -18,26 +25,29 @@ def mix64_of(words: list[int]) -> str:
     return host_checksum(MIX64, np.array(words, dtype=np.uint64).view(np.uint8))
 
 
-def plain_mix64(words: list[int]) -> str:
-    """As the module's table defines it, without numpy."""
-    total = 0
-    for index, word in enumerate(words):
-        x = (word + (index + 1) * 0x9E3779B97F4A7C15) & MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-        total = (total + (x ^ (x >> 31))) & MASK
-    return f"{total:016x}"
+def as_text(total: int) -> str:
+    return f"{total & MASK:016x}"
 
 
-@given(words_of)
-def test_it_is_what_its_definition_says(words: list[int]) -> None:
-    assert mix64_of(words) == plain_mix64(words)
+@pytest.mark.parametrize(("seed", "outputs"), PUBLISHED.items())
+def test_words_that_are_all_the_same_give_the_sum_of_the_published_numbers(seed: int, outputs: list[int]) -> None:
+    """Word i is added to i + 1 steps of the generator: it gives output i of the generator seeded with the word."""
+    for count in range(1, len(outputs) + 1):
+        assert mix64_of([seed] * count) == as_text(sum(outputs[:count]))
 
 
-def test_chunks_of_a_large_bucket_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_CHUNK_WORDS", 64)
-    words = [int(word) for word in np.random.default_rng(0).integers(0, 2**63, 1000)]
-    assert mix64_of(words) == plain_mix64(words)
+@given(st.lists(st.sampled_from(list(PUBLISHED)), min_size=1, max_size=5))
+def test_each_word_gives_the_published_number_of_its_place(words: list[int]) -> None:
+    assert mix64_of(words) == as_text(sum(PUBLISHED[word][index] for index, word in enumerate(words)))
+
+
+@given(st.integers(1, 200), st.integers(1, 70))
+def test_chunks_of_a_large_bucket_add_up(num_words: int, chunk_words: int) -> None:
+    words = [int(word) for word in np.random.default_rng(num_words).integers(0, 2**63, num_words)]
+    whole = mix64_of(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_CHUNK_WORDS", chunk_words)
+        assert mix64_of(words) == whole
 
 
 @given(words_of, st.data(), st.sampled_from([MIX64, XXH3]))

@@ -1,0 +1,229 @@
+"""Which role every operation needs, written out here for both protocols and tried with keys that are too weak.
+
+An operation that the contracts or the OpenAPI schema name and that has no role here fails a test, and so does one that
+has a role here and that nobody serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import pytest
+import redis.asyncio as redis
+
+from gateways import PROMPT, Gateway, run_config, running
+from penstock.api_keys import make_key
+from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
+
+Role = Literal["read", "submit", "admin"]
+WEAKER: dict[Role, tuple[Role, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
+ANSWER_TIMEOUT_S = 20.0
+
+GRPC_ROLES: dict[str, Role] = {
+    "PromptService/SubmitPrompts": "submit",
+    "PromptService/StreamPrompts": "submit",
+    "PromptService/GetPrompt": "read",
+    "PromptService/ListPrompts": "read",
+    "PromptService/CancelPrompts": "submit",
+    "PromptService/WaitPrompt": "read",
+    "PromptService/WatchResults": "read",
+    "GroupService/GetGroup": "read",
+    "GroupService/ListGroups": "read",
+    "PolicyService/ListPolicies": "read",
+    "PolicyService/GetPolicy": "read",
+    "PolicyService/WatchPolicies": "read",
+    "PolicyService/ComparePolicies": "read",
+    "PolicyService/PromotePolicy": "admin",
+    "PolicyService/RollBackPolicy": "admin",
+    "PolicyService/ReleasePolicy": "admin",
+    "PolicyService/PinPolicy": "admin",
+    "PolicyService/UnpinPolicy": "admin",
+    "PolicyService/RetirePolicy": "admin",
+    "DatasetService/UploadDataset": "submit",
+    "DatasetService/GetDataset": "read",
+    "DatasetService/SubmitDataset": "submit",
+    "GenerateService/Generate": "submit",
+    "SessionService/RewardSession": "submit",
+    "RunService/GetRun": "read",
+    "RunService/ListRuns": "read",
+    "RunService/ListMetrics": "read",
+    "RunService/ListServers": "read",
+    "RunService/GetEvaluation": "read",
+    "RunService/ListDeadLetters": "read",
+    "RunService/CreateEvaluation": "submit",
+    "RunService/CreateRun": "admin",
+    "RunService/PauseRun": "admin",
+    "RunService/ResumeRun": "admin",
+    "RunService/StopRun": "admin",
+    "RunService/DrainServer": "admin",
+    "RunService/UndrainServer": "admin",
+    "RunService/RequeueDeadLetter": "admin",
+}
+WATCHES = ("PromptService/WatchResults", "PolicyService/WatchPolicies")
+"""These never end by themselves."""
+CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2)
+
+REST_ROLES: dict[str, Role] = {
+    "GET /v1/runs": "read",
+    "POST /v1/runs": "admin",
+    "GET /v1/runs/{run}": "read",
+    "POST /v1/runs/{run}:pause": "admin",
+    "POST /v1/runs/{run}:resume": "admin",
+    "POST /v1/runs/{run}:stop": "admin",
+    "GET /v1/runs/{run}/metrics": "read",
+    "GET /v1/runs/{run}/servers": "read",
+    "POST /v1/runs/{run}/servers/{server_id}:drain": "admin",
+    "POST /v1/runs/{run}/servers/{server_id}:undrain": "admin",
+    "POST /v1/runs/{run}/evaluations": "submit",
+    "GET /v1/runs/{run}/evaluations/{evaluation_id}": "read",
+    "GET /v1/runs/{run}/dead-letters": "read",
+    "POST /v1/runs/{run}/dead-letters/{letter_id}:requeue": "admin",
+    "GET /v1/runs/{run}/prompts": "read",
+    "POST /v1/runs/{run}/prompts": "submit",
+    "POST /v1/runs/{run}/prompts:cancel": "submit",
+    "GET /v1/runs/{run}/prompts/{prompt_id}:wait": "read",
+    "GET /v1/runs/{run}/prompts/{prompt_id}": "read",
+    "GET /v1/runs/{run}/results": "read",
+    "GET /v1/runs/{run}/groups": "read",
+    "GET /v1/runs/{run}/groups/{prompt_id}": "read",
+    "GET /v1/runs/{run}/policies": "read",
+    "GET /v1/runs/{run}/policies:watch": "read",
+    "GET /v1/runs/{run}/policies:compare": "read",
+    "POST /v1/runs/{run}/policies:release": "admin",
+    "POST /v1/runs/{run}/policies/{policy_version}:promote": "admin",
+    "POST /v1/runs/{run}/policies/{policy_version}:rollback": "admin",
+    "POST /v1/runs/{run}/policies/{policy_version}:retire": "admin",
+    "GET /v1/runs/{run}/policies/{policy_version}": "read",
+    "PUT /v1/runs/{run}/pins/{pin}": "admin",
+    "DELETE /v1/runs/{run}/pins/{pin}": "admin",
+    "PUT /v1/runs/{run}/datasets/{name}": "submit",
+    "GET /v1/runs/{run}/datasets/{name}": "read",
+    "POST /v1/runs/{run}/datasets/{name}:submit": "submit",
+    "POST /v1/chat/completions": "submit",
+    "POST /v1/completions": "submit",
+    "GET /v1/models": "read",
+    "POST /v1/sessions/{session_id}/reward": "submit",
+}
+OPEN = {"GET /", "GET /console/{name}", "GET /healthz", "GET /readyz", "GET /metrics"}
+"""Answered without a key."""
+EVENT_STREAMS = {"GET /v1/runs/{run}/results", "GET /v1/runs/{run}/policies:watch"}
+NAMES = {
+    "run": "test", "policy_version": "1", "prompt_id": "99", "pin": "p", "name": "console.js", "server_id": "s",
+    "evaluation_id": "e", "letter_id": "1-0", "session_id": "s",
+}  # fmt: skip
+BODIES: dict[str, Any] = {
+    "POST /v1/runs": {"config": {}},
+    "POST /v1/runs/{run}/evaluations": {"evaluation_id": "e", "prompts": [PROMPT]},
+    "POST /v1/runs/{run}/prompts": {"prompts": [PROMPT]},
+    "POST /v1/runs/{run}/prompts:cancel": {"prompt_ids": [1]},
+    "PUT /v1/runs/{run}/pins/{pin}": {"policy_version": 1},
+    "POST /v1/runs/{run}/datasets/{name}:submit": {},
+    "POST /v1/chat/completions": {"model": "test", "messages": [{"role": "user", "content": "2+2?"}]},
+    "POST /v1/completions": {"model": "test", "prompt": "2+2?"},
+    "POST /v1/sessions/{session_id}/reward": {"reward": 1.0},
+}
+
+
+@pytest.fixture
+async def guarded(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> AsyncIterator[tuple[Gateway, dict[str, str]]]:
+    """A gateway with a key of every role, and the keys' `Authorization` headers."""
+    keys = {role: make_key(role, role) for role in WEAKER}
+    (tmp_path / "keys").write_text("\n".join(key.line for _, key in keys.values()))
+    async with running(run_config(redis_process.url, tmp_path, keys_file=tmp_path / "keys")) as gateway:
+        yield gateway, {role: f"Bearer {secret}" for role, (secret, _) in keys.items()}
+
+
+def test_every_method_of_the_contracts_has_a_role() -> None:
+    services = [service for contract in CONTRACTS for service in contract.DESCRIPTOR.services_by_name.values()]
+    assert {f"{service.name}/{method}" for service in services for method in service.methods_by_name} == set(GRPC_ROLES)
+
+
+async def test_grpc_refuses_a_role_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
+    gateway, headers = guarded
+    for method, role in GRPC_ROLES.items():
+        assert await grpc_code(gateway, method, None) == grpc.StatusCode.UNAUTHENTICATED, method
+        for weaker in WEAKER[role]:
+            found = await grpc_code(gateway, method, headers[weaker])
+            assert found == grpc.StatusCode.PERMISSION_DENIED, (method, weaker)
+
+
+async def test_grpc_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str, str]]) -> None:
+    """Empty requests: they are answered, or refused for what they say, and never for who sends them."""
+    gateway, headers = guarded
+    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
+    for method, role in GRPC_ROLES.items():
+        assert await grpc_code(gateway, method, headers[role]) not in refusals, method
+
+
+async def grpc_code(gateway: Gateway, method: str, authorization: str | None) -> grpc.StatusCode:
+    """The code of a call with an empty request. A stream that opens without an error is OK and is closed again."""
+    metadata = () if authorization is None else (("authorization", authorization),)
+    path = f"/penstock.v1.{method}"
+    descriptor = next(
+        contract.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+        for service, name in [method.split("/")]
+        for contract in CONTRACTS
+        if service in contract.DESCRIPTOR.services_by_name
+    )
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            if not descriptor.server_streaming:
+                await gateway.channel.unary_unary(path)(b"", metadata=metadata)
+                return grpc.StatusCode.OK
+            call = (
+                gateway.channel.stream_stream(path)(iter([b""]), metadata=metadata)
+                if descriptor.client_streaming
+                else gateway.channel.unary_stream(path)(b"", metadata=metadata)
+            )
+            await call.wait_for_connection()
+            if method in WATCHES:
+                call.cancel()
+                return grpc.StatusCode.OK
+            async for _ in call:
+                pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_every_rest_operation_has_a_role(gateway: Gateway) -> None:
+    paths = (await gateway.rest.get("/v1/openapi.json")).json()["paths"]
+    served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert served == set(REST_ROLES) | OPEN
+
+
+async def test_rest_refuses_a_role_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
+    gateway, headers = guarded
+    for operation, role in REST_ROLES.items():
+        assert await rest_status(gateway, operation, None) == 401, operation
+        for weaker in WEAKER[role]:
+            assert await rest_status(gateway, operation, headers[weaker]) == 403, (operation, weaker)
+    assert await rest_status(gateway, "GET /v1/openapi.json", None) == 401
+
+
+async def test_rest_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str, str]]) -> None:
+    gateway, headers = guarded
+    for operation, role in REST_ROLES.items():
+        assert await rest_status(gateway, operation, headers[role]) not in (401, 403, 405), operation
+    for operation in OPEN:
+        assert await rest_status(gateway, operation, None) == 200, operation
+
+
+async def rest_status(gateway: Gateway, operation: str, authorization: str | None) -> int:
+    method, path = operation.split(" ")
+    headers = {} if authorization is None else {"Authorization": authorization}
+    if operation.startswith("PUT /v1/runs/{run}/datasets"):
+        headers["Content-Type"] = "application/x-ndjson"
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with gateway.rest.stream(
+            method, path.format_map(NAMES), headers=headers, json=BODIES.get(operation)
+        ) as answer:
+            if operation not in EVENT_STREAMS:
+                await answer.aread()
+            return answer.status_code

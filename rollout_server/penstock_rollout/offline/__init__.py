@@ -1,1 +1,1 @@
-"""Generation without a run: prompts from a file, answers into a file, no Redis and no learner. See docs/offline.md."""
+"""`penstock generate` and `penstock evaluate`, which need neither Redis nor a learner. See docs/offline.md."""

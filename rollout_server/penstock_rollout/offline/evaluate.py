@@ -1,6 +1,6 @@
-"""`penstock evaluate FILE`: score the responses in a Parquet file by data source, with the rewards of a run.
+"""`penstock evaluate FILE` scores the responses in a Parquet file by data source, with the rewards of a run.
 
-Needs neither Redis nor an engine. The file has verl's columns, and `responses`: a prompt's samples, or one text.
+It needs neither Redis nor an engine. The file has verl's columns and `responses`: a list of samples, or one text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from penstock.config.loading import load_config, load_overrides
     from penstock_rollout.offline.scoring_run import ScoringRun
 
-    model = {"model": {"path": "."}}  # not used here, and a run's config must have one
+    model = {"model": {"path": "."}}  # required by the config model, but not used here
     config = load_config(args.config, overrides) if args.config else load_overrides(model, overrides)
     output = args.output or args.file.with_suffix(".scored.parquet")
     run = ScoringRun(args.file, output, args.response_column, config.rollout.reward)
@@ -74,5 +74,7 @@ def _print(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], outpu
     console.print(table)
     if num_errors:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
-        console.print(f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}): they count as error_value")
+        console.print(
+            f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}); they got error_value"
+        )
     console.print(f"scores: {output}")

@@ -1,6 +1,6 @@
-"""`penstock generate FILE --model FOLDER --output FILE`: samples of every prompt of a dataset file.
+"""`penstock generate FILE --model FOLDER --output FILE` samples answers to every prompt of a dataset file.
 
-Running the same command again after it was interrupted makes what is missing and nothing else.
+After an interruption, the same command generates only the missing rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = _read(args)
 
     from penstock.logs import setup_logging
-    from penstock_rollout.offline.answers import AnswerStore
+    from penstock_rollout.offline.answer_store import AnswerStore
     from penstock_rollout.offline.generation import generate
     from penstock_rollout.offline.settings import describe_settings
 
@@ -51,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="makes every sample reproducible, in whatever order they are made")
+    parser.add_argument("--seed", type=int, help="makes every sample reproducible, in any order of work")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="prompts worked on at once (default: what fills the engine)"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    parser.add_argument("--score", action="store_true", help="give each answer its reward, by rollout.reward")
+    parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
     return parser
 
 
@@ -64,7 +64,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     from penstock.config.loading import load_config, load_overrides
 
     if args.model is None and args.config is None:
-        raise ConfigError("say which model answers: --model FOLDER, or --config FILE")
+        raise ConfigError("no model is given; add --model FOLDER or --config FILE")
     if args.model is not None:
         overrides = [*overrides, "--model.path", str(args.model)]
     if args.engine is not None:
@@ -86,10 +86,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:
-        raise InvalidInput(str(args.file), "holds no prompts")
+        raise InvalidInput(str(args.file), "holds no prompts; check the file")
     if args.seed is None:
         return prompts
-    # Sample i of a prompt is drawn with its seed + i, so these leave no two samples of the file the same one.
+    # Sample i of a prompt uses seed + i, so prompts are args.n seeds apart and no two samples share a seed.
     return [
         replace(prompt, sampling=replace(sampling, seed=(args.seed + row * args.n) % 2**63))
         for row, prompt in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""Makes the answers that a store lacks: one engine in this process, the agents of a rollout server, no queue."""
+"""Generates the missing answers of a store, with one engine in this process and the agents of a rollout server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.start import start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.offline.answers import Answer, AnswerStore
+from penstock_rollout.offline.answer_rows import AnswerRow
+from penstock_rollout.offline.answer_store import AnswerStore
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
@@ -39,16 +40,16 @@ class GenerationSummary:
     num_samples: int
     num_tokens: int
     num_found: int
-    """Prompts that an earlier process had answered."""
+    """Prompts that an earlier process answered."""
     num_failed: int
     num_generated_tokens: int
-    """By this process, in `seconds`."""
+    """Tokens that this process generated in `seconds`."""
     seconds: float
     mean_reward: float | None
 
 
 class Unscored:
-    """Stands for a scorer where no rewards are wanted; they are left out of the answers."""
+    """A scorer that computes nothing, for generation without `--score`."""
 
     async def score(
         self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
@@ -59,7 +60,7 @@ class Unscored:
 def generate(
     config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
 ) -> GenerationSummary:
-    """Answer the rows that the store lacks, and finish it. The engine is started only if there are any."""
+    """Answer the rows that the store lacks, and finish the store. The engine starts only if a row is missing."""
     num_found, tokens_before, started = len(store.rows), store.totals.num_tokens, time.monotonic()
     missing = [(row, prompt) for row, prompt in enumerate(prompts) if row not in store.rows]
     if missing:
@@ -87,7 +88,7 @@ async def _answer_all(
     config: RunConfig, missing: list[tuple[int, Prompt]], store: AnswerStore, concurrency: int | None, scored: bool,
     num_prompts: int,
 ) -> float:  # fmt: skip
-    """Returns when the engine was ready, by the monotonic clock."""
+    """Answer the missing rows. Returns the time, on the monotonic clock, at which the engine was ready."""
     main = asyncio.current_task()
     assert main is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
@@ -98,7 +99,7 @@ async def _answer_all(
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
-    at_once = concurrency or _filling(config, missing[0][1].num_samples)
+    at_once = concurrency or _num_filling(config, missing[0][1].num_samples)
     try:
         if scorer is not None:
             await scorer.check()
@@ -111,6 +112,8 @@ async def _answer_all(
                 for row, prompt in rows:
                     store.add(await _answer(maker, row, prompt, scored))
                     advance()
+                    if store.is_part_due:
+                        await asyncio.to_thread(store.write_part)
 
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(at_once, len(missing))):
@@ -119,15 +122,15 @@ async def _answer_all(
     except* PenstockError as errors:
         raise _first(errors) from None
     finally:
-        # An EngineCore that was forked off has this process's wake-up pipe: the signal that ends it arrives here too.
+        # A forked EngineCore shares this process's wake-up pipe, so the signal that ends it arrives here too.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await engine.stop()
         if scorer is not None:
             await scorer.close()
 
 
-async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> Answer:
-    """A prompt that cannot be answered costs its own row only; an engine that cannot answer ends the generation."""
+async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> AnswerRow:
+    """Answer one prompt. A prompt that cannot be answered fails only its own row; a failing engine ends the command."""
     try:
         group = await maker.make(Lease(row, 1, b""), prompt)
     except Exception as error:
@@ -135,13 +138,13 @@ async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> 
         if isinstance(first, Unavailable) or not isinstance(first, PenstockError):
             raise
         logger.warning("row %d has no samples: %s", row, first)
-        return Answer(row, error=str(first))
-    return _answer_of(group, maker.tokenization, scored)
+        return AnswerRow(row, error=str(first))
+    return _answer_row(group, maker.tokenization, scored)
 
 
-def _answer_of(group: Group, tokenization: Tokenization, scored: bool) -> Answer:
+def _answer_row(group: Group, tokenization: Tokenization, scored: bool) -> AnswerRow:
     samples = group.trajectories
-    return Answer(
+    return AnswerRow(
         row=group.prompt_id,
         responses=[tokenization.text(sample.token_ids.tolist()) for sample in samples],
         token_ids=[sample.token_ids for sample in samples],
@@ -152,8 +155,8 @@ def _answer_of(group: Group, tokenization: Tokenization, scored: bool) -> Answer
     )
 
 
-def _filling(config: RunConfig, num_samples: int) -> int:
-    """Prompts whose samples fill the engine, and some more so that a place that gets free is taken at once."""
+def _num_filling(config: RunConfig, num_samples: int) -> int:
+    """How many prompts fill the engine with samples, plus an eighth, so that a free place is taken at once."""
     return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
 
 

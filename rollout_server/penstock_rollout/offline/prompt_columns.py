@@ -25,7 +25,7 @@ def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def json_column(values: Sequence[Any]) -> Any:
-    """A column of whatever JSON has. Objects become structs; values of kinds that no one type holds become text."""
+    """An Arrow column of JSON values. Objects become structs. Values that share no Arrow type become JSON text."""
     if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
         return _struct_column(values)
     try:
@@ -46,7 +46,7 @@ def _struct_column(values: Sequence[dict[str, Any] | None]) -> Any:
 
 
 def _holds_objects(kind: Any) -> bool:
-    """Whether it is a list of objects, whose fields may be missing or empty."""
+    """Whether the type is a list of objects; their fields may be missing or empty, so they are kept as text."""
     while pa.types.is_list(kind):
         kind = kind.value_type
     return bool(pa.types.is_struct(kind))

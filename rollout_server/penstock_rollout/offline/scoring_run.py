@@ -1,4 +1,4 @@
-"""Scoring a Parquet file of responses: read, scored and written a batch of rows at a time."""
+"""Scores a Parquet file of responses. Rows are read, scored and written one batch at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 class ScoringRun:
-    """One pass over a file. `output` appears only when all of it is scored."""
+    """One pass over a file. `output` appears only once every row is scored."""
 
     def __init__(self, path: Path, output: Path, response_column: str, config: RewardConfig) -> None:
         self.path = path
@@ -54,16 +54,16 @@ class ScoringRun:
             await self.scorer.close()
 
     def summaries(self, pass_score: float) -> dict[str, ScoreSummary]:
-        """By data source, in the order of their names."""
+        """Scores per data source, sorted by name."""
         return {name: summarise(scores, pass_score) for name, scores in sorted(self._scores.items())}
 
     def num_errors(self) -> dict[str, int]:
-        """Rewards that failed, by kind."""
+        """Number of failed rewards by kind of failure."""
         [metric] = self.metrics.reward_errors.collect()
         return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total") and s.value}
 
     def _check_output(self, partial: Path) -> None:
-        """Before anything is scored for nothing."""
+        """Fail before scoring if the output cannot be written."""
         try:
             partial.touch()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What decides which answers a generation makes. Answers that were made with other settings are never mixed in."""
+"""Settings that determine the answers of a generation. An output file never mixes answers of different settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.trajectory import Prompt, Sampling
 
 
 def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], *, scored: bool) -> dict[str, str]:
-    """Name to value, the same for the same command on the same files."""
+    """Settings by name. The same command on the same files gives the same settings."""
     digest = hashlib.sha256()
     for prompt in prompts:
         encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))

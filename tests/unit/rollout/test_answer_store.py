@@ -1,7 +1,8 @@
-"""The store of offline answers: whole parts, one order, one set of settings, one process."""
+"""The store of offline answers writes whole parts, keeps the order of the dataset, and refuses other settings."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from pyarrow import parquet
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
-from penstock_rollout.offline.answers import PART_ROWS, Answer, AnswerStore
+from penstock_rollout.offline.answer_rows import AnswerRow
+from penstock_rollout.offline.answer_store import PART_ROWS, AnswerStore
 from penstock_rollout.offline.prompt_columns import json_column
 
+TIMEOUT_S = 20.0
 SETTINGS = {"model": "/a/model", "sampling": "n 2"}
 
 
-def answer(row: int) -> Answer:
+def answer(row: int) -> AnswerRow:
     ids = [np.array([row, 1], dtype=np.int32), np.array([row], dtype=np.int32)]
-    return Answer(
+    return AnswerRow(
         row, [f"{row}", f"{row}!"], ids, [np.zeros(len(i), np.float32) for i in ids],
         [np.ones(len(i), np.uint8) for i in ids], ["stop", "length"], rewards=[1.0, 0.0],
     )  # fmt: skip
@@ -30,17 +33,23 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(messages=(("user", f"{i}?"),), data_source="test", ground_truth=f"{i}") for i in range(count)]
 
 
+def add_all(store: AnswerStore, rows: list[int]) -> None:
+    for row in rows:
+        store.add(answer(row))
+        if store.is_part_due:
+            store.write_part()
+
+
 def test_rows_become_one_file_in_order_whatever_order_they_finish_in(tmp_path: Path) -> None:
     count = 5 * PART_ROWS + 3
     order = np.random.default_rng(0).permutation(count).tolist()
     output = tmp_path / "a.parquet"
     with AnswerStore(output, SETTINGS) as store:
-        for row in order[: count // 2]:
-            store.add(answer(row))
+        add_all(store, order[: count // 2])
+        assert len(list(store.folder.glob("part-*"))) >= count // 2 // PART_ROWS
     with AnswerStore(output, SETTINGS) as store:
         assert store.rows == set(order[: count // 2])
-        for row in order[count // 2 :]:
-            store.add(answer(row))
+        add_all(store, order[count // 2 :])
         store.finish(prompts(count))
     rows = parquet.read_table(output).to_pylist()
     assert [row["row"] for row in rows] == list(range(count))
@@ -52,6 +61,34 @@ def test_rows_become_one_file_in_order_whatever_order_they_finish_in(tmp_path: P
         assert store.finished and len(store.rows) == count
         assert (store.totals.num_samples, store.totals.num_tokens) == (2 * count, 3 * count)
         assert (store.totals.reward_sum, store.totals.num_rewards) == (count, 2 * count)
+
+
+def test_rows_that_are_added_while_a_part_is_written_are_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_write = threading.Event(), threading.Event()
+    write_table = parquet.write_table
+
+    def write_slowly(*args: Any, **kwargs: Any) -> None:
+        writing.set()
+        assert may_write.wait(TIMEOUT_S)
+        write_table(*args, **kwargs)
+
+    monkeypatch.setattr(parquet, "write_table", write_slowly)
+    with AnswerStore(tmp_path / "a.parquet", SETTINGS) as store:
+        for row in range(PART_ROWS):
+            store.add(answer(row))
+        assert store.is_part_due
+        writer = threading.Thread(target=store.write_part)
+        writer.start()
+        assert writing.wait(TIMEOUT_S)
+        store.add(answer(PART_ROWS))
+        assert not store.is_part_due, "one part is written at a time"
+        may_write.set()
+        writer.join(TIMEOUT_S)
+        store.write_part()
+        parts = sorted(store.folder.glob("part-*"))
+        assert [parquet.read_metadata(part).num_rows for part in parts] == [PART_ROWS, 1]
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -93,7 +130,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_a_failed_row_says_why(tmp_path: Path) -> None:
     with AnswerStore(tmp_path / "a.parquet", SETTINGS) as store:
-        store.add(Answer(0, error="too long"))
+        store.add(AnswerRow(0, error="too long"))
         store.add(answer(1))
         store.finish(prompts(2))
         assert (store.totals.num_failed, store.totals.num_samples) == (1, 2)

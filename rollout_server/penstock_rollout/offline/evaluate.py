@@ -74,7 +74,5 @@ def _print(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], outpu
     console.print(table)
     if num_errors:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
-        console.print(
-            f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}); they got error_value"
-        )
+        console.print(f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}); they got error_value")
     console.print(f"scores: {output}")

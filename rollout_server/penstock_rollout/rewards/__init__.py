@@ -1,1 +1,1 @@
-"""Rewards: what a response is worth, by data source or by the user's own function."""
+"""Rewards score responses, by data source or with the user's own function."""

@@ -1,4 +1,4 @@
-"""Which reward a data source gets."""
+"""Chooses the reward of each data source."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _REWARD: TypeAdapter[Reward] = TypeAdapter(Reward)
 
 
 class RewardChoice:
-    """In this order: `by_data_source`, `function_file`, the built-in table, `default`. A name goes before a pattern."""
+    """Looks a data source up in `by_data_source`, `function_file`, the built-in table and `default`, in this order.
+
+    In each table an exact name wins over a pattern."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self._chosen: dict[str, Reward] = {}
-        self._written: dict[Reward, str] = {}
+        self._settings_json: dict[Reward, str] = {}
 
-    def of(self, data_source: str) -> Reward:
+    def reward_for(self, data_source: str) -> Reward:
         if data_source not in self._chosen:
             self._chosen[data_source] = self._choose(data_source)
         return self._chosen[data_source]
 
     def configured(self) -> list[Reward]:
-        """What the config names itself, and so must work from the start."""
+        """The rewards that the config names itself. The server checks that these work when it starts."""
         rewards = [*self.config.by_data_source.values(), self.config.default]
         return [*rewards, self._function()] if self.config.function_file else rewards
 
@@ -40,14 +42,14 @@ class RewardChoice:
         return reward.timeout_s or self.config.timeout_s
 
     def settings(self, reward: Reward) -> Settings:
-        """As plain data, for a process that does not know the config models."""
+        """The settings as plain data, for reward processes, which do not import the config models."""
         return reward.model_dump(mode="json") | {"timeout_s": self.timeout_s(reward)}
 
-    def written(self, reward: Reward) -> str:
-        """The settings as the JSON text that a reward process knows a reward by; the same for every response."""
-        if reward not in self._written:
-            self._written[reward] = json.dumps(self.settings(reward), sort_keys=True)
-        return self._written[reward]
+    def settings_json(self, reward: Reward) -> str:
+        """The settings as JSON text. Reward processes use this text as the key of a reward."""
+        if reward not in self._settings_json:
+            self._settings_json[reward] = json.dumps(self.settings(reward), sort_keys=True)
+        return self._settings_json[reward]
 
     def _choose(self, data_source: str) -> Reward:
         if (reward := _find(self.config.by_data_source, data_source)) is not None:
@@ -57,8 +59,8 @@ class RewardChoice:
         if (settings := _find(DATA_SOURCES, data_source)) is not None:
             return _REWARD.validate_python(settings)
         logger.warning(
-            "data source %r is not known; its reward is rollout.reward.default (%s). Name it in "
-            "rollout.reward.by_data_source to choose another", data_source, self.config.default.kind,
+            "unknown data source %r; scoring it with rollout.reward.default (%s). To choose another reward, add it to "
+            "rollout.reward.by_data_source", data_source, self.config.default.kind,
         )  # fmt: skip
         return self.config.default
 

@@ -1,4 +1,4 @@
-"""Reward functions of verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
+"""Reward functions with verl's signature: data_source, solution_str, ground_truth and extra_info, passed by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.errors import ConfigError
 from penstock_rollout.agents.imports import load_callable
 
 RewardFunction = Callable[..., Any]
-"""Called with ARGUMENTS as keywords, as verl does: users' functions have them in any order."""
+"""Called with ARGUMENTS as keyword arguments, as verl does, so the order of its parameters does not matter."""
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
-    """Import `name` from a Python file of the user's. ConfigError where it cannot be called with these names."""
+    """Import `name` from the user's Python file. Raises ConfigError if it does not accept ARGUMENTS and `kwargs`."""
     function: RewardFunction = load_callable(f"{path}:{name}", "reward function")
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)
@@ -30,10 +30,11 @@ def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> RewardFun
 
 
 def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
-    """What a function returned, as a finite number and further numbers.
+    """Convert the return value of a reward function to a finite score and its parts.
 
-    As verl takes it: a number, a mapping with `score`, or a sequence that starts with the number. Values of a mapping
-    that are no finite numbers (a prediction's text, say) are left out; a score that is none raises ValueError."""
+    Accepts what verl accepts: a number, a mapping with `score`, or a sequence that starts with the number. Values of a
+    mapping that are not finite numbers, such as a predicted text, are left out. Raises ValueError if the score itself
+    is not a finite number."""
     parts: dict[str, float] = {}
     if isinstance(score, Mapping):
         if "score" not in score:

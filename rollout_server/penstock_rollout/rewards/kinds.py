@@ -1,6 +1,6 @@
-"""Kinds of rewards and the data sources they are for: the one table of each.
+"""The table of reward kinds, and the table of data sources with a built-in reward.
 
-Imported by the processes that compute rewards, so it stays light: a kind's module is imported when it is first used.
+Every reward process imports this module, so it stays light: the module of a kind is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DATA_SOURCES: dict[str, Settings] = {
     "codeforces": {"kind": "code"},
     "taco": {"kind": "code"},
 }
-"""Data source, or a pattern: reward, with the defaults of its kind."""
+"""Rewards by data source or pattern. Settings that are not given have the defaults of the kind."""
 
 
 def _exact_match(settings: Settings) -> RewardFunction:
@@ -60,9 +60,9 @@ def _math(settings: Settings) -> RewardFunction:
 
 
 def _code(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.code_tests import CodeTests
+    from penstock_rollout.rewards.code.reward import CodeReward
 
-    return CodeTests.of(settings)
+    return CodeReward.from_settings(settings)
 
 
 def _function(settings: Settings) -> RewardFunction:
@@ -77,12 +77,12 @@ BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
     "code": _code,
     "function": _function,
 }
-"""Kind: from its settings to a function with verl's signature. `remote` is not here: it waits and does not compute.
-Nor is `reward_model`, which the learner computes."""
+"""By kind: builds a function with verl's signature from the settings. `remote` is missing because it only waits for a
+service, and `reward_model` because the learner computes it."""
 
 
 def build(settings: Settings) -> RewardFunction:
-    """The reward of these settings, ready to be called. ConfigError where it can never work here."""
+    """Build a reward. Raises ConfigError if it cannot work on this machine."""
     return BUILDERS[settings["kind"]](settings)
 
 

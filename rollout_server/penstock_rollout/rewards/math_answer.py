@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by math-verify: equal expressions are right however they are written."""
+"""The math reward compares answers with math-verify: equal expressions match, however they are written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-# It warns that its own alarm is off. The deadline of the process that runs this is the one that counts.
+# math-verify warns that its own timeout is off. The deadline of the reward process takes its place.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-NO_ALARM = 0
+NO_TIMEOUT = 0
 
 
 def math(
@@ -22,15 +22,15 @@ def math(
     correct_score: float,
     wrong_score: float,
 ) -> float:
-    """`correct_score` when the response's answer, the last box where there is one, equals the ground truth."""
+    """Return `correct_score` if the answer, in the last box if there is one, equals the ground truth."""
     wanted = str(ground_truth)
     boxed = wanted if "\\boxed" in wanted else f"\\boxed{{{wanted}}}"
-    gold = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=NO_ALARM)
+    gold = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=NO_TIMEOUT)
     if not gold:
-        raise ValueError(f"the ground truth {wanted!r} is no mathematical expression")
+        raise ValueError(f"the ground truth {wanted!r} is not a mathematical expression")
     found = parse(
         solution_str,
         extraction_config=[LatexExtractionConfig(), ExprExtractionConfig()],
-        parsing_timeout=NO_ALARM,
+        parsing_timeout=NO_TIMEOUT,
     )
-    return correct_score if verify(gold, found, timeout_seconds=NO_ALARM) else wrong_score
+    return correct_score if verify(gold, found, timeout_seconds=NO_TIMEOUT) else wrong_score

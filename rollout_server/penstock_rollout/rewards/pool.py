@@ -1,10 +1,11 @@
-"""Processes that compute rewards beside this one, each ended when it takes too long."""
+"""A pool of processes that compute rewards. A process that takes too long is killed and replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import struct
@@ -13,9 +14,13 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
-"""Starting a process and importing what a reward needs, which is not the reward's own time."""
+"""Deadline for starting a process and importing what a reward needs. It does not count towards the reward's own."""
 TERMINATE_S = 1.0
+"""How long a process may take to end its programs after SIGTERM."""
+KILL_S = 10.0
+"""How long the kernel may take to end a process after SIGKILL."""
 MAX_ANSWER_BYTES = 2**26
 
 Json = dict[str, Any]
@@ -23,9 +28,9 @@ T = TypeVar("T")
 
 
 class RewardFailed(Exception):
-    """`kind` is how: exception (the function raised), timeout, or worker_died (its process did).
+    """A reward that gave no score. `kind` is `exception` (the function raised), `timeout` or `worker_died`.
 
-    The scorer counts it and gives `error_value`: it never goes further."""
+    The scorer catches it, counts it and returns `error_value`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -33,7 +38,7 @@ class RewardFailed(Exception):
 
 
 class RewardProcess:
-    """One process, used by one caller at a time. It knows a reward by what `RewardChoice.written` says of it."""
+    """One reward process, used by one caller at a time. `settings` is the text of `RewardChoice.settings_json`."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -48,7 +53,7 @@ class RewardProcess:
         return cls(process)
 
     async def prepare(self, settings: str) -> None:
-        """Build a reward, once. A process that cannot raises RewardFailed and stays usable."""
+        """Build a reward in the process, unless it has it already. The process stays usable if this fails."""
         if settings in self._prepared:
             return
         answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
@@ -63,7 +68,7 @@ class RewardProcess:
         return answer["score"], answer["parts"]
 
     async def end(self) -> None:
-        """First politely, so that it can end the programs it runs; then for certain."""
+        """End the process: SIGTERM, so that it can end its programs, and after TERMINATE_S SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
@@ -71,32 +76,35 @@ class RewardProcess:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
+            try:
+                await asyncio.wait_for(self.process.wait(), KILL_S)
+            except TimeoutError:
+                logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
 
     async def _exchange(self, request: Json, timeout_s: float) -> Json:
-        """Raises RewardFailed timeout or worker_died, after which the process is of no more use."""
+        """Send a request and return the answer. After a `timeout` or `worker_died` the process must be ended."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             text = json.dumps(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise RewardFailed("exception", f"its arguments cannot be written as JSON ({error})") from error
+            raise RewardFailed("exception", f"the arguments cannot be encoded as JSON: {error}") from error
         try:
             async with asyncio.timeout(timeout_s):
                 self.process.stdin.write(struct.pack("<I", len(text)) + text)
                 await self.process.stdin.drain()
                 (num_bytes,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
                 if num_bytes > MAX_ANSWER_BYTES:
-                    raise RewardFailed("worker_died", f"it answered with {num_bytes} bytes")
+                    raise RewardFailed("worker_died", f"the reward process answered with {num_bytes} bytes")
                 answer: Json = json.loads(await self.process.stdout.readexactly(num_bytes))
                 return answer
         except TimeoutError as error:
             raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise RewardFailed("worker_died", "the process that computed it died") from error
+            raise RewardFailed("worker_died", "the reward process died; see its output in the log") from error
 
 
 class RewardPool:
-    """Up to `num_processes`, started when they are needed and kept. One that is ended takes no other call with it."""
+    """Up to `num_processes` processes, started on demand and reused. Ending one does not affect calls to the others."""
 
     def __init__(self, num_processes: int) -> None:
         self._free = asyncio.Semaphore(num_processes)
@@ -104,13 +112,13 @@ class RewardPool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def prepare(self, settings: str) -> None:
-        """Build a reward in one process, to learn whether it can be."""
+        """Build a reward in one process, to check that it can be built."""
         async with self._free:
             process = await self._take()
             await self._guard(process, process.prepare(settings))
 
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
-        """One reward. Its deadline runs from when a process takes it; cancelling the caller ends the process."""
+        """Compute one reward. The deadline starts when a process is free. Cancelling the caller ends the process."""
         async with self._free:
             process = await self._take()
             await self._guard(process, process.prepare(settings), keep=False)
@@ -131,7 +139,7 @@ class RewardPool:
         return await RewardProcess.start()
 
     async def _guard(self, process: RewardProcess, call: Coroutine[Any, Any, T], *, keep: bool = True) -> T:
-        """Await a call to `process`; then keep it for the next one, or end it."""
+        """Await a call to `process`. Afterwards return the process to the pool, or end it."""
         try:
             result = await call
         except RewardFailed as error:

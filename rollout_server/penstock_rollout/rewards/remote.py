@@ -1,4 +1,4 @@
-"""Rewards from an HTTP service: POST the four arguments of compute_score, get a number or {"score": ...} back."""
+"""The remote reward POSTs the four arguments of compute_score and reads a number or {"score": ...} from the reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_PAUSE_S = 5.0
 
 
 class RemoteScorer:
-    """Waits without a process: nothing is computed here."""
+    """Client of one reward service. It needs no reward process, because it only waits."""
 
     def __init__(self, reward: RemoteReward, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.reward = reward
@@ -32,9 +32,9 @@ class RemoteScorer:
         )
 
     async def compute(self, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
-        """One reward. Its deadline runs from when it is its turn. A timeout says why the last attempt failed."""
+        """Compute one reward. The deadline starts when a connection is free. A timeout names the last failure."""
         async with self._free:
-            failure = "no attempt was finished"
+            failure = "no reply"
             pause_s = FIRST_PAUSE_S
             try:
                 async with asyncio.timeout(timeout_s):
@@ -50,7 +50,9 @@ class RemoteScorer:
                         await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
                         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except TimeoutError as error:
-                raise RewardFailed("timeout", f"{self.reward.url} gave none in {timeout_s:g} s ({failure})") from error
+                raise RewardFailed(
+                    "timeout", f"{self.reward.url} gave no score within {timeout_s:g} s ({failure})"
+                ) from error
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -75,4 +77,6 @@ def _headers(api_key_file: Path | None) -> dict[str, str]:
     try:
         return {"Authorization": f"Bearer {api_key_file.read_text().strip()}"}
     except OSError as error:
-        raise ConfigError(f"api_key_file {api_key_file} cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            f"api_key_file {api_key_file} cannot be read ({error.strerror}); check the path and its permissions"
+        ) from error

@@ -1,4 +1,4 @@
-"""Rewards by a rule on the text. Pure functions with verl's arguments, and settings by keyword."""
+"""Rewards that apply a rule to the text. Pure functions with verl's arguments; settings are keyword arguments."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 TAIL_CHARS = 300
-"""Answers stand at the end; searching a long response for numbers is slow."""
+"""Only this many characters at the end are searched: the answer stands there, and long responses are slow to search."""
 _STRICT = re.compile(r"#### (-?\$?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9][0-9.,]*|-?\.[0-9]+")
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 when the response is the ground truth, white space aside."""
+    """Return 1 if the response equals the ground truth, ignoring surrounding white space."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
@@ -25,7 +25,7 @@ def regex(
     pattern: str,
     ignore_case: bool,
 ) -> float:
-    """1 when the last match's group 1 is the ground truth; for a pattern without groups, when there is a match."""
+    """Return 1 if group 1 of the last match equals the ground truth. A pattern without groups only has to match."""
     last = None
     for last in re.finditer(pattern, solution_str, re.IGNORECASE if ignore_case else 0):  # noqa: B007
         pass
@@ -45,7 +45,7 @@ def gsm8k(
     correct_score: float,
     format_score: float,
 ) -> float:
-    """`correct_score`, `format_score` for a well-formed wrong answer, 0 for none."""
+    """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer."""
     answer = gsm8k_answer(solution_str, method)
     if answer is None:
         return 0.0
@@ -53,7 +53,7 @@ def gsm8k(
 
 
 def gsm8k_answer(solution_str: str, method: str) -> str | None:
-    """The last answer, without thousands separators, currency and the full stop of its sentence."""
+    """The last answer, without thousands separators, `$` and a final full stop."""
     found = (_STRICT if method == "strict" else _FLEXIBLE).findall(solution_str[-TAIL_CHARS:])
     numbers = [plain for plain in map(_plain_number, found) if plain not in ("", "-")]
     return numbers[-1] if numbers else None

@@ -1,4 +1,4 @@
-"""Scores responses beside generation: in processes of their own, with a deadline, errors counted and never raised."""
+"""Scores responses in separate processes, each with a deadline. Failures are counted and never raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scorer:
-    """The rewards of a server, each data source by its own. Call `check` first and `close` last."""
+    """Scores the responses of each data source with its reward. Call `check` first and `close` last."""
 
     def __init__(self, config: RewardConfig, metrics: RolloutMetrics) -> None:
         self.config = config
@@ -28,7 +28,7 @@ class Scorer:
         self._remotes: dict[RemoteReward, RemoteScorer] = {}
 
     async def check(self) -> None:
-        """ConfigError where a reward that the config names cannot work here."""
+        """Raise ConfigError if a reward that the config names cannot work here."""
         for reward in self.choice.configured():
             if isinstance(reward, RemoteReward):
                 self._remote(reward)
@@ -36,7 +36,7 @@ class Scorer:
             if isinstance(reward, RewardModelReward):
                 continue
             try:
-                await self._pool.prepare(self.choice.written(reward))
+                await self._pool.prepare(self.choice.settings_json(reward))
             except RewardFailed as error:
                 message = str(error).removeprefix("ConfigError: ")
                 raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
@@ -44,12 +44,12 @@ class Scorer:
     async def score(
         self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[tuple[float, dict[str, float]]]:
-        """Reward and parts of each response of one prompt. A failure gives `error_value`."""
-        reward = self.choice.of(data_source)
+        """Return the reward and its parts for each response of one prompt. A failed reward is `error_value`."""
+        reward = self.choice.reward_for(data_source)
         shared = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
         started = time.monotonic()
         scored = await asyncio.gather(
-            *(self._bounded(reward, {**shared, "solution_str": response}) for response in responses)
+            *(self._score_one(reward, {**shared, "solution_str": response}) for response in responses)
         )
         self.metrics.reward_seconds.observe(time.monotonic() - started)
         return scored
@@ -59,16 +59,19 @@ class Scorer:
         for remote in self._remotes.values():
             await remote.close()
 
-    async def _bounded(self, reward: Reward, arguments: Json) -> tuple[float, dict[str, float]]:
+    async def _score_one(self, reward: Reward, arguments: Json) -> tuple[float, dict[str, float]]:
         if isinstance(reward, RewardModelReward):
             return 0.0, {}
         timeout_s = self.choice.timeout_s(reward)
         try:
             if isinstance(reward, RemoteReward):
                 return await self._remote(reward).compute(arguments, timeout_s)
-            return await self._pool.compute(self.choice.written(reward), arguments, timeout_s)
+            return await self._pool.compute(self.choice.settings_json(reward), arguments, timeout_s)
         except RewardFailed as error:
-            logger.warning("a reward of %s failed (%s): %s", arguments["data_source"], error.kind, error)
+            logger.warning(
+                "a reward of data source %r failed (%s): %s; the sample gets error_value %g",
+                arguments["data_source"], error.kind, error, self.config.error_value,
+            )  # fmt: skip
             self.metrics.reward_errors.labels(error.kind).inc()
             return self.config.error_value, {}
 

@@ -1,13 +1,13 @@
-"""The process that computes rewards: `python -m penstock_rollout.rewards.worker`, one request at a time.
+"""The reward process: `python -m penstock_rollout.rewards.worker`. It handles one request at a time.
 
-Requests and answers are frames of JSON on standard input and output: a length of four bytes, then the text. JSON, and
-not multiprocessing's own pipes: those carry pickles, and reading one runs whatever the other side put into it. What a
-reward function prints goes to standard error, and it finds nothing on its standard input. `settings` is JSON text too.
+Requests and answers are JSON frames on standard input and output: four bytes with the length, then the text. They do
+not use multiprocessing's pipes, which carry pickles: reading a pickle runs code that the other side chose. What a
+reward function prints goes to standard error, and its standard input is empty. `settings` is JSON text itself.
 
     {"prepare": settings}                                                   {}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
      "ground_truth": ..., "extra_info": ...}
-                                                    a failure of either:    {"error": "what happened"}
+                                                    if either fails:        {"error": "what happened"}
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock_rollout.rewards.function import ARGUMENTS, RewardFunction, normali
 from penstock_rollout.rewards.kinds import build
 
 NICENESS = 5
-"""Generation goes first."""
+"""Gives generation priority over rewards."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,15 +36,15 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     os.nice(NICENESS)
-    # Leaving by an exception is what ends a sandbox's programs.
-    signal.signal(signal.SIGTERM, _leave)
+    # SIGTERM raises SystemExit, so that the sandbox ends its program on the way out.
+    signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     functions: dict[str, RewardFunction] = {}
     while (request := _read(requests)) is not None:
         _write(answers, _answer(request, functions))
-    # The parent closed the requests or is gone, and then SIGTERM comes while Python ends, which must not be heard of.
+    # The parent closed the pipe or died. A SIGTERM while Python shuts down must not print a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
@@ -79,7 +79,7 @@ def _write(answers: IO[bytes], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _leave(*_: object) -> NoReturn:
+def _exit(*_: object) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(1)
 

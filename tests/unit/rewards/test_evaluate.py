@@ -1,4 +1,4 @@
-"""`penstock evaluate`: scores by data source, pass@k, the written file, and what it refuses."""
+"""`penstock evaluate` scores by data source, computes pass@k, writes the file, and refuses unusable input."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_table_names_every_source_and_failures(tmp_path: Path, capsys: pytes
     assert pq.read_table(tmp_path / "out.parquet").column("scores").to_pylist() == [[0.0, 0.0]]
 
 
-def test_one_response_a_row_and_a_column_of_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_may_hold_one_response_in_another_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"data_source": "mine", "reward_model": {"ground_truth": "a"}, "answer": answer} for answer in "aab"]
     path = write(tmp_path / "answers.parquet", rows)
     assert cli.main(["evaluate", str(path), "--response-column", "answer", "--json"]) == 0
@@ -94,7 +94,7 @@ def test_one_response_a_row_and_a_column_of_another_name(tmp_path: Path, capsys:
         (ROWS, ["--rollout.reward.function_file", "absent.py"], "there is no file absent.py"),
     ],
 )
-def test_what_is_refused(
+def test_unusable_input_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: Any, words: list[str], message: str
 ) -> None:
     path = tmp_path / "answers.parquet"

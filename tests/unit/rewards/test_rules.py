@@ -1,4 +1,4 @@
-"""Rewards by rule: exact match, regular expressions, GSM8K's convention, and math-verify's comparison."""
+"""Rewards that apply a rule: exact match, regular expressions, GSM8K's format, and math-verify's comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def score(reward: Reward, solution: str, ground_truth: Any) -> float:
         ("#### $72", 1.0),
         ("#### 72.", 1.0),
         ("#### 70", 0.1),
-        ("The answer is 72", 0.0),  # not of the form
+        ("The answer is 72", 0.0),  # lacks ####
         ("####72", 0.0),
         ("#### -", 0.0),
         ("", 0.0),
@@ -115,12 +115,12 @@ def test_math_has_a_score_for_wrong_answers() -> None:
         ([1.0], (1.0, {})),
     ],
 )
-def test_what_functions_return(returned: Any, expected: Any) -> None:
+def test_return_values_that_are_rewards(returned: Any, expected: Any) -> None:
     assert normalise_score(returned) == expected
 
 
 @pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1", {"acc": 1}, {}, [], {"score": None}])
-def test_what_is_no_reward_is_refused(returned: Any) -> None:
+def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
     with pytest.raises(ValueError, match="returned"):
         normalise_score(returned)
 
@@ -141,7 +141,7 @@ def test_what_is_no_reward_is_refused(returned: Any) -> None:
     ],
 )
 def test_the_built_in_table(data_source: str, kind: str) -> None:
-    assert RewardChoice(RewardConfig()).of(data_source).kind == kind
+    assert RewardChoice(RewardConfig()).reward_for(data_source).kind == kind
 
 
 def test_the_order_of_choice() -> None:
@@ -156,17 +156,17 @@ def test_the_order_of_choice() -> None:
         }
     )
     choice = RewardChoice(config)
-    kinds = [choice.of(name).kind for name in ("mine/a", "mine/special", "gsm8k", "openai/gsm8k", "unknown")]
+    kinds = [choice.reward_for(name).kind for name in ("mine/a", "mine/special", "gsm8k", "openai/gsm8k", "unknown")]
     assert kinds == ["gsm8k", "math", "regex", "gsm8k", "regex"]
     with_function = RewardChoice(config.model_copy(update={"function_file": "reward.py"}))
-    assert [with_function.of(name).kind for name in ("mine/a", "openai/gsm8k")] == ["gsm8k", "function"]
+    assert [with_function.reward_for(name).kind for name in ("mine/a", "openai/gsm8k")] == ["gsm8k", "function"]
 
 
 def test_an_unknown_data_source_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     choice = RewardChoice(RewardConfig())
     for _ in range(3):
-        choice.of("somebody/else")
-    assert [record.message.split(";")[0] for record in caplog.records] == ["data source 'somebody/else' is not known"]
+        choice.reward_for("somebody/else")
+    assert [record.message.split(";")[0] for record in caplog.records] == ["unknown data source 'somebody/else'"]
 
 
 def test_a_function_file_must_exist_and_have_the_function(tmp_path: Any) -> None:

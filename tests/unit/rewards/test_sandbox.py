@@ -1,4 +1,4 @@
-"""Hostile programs in the sandbox: each is refused or ended, and nothing of it is left."""
+"""The sandbox stops hostile programs and leaves no process or file of them behind."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.confinement import Layers, Limits
-from penstock_rollout.rewards.sandbox.run import Outcome, Sandbox, private_folder, usable_layers
+from penstock_rollout.rewards.sandbox.program_io import ERROR_TAIL_BYTES, Outcome
+from penstock_rollout.rewards.sandbox.run import Sandbox, private_folder, usable_layers
 
 LIMITS = Limits(cpu_s=10, memory_bytes=2**29, file_bytes=2**16, max_processes=8)
 pytestmark = pytest.mark.skipif(
@@ -59,10 +58,8 @@ asyncio.run(asyncio.sleep(0))
 
 
 def test_an_endless_loop_is_ended_at_its_deadline() -> None:
-    started = time.monotonic()
     outcome = run("while True: pass", wall_s=0.5)
     assert outcome.ended == "deadline" and not outcome.succeeded
-    assert 0.5 <= time.monotonic() - started < 10
 
 
 def test_a_program_that_ignores_signals_is_ended() -> None:
@@ -97,9 +94,9 @@ except BlockingIOError:
 
 def test_children_that_outlive_the_program_are_ended() -> None:
     program = "import os, time\nif os.fork() == 0:\n    time.sleep(99)\nprint('done')"
-    started = time.monotonic()
-    assert run(program).stdout == b"done\n"
-    assert time.monotonic() - started < 15
+    outcome = run(program)
+    assert outcome.stdout == b"done\n"
+    assert outcome.ended == "itself", "the sandbox does not wait for the child"
 
 
 def test_memory_is_bounded() -> None:
@@ -117,7 +114,7 @@ def test_an_output_flood_is_cut() -> None:
     assert outcome.ended == "output"
     assert len(outcome.stdout) < 2**20
     flood_of_errors = run("import sys\nfor _ in range(2000): sys.stderr.write('x' * 4096)\nprint('end')")
-    assert flood_of_errors.stdout == b"end\n" and len(flood_of_errors.error_tail) <= sandbox_run.ERROR_TAIL_BYTES
+    assert flood_of_errors.stdout == b"end\n" and len(flood_of_errors.error_tail) <= ERROR_TAIL_BYTES
 
 
 def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
@@ -168,8 +165,8 @@ def test_other_processes_are_out_of_reach(call: str) -> None:
 
 @pytest.mark.parametrize("layers", Layers.wanted().weaker()[:-1], ids=str)
 def test_every_set_of_layers_refuses_the_network_and_the_disk(layers: Layers, tmp_path: Path) -> None:
-    """What a container's own limits may take away. In a process of its own, as in a server: libraries that this one has
-    loaded start threads in what it forks, and a process with threads cannot enter a user namespace."""
+    """A container may forbid some layers. The sandbox runs in a separate process here, as in a server: libraries that
+    the test process has loaded start threads after a fork, and a process with threads cannot enter a user namespace."""
     tmp_path.chmod(0o777)
     program = f"""
 for attempt in ("__import__('socket').socket()", "open({str(tmp_path / "x")!r}, 'w')"):

@@ -1,4 +1,4 @@
-"""The reward process leaves without a word, whenever it is told to."""
+"""The reward process exits without a traceback, whenever the signal to end arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ compute_score = lambda **_: 1.0
 
 
 @pytest.mark.parametrize("way", ["requests end", "terminated"])
-def test_a_signal_that_comes_while_python_ends_is_not_heard_of(tmp_path: Path, way: str) -> None:
+def test_a_signal_while_python_shuts_down_prints_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "reward.py").write_text(TERMINATED_AT_ITS_END)
     settings = {"kind": "function", "file": str(tmp_path / "reward.py"), "name": "compute_score", "kwargs": {}}
     text = json.dumps({"prepare": json.dumps(settings)}).encode()

@@ -1,1 +1,1 @@
-"""Running code that a model has written, without trusting it."""
+"""Runs programs that a model wrote, isolated from the server."""

@@ -1,16 +1,16 @@
-"""Takes rights away from a process, for good, by the kernel's means: namespaces, Landlock, seccomp, resource limits.
+"""Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
 
-| layer      | what it keeps a program from                                           | needs                    |
+| layer      | what it prevents or limits                                             | needs                    |
 |------------|------------------------------------------------------------------------|--------------------------|
 | Landlock   | files outside its folder and the interpreter's, /proc, other processes | Linux 5.13, enabled      |
 | seccomp    | sockets, signals to others, leaving its process group, mounts, ptrace  | x86-64 or ARM64          |
-| namespaces | the network, once more; counts its processes apart from its user's     | root, or user namespaces |
-| user       | being root: it runs as a user of its own                               | starting as root         |
+| namespaces | the network, a second time; processes are counted per program          | root, or user namespaces |
+| user       | root rights: the program runs as another user                          | starting as root         |
 | rlimits    | CPU, address space, file size, number of processes and descriptors     | any Unix                 |
 
-The first two are the isolation that running a model's code rests on. The rest is added where the machine allows it.
-Kernel bugs, the memory of all processes together, total disk use within the private folder and side channels are not
-covered: a machine whose secrets matter should run these tests in a virtual machine of its own.
+Landlock and seccomp are required: they are the isolation. The other layers are added where the machine allows them. Not
+covered are kernel bugs, side channels, the total memory of all processes, and the total disk use in the private folder.
+If the secrets of a machine matter, run these tests in a separate virtual machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from penstock_rollout.rewards.sandbox import landlock, seccomp
 from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
 
 FIRST_USER, NUM_USERS = 60000, 5000
-"""Ids without an account. Each process that runs programs as root takes one, so that its programs are counted apart."""
+"""Range of user ids without an account. A reward process that runs as root picks one of them for its programs, so that
+the process limit counts only these programs."""
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 38, 47
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 2, 0x20080522
@@ -45,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers are used."""
+    """A choice of layers of confinement."""
 
     landlock_abi: int
     has_seccomp: bool
@@ -58,7 +59,7 @@ class Layers:
 
     @classmethod
     def wanted(cls) -> Layers:
-        """Everything this kernel knows of; whether the process may use it shows when it is tried."""
+        """All layers that this kernel supports. Whether this process may use them shows when they are tried."""
         if sys.platform != "linux":
             return cls(0, has_seccomp=False, has_namespaces=False, drops_user=False)
         return cls(
@@ -69,7 +70,7 @@ class Layers:
         )
 
     def weaker(self) -> list[Layers]:
-        """What to try, in this order, where not everything is permitted."""
+        """Choices to try in this order, from these layers down to none."""
         no_namespaces = replace(self, has_namespaces=False)
         choices = [self, no_namespaces, replace(self, drops_user=False), replace(no_namespaces, drops_user=False)]
         bare = Layers(0, has_seccomp=False, has_namespaces=False, drops_user=False)
@@ -77,7 +78,7 @@ class Layers:
 
 
 class Confinement:
-    """Prepared in the parent; `apply` runs in the child between fork and exec, and only makes system calls there."""
+    """Prepared in the parent. `apply` runs in the child between fork and exec, where it only makes system calls."""
 
     def __init__(self, layers: Layers, limits: Limits, folder: Path) -> None:
         self.layers = layers
@@ -94,7 +95,7 @@ class Confinement:
         if self.layers.drops_user:
             os.chown(self.folder, self._user, self._user)
         elif not self.layers.has_namespaces:
-            # The limit then counts everything that the user runs.
+            # Without namespaces or a separate user, the kernel counts all processes of this user.
             self._max_processes += _num_threads_of(os.getuid())
 
     def close(self) -> None:
@@ -115,14 +116,14 @@ class Confinement:
             (resource.RLIMIT_NPROC, self._max_processes, self._max_processes),
             (resource.RLIMIT_NOFILE, 256, 256),
             (resource.RLIMIT_CORE, 0, 0),
-            # Last: a process that was forked off a large one has no room for anything more from here on.
+            # Last: the fork of a large process is over this limit already and cannot allocate any more.
             (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
         ):
             resource.setrlimit(name, (soft, hard))
 
     def _take_rights(self, libc: ctypes.CDLL) -> None:
         if self.layers.has_namespaces:
-            # Root needs no user namespace, in which it could not become another user.
+            # Root needs no user namespace, and could not switch to another user inside one.
             user = 0 if self.layers.drops_user else _CLONE_NEWUSER
             check(libc.unshare(user | _CLONE_NEWNET | _CLONE_NEWIPC), "unshare")
         if self.layers.drops_user:
@@ -134,15 +135,15 @@ class Confinement:
 
 
 def adopt_orphans() -> None:
-    """Processes below this one become its children when their own parent dies."""
+    """Make this process the parent of its descendants whose own parent dies."""
     if sys.platform == "linux":
         check(load_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def _become(libc: ctypes.CDLL, user: int) -> None:
-    """Be another user that may still read what only root can, an interpreter under /root for one.
+    """Switch to another user, but keep the right to read files of root, such as an interpreter under /root.
 
-    Landlock has the last word on what that is.
+    Landlock still limits which files that are.
     """
     check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
     os.setgroups([])

@@ -1,4 +1,4 @@
-"""Landlock: which files a process may touch, decided by the process itself and kept by the kernel."""
+"""Landlock lets a process restrict, for itself and its descendants, which files it can access."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _READABLE = (
     sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.__file__).parent), "/usr", "/lib", "/lib64", "/bin",
     "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero",
 )  # fmt: skip
-"""What an interpreter needs to start and to import; never /proc, /home, /tmp or the rest of /etc."""
+"""What an interpreter needs in order to start and import. /proc, /home, /tmp and the rest of /etc stay closed."""
 
 
 def supported_abi() -> int:
-    """Version of the interface; 0 where the kernel has none, or has it switched off."""
+    """Version of Landlock's interface, or 0 if the kernel lacks Landlock or has it disabled."""
     if sys.platform != "linux":
         return 0
     return max(0, int(load_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def make_ruleset(abi: int, folder: Path) -> int:
-    """Handles every access the kernel knows; allows reading `_READABLE` and all but devices and sockets in `folder`."""
+    """Create a ruleset that allows reading `_READABLE` and using `folder`, except for devices and sockets in it.
+
+    Every other kind of access that the kernel can restrict is denied."""
     libc = load_libc()
     num_bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)
     handled = (1 << num_bits) - 1
@@ -64,5 +66,5 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
 
 
 def restrict(libc: ctypes.CDLL, ruleset: int) -> None:
-    """Put the calling process under the rules. It must have given up gaining privileges before."""
+    """Apply the rules to the calling process, which must have set PR_SET_NO_NEW_PRIVS."""
     check(libc.syscall(_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0)), "landlock_restrict_self")

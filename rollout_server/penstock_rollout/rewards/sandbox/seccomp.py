@@ -1,4 +1,4 @@
-"""seccomp: system calls that a process and all it starts are refused."""
+"""seccomp denies system calls to a process and its descendants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_rollout.rewards.sandbox.system_calls import check
 
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _REFUSED = {
-    # network, and ways around the filter
+    # network, and io_uring, which bypasses the filter
     "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
@@ -21,9 +21,9 @@ _REFUSED = {
     "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # leaving the process group, by which everything is killed
+    # leaving the process group, which is what the sandbox kills
     "setsid": (112, 157), "setpgid": (109, 154),
-    # what outlives a process
+    # objects that outlive the process
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219),
     # the system
@@ -34,13 +34,13 @@ _REFUSED = {
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "reboot": (169, 142), "swapon": (167, 224),
 }  # fmt: skip
-"""System call: its number on x86-64 and on ARM64. They fail with EPERM."""
+"""Denied system calls, with their numbers on x86-64 and ARM64. They fail with EPERM."""
 _ON_ITSELF_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
 _ON_PID_ZERO_ONLY = {"prlimit64": (302, 261)}
 _CLONE, _CLONE3 = (56, 220), 435
 _NEW_NAMESPACES = 0x7E020000
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine: column of the numbers above, and how seccomp names it."""
+"""By machine: the index of its system call numbers above, and its AUDIT_ARCH constant."""
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
@@ -55,7 +55,9 @@ def is_supported() -> bool:
 
 
 def filter_program(machine: str, pid: int) -> list[Instruction]:
-    """Berkeley packet filter over a call's number and first argument: (code, jump if true, jump if false, operand)."""
+    """BPF program over the number and first argument of a call: (code, jump if true, jump if false, operand).
+
+    `pid` is the only process that the program may signal: itself."""
     column, architecture = _ARCHITECTURES[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
@@ -67,7 +69,7 @@ def filter_program(machine: str, pid: int) -> list[Instruction]:
         for numbers in calls.values():
             program += _when(numbers[column], _by_first_argument(_JUMP_EQUAL, value, if_true=_ALLOW))
     program += _when(_CLONE[column], _by_first_argument(_JUMP_SET, _NEW_NAMESPACES, if_true=_ERRNO | _EPERM))
-    # clone3 has its flags in memory, which a filter cannot read; the C library falls back to clone.
+    # clone3 takes its flags in memory, which a filter cannot read. After ENOSYS the C library falls back to clone.
     program += _when(_CLONE3, [(_RETURN, 0, 0, _ERRNO | _ENOSYS)])
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
@@ -84,7 +86,7 @@ def _by_first_argument(test: int, operand: int, *, if_true: int) -> list[Instruc
 
 
 def restrict(libc: ctypes.CDLL) -> None:
-    """Put the calling process under the filter. It must have given up gaining privileges before."""
+    """Apply the filter to the calling process, which must have set PR_SET_NO_NEW_PRIVS."""
     program = filter_program(platform.machine(), os.getpid())
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))

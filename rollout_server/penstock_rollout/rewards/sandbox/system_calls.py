@@ -1,4 +1,4 @@
-"""The C library, with errors as OSError."""
+"""Calls into the C library. Errors raise OSError."""
 
 from __future__ import annotations
 

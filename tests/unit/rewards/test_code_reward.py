@@ -1,4 +1,4 @@
-"""Code rewards: every shape of tests, what counts as right, and programs that try to get around them."""
+"""The code reward: every shape of ground truth, how outputs are compared, and programs that try to cheat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from penstock.config.rewards import CodeReward, RewardConfig
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.rewards.code_tests import extract_program, read_tests, same_text, same_value
+from penstock_rollout.rewards.code.cases import read_cases
+from penstock_rollout.rewards.code.comparison import same_text, same_value
+from penstock_rollout.rewards.code.reward import extract_program
 from penstock_rollout.rewards.kinds import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.confinement import Layers
@@ -105,7 +107,7 @@ def test_without_isolation_code_is_refused_unless_allowed(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("truth", [None, 7, {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}])
 def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground truth"):
-        read_tests(truth)
+        read_cases(truth)
 
 
 def test_the_program_is_the_last_block() -> None:

@@ -1,0 +1,89 @@
+"""The code reward: the share of tests that a response's program passes. Every test runs the program anew, sandboxed."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock_rollout.rewards.code.cases import DRIVER, DRIVER_FILE, SOLUTION_FILE, Case, read_cases
+from penstock_rollout.rewards.sandbox.confinement import Limits
+from penstock_rollout.rewards.sandbox.run import Sandbox, private_folder
+
+_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_RESERVED_S = 2.0
+"""Part of the reward's deadline that is kept for returning the score."""
+
+
+@dataclass(frozen=True)
+class CodeReward:
+    """A reward function with verl's signature."""
+
+    sandbox: Sandbox
+    limits: Limits
+    partial_credit: bool
+    max_tests: int | None
+    test_timeout_s: float
+    output_bytes: int
+    budget_s: float
+    """Time for all tests together. Tests that do not run within it fail."""
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> CodeReward:
+        test_timeout_s, timeout_s = settings["test_timeout_s"], settings["timeout_s"]
+        return cls(
+            sandbox=Sandbox.open(allow_unisolated=settings["allow_unisolated"]),
+            limits=Limits(
+                cpu_s=math.ceil(test_timeout_s),
+                memory_bytes=settings["memory_bytes"],
+                file_bytes=settings["file_bytes"],
+                max_processes=settings["max_processes"],
+            ),
+            partial_credit=settings["partial_credit"],
+            max_tests=settings["max_tests"],
+            test_timeout_s=test_timeout_s,
+            output_bytes=settings["output_bytes"],
+            budget_s=max(timeout_s / 2, timeout_s - _RESERVED_S),
+        )
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> dict[str, float]:
+        cases = read_cases(ground_truth)[: self.max_tests]
+        program, deadline = extract_program(solution_str), time.monotonic() + self.budget_s
+        num_passed = 0
+        for case in cases:
+            passed = bool(program) and self._passes(program, case, deadline)
+            num_passed += passed
+            if not passed and (not self.partial_credit or not program):
+                break
+        share = num_passed / len(cases)
+        score = share if self.partial_credit else float(num_passed == len(cases))
+        return {"score": score, "tests_passed": num_passed, "tests_total": len(cases)}
+
+    def _passes(self, program: str, case: Case, deadline: float) -> bool:
+        wall_s = min(self.test_timeout_s, deadline - time.monotonic())
+        if wall_s <= 0:
+            return False
+        file, stdin = case.command()
+        with private_folder() as folder:
+            _write(folder / SOLUTION_FILE, program)
+            _write(folder / DRIVER_FILE, DRIVER)
+            outcome = self.sandbox.run(
+                [file], folder, stdin, self.limits, wall_s=wall_s, output_bytes=self.output_bytes
+            )
+        return outcome.succeeded and case.accepts(outcome.stdout)
+
+
+def extract_program(response: str) -> str:
+    """The last fenced block of Python. A response without a block is a program itself."""
+    blocks = _FENCE.findall(response)
+    return str(blocks[-1] if blocks else response).strip()
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")
+    path.chmod(0o644)

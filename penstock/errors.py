@@ -165,8 +165,20 @@ class RoleDied(ProcessDied):
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
-        ConfigError, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict, Fenced, QueueFull,
-        DeadlineExceeded, Unavailable, WeightPushFailed, ProcessDied,
+        ConfigError, InvalidInput, PromptTooLong, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict,
+        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, TrainingDiverged, ProcessDied,
     )
 }  # fmt: skip
-"""What a client turns a problem+json `reason` back into. InvalidInput is rebuilt with its field."""
+"""The errors that a process rebuilds from what a peer reported."""
+
+
+def error_from_reason(reason: str, message: str, field: str = "", retry_after_s: float = 1.0) -> PenstockError | None:
+    """Rebuild the error that a peer reported, over REST or gRPC, as the class that it raised.
+
+    Returns None for a reason that is not known here, which a newer peer may send."""
+    kind = ERRORS_BY_REASON.get(reason)
+    if kind is None:
+        return None
+    if issubclass(kind, InvalidInput):
+        return kind(field, message.removeprefix(f"{field}: "))
+    return kind(message, retry_after_s) if issubclass(kind, RateLimited) else kind(message)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import ssl
 
     from penstock.client import SyncPenstockClient
-    from penstock.client.rest_calls import GatewayAddress
+    from penstock.client.address import GatewayAddress
 
 RUNS_FOLDER = Path("runs")
 PROBE_S = 1.0
@@ -35,7 +35,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 def only_gateway() -> GatewayAddress:
     """That of the one run in `runs/` that is up. A choice among several is not made for anyone."""
-    from penstock.client.rest_calls import GatewayAddress
+    from penstock.client.address import GatewayAddress
 
     folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
     found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
@@ -67,7 +67,7 @@ def newest_config() -> Path:
 
 def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClient:
     from penstock.client import SyncPenstockClient
-    from penstock.client.rest_calls import CONFIGURED_RUN, GatewayAddress
+    from penstock.client.address import CONFIGURED_RUN, GatewayAddress
 
     api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
     url, run = args.url, CONFIGURED_RUN

@@ -1,4 +1,4 @@
-"""Answers as JSON, as `--json` prints them."""
+"""What `--json` prints."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.client.answers import Answer
+    from penstock.client.responses import ResponseBody
 
 
-def to_json(answer: Answer | Sequence[Answer], indent: int | None = 2) -> str:
+def to_json(body: ResponseBody | Sequence[ResponseBody], indent: int | None = 2) -> str:
     import json
 
-    from penstock.client.answers import Answer
+    from penstock.client.responses import ResponseBody
 
-    if isinstance(answer, Answer):
-        return json.dumps(answer.model_dump(mode="json"), indent=indent)
-    return json.dumps([each.model_dump(mode="json") for each in answer], indent=indent)
+    if isinstance(body, ResponseBody):
+        return json.dumps(body.model_dump(mode="json"), indent=indent)
+    return json.dumps([each.model_dump(mode="json") for each in body], indent=indent)

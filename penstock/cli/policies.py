@@ -24,7 +24,7 @@ from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
     from penstock.client import SyncPenstockClient
-    from penstock.client.answers import Policy, PolicyComparison
+    from penstock.client.responses import Policy, PolicyComparison
 
 DEADLINE_S = 5.0
 MAX_LIMIT = 1000

@@ -21,7 +21,7 @@ from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
     from penstock.client import SyncPenstockClient
-    from penstock.client.answers import Run, StepMetrics
+    from penstock.client.responses import Run, StepMetrics
 
 DEADLINE_S = 5.0
 _SHOWN = ("reward_mean", "staleness_mean", "loss", "tokens_per_second")

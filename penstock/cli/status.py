@@ -10,7 +10,7 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
 
 if TYPE_CHECKING:
-    from penstock.client.answers import Metrics, QueueStat, Run, Server
+    from penstock.client.responses import Metrics, QueueStat, Run, Server
 
 DEADLINE_S = 5.0
 _STEP_METRICS = {

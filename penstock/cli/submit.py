@@ -88,9 +88,9 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 def batch_key(batch: Sequence[Prompt], start: int, epoch: int) -> str:
     """The same for the same prompts, sampling, position and epoch, on every machine."""
-    from penstock.client.rest_calls import prompt_to_json
+    from penstock.client.prompt_body import prompt_body
 
-    content = json.dumps([start, epoch, [prompt_to_json(prompt) for prompt in batch]], sort_keys=True)
+    content = json.dumps([start, epoch, [prompt_body(prompt) for prompt in batch]], sort_keys=True)
     return f"submit-{hashlib.sha256(content.encode()).hexdigest()}"
 
 

@@ -14,7 +14,7 @@ from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
     from penstock.client import SyncPenstockClient
-    from penstock.client.answers import Run
+    from penstock.client.responses import Run
 
 DEADLINE_S = 5.0
 HISTORY = 60

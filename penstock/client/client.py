@@ -1,31 +1,41 @@
-"""The client for asyncio; sync_client.py has the same calls for scripts and notebooks.
+"""The client of a gateway's REST API.
 
-A call is repeated on connection errors, 429 and 5xx, with growing pauses, until its deadline;
-every call is safe to repeat, because submissions carry an idempotency key and evaluations their id.
+There are two: `PenstockClient` for asyncio in client.py, and `SyncPenstockClient` for scripts and notebooks in
+sync_client.py, which make_sync_client.py generates from the first.
+
+A call is retried on connection errors, 429 and 5xx until its deadline: see retries.py. Every call is safe to repeat,
+because a submission carries an idempotency key and an evaluation its id. An error arrives as the class of
+`penstock.errors` that the gateway raised.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
+import uuid
+from asyncio import sleep
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from penstock.client import answers
-from penstock.client.connection import GatewayConnection
-from penstock.client.rest_calls import (
-    FINISHED_STATES,
-    STREAM_SILENCE_S,
-    WAIT_S,
-    Call,
-    failure_of,
-    poll_pause,
-    read_answer,
-    unreachable,
+from penstock.client.gateway_connection import GatewayConnection
+from penstock.client.prompt_body import prompt_body
+from penstock.client.responses import (
+    Group,
+    GroupPage,
+    Policy,
+    PolicyComparison,
+    PolicyPage,
+    PromptPage,
+    PromptRecord,
+    Result,
+    Run,
+    Server,
+    StepMetrics,
+    read_response,
 )
+from penstock.client.retries import connection_failure, response_failure
 from penstock.errors import DeadlineExceeded
 from penstock.replay.contract import Evaluation, Submission
 
@@ -33,10 +43,16 @@ if TYPE_CHECKING:
     from penstock.trajectory import Prompt
 
 T = TypeVar("T")
+FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
+EVALUATION_POLL_S = 0.5
+LONG_POLL_S = 30.0
+"""Longest time that one request waits in the gateway for a prompt to finish."""
+STREAM_SILENCE_S = 30.0
+"""A result stream that is silent for this long is broken: the gateway sends keep-alives more often."""
 
 
 class PenstockClient(GatewayConnection):
-    """Asynchronous client. Use as `async with`, or call `aclose`."""
+    """Calls a gateway. Use it as a context manager, or close it yourself."""
 
     http_class = httpx.AsyncClient
     _http: httpx.AsyncClient
@@ -51,157 +67,207 @@ class PenstockClient(GatewayConnection):
         await self._http.aclose()
 
     async def submit(self, prompts: Sequence[Prompt], idempotency_key: str | None = None) -> Submission:
-        """All prompts are accepted, or none. Without a key one is made up, which covers this call's own retries."""
-        return await self._send(self.address.submit(prompts, idempotency_key))
+        """Submit prompts: all are accepted, or none.
 
-    async def get_prompt(self, prompt_id: int) -> answers.PromptRecord:
-        return await self._send(self.address.get_prompt(prompt_id))
-
-    async def get_group(self, prompt_id: int) -> answers.Group:
-        return await self._send(self.address.get_group(prompt_id))
-
-    async def get_run(self) -> answers.Run:
-        return await self._send(self.address.get_run())
-
-    async def policies(self, page_size: int = 50, page_token: str = "") -> answers.PolicyPage:
-        """One page, newest first: `policies` and `next_page_token`."""
-        return await self._send(self.address.policies(page_size, page_token))
-
-    async def policy(self, version: int | None = None) -> answers.Policy:
-        """The registry's record of a version; None: of the latest."""
-        return await self._send(self.address.policy(version))
-
-    async def servers(self) -> list[answers.Server]:
-        return await self._send(self.address.servers())
-
-    async def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
-        return await self._send(self.address.create_evaluation(evaluation_id, prompts))
-
-    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
-        return await self._send(self.address.get_evaluation(evaluation_id))
+        Repeating a call with the same `idempotency_key` returns the first call's ids and submits nothing. Without a
+        key, a random one protects this call's own retries only."""
+        body = {"prompts": [prompt_body(p) for p in prompts], "idempotency_key": idempotency_key or uuid.uuid4().hex}
+        return await self._call("POST", self.address.path("prompts"), Submission, body=body)
 
     async def prompts(
         self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = ""
-    ) -> answers.PromptPage:
-        """One page by id, oldest first: `prompts` and `next_page_token`."""
-        return await self._send(self.address.prompts(state, data_source, page_size, page_token))
+    ) -> PromptPage:
+        """Return one page of prompts by id, oldest first."""
+        query = {"state": state, "data_source": data_source, "page_size": page_size, "page_token": page_token}
+        return await self._call("GET", self.address.path("prompts"), PromptPage, query=query)
 
-    async def cancel(self, prompt_ids: Sequence[int]) -> list[answers.PromptRecord]:
-        """Take back prompts that are not yet being trained; answers what each is now."""
-        return await self._send(self.address.cancel(prompt_ids))
+    async def get_prompt(self, prompt_id: int) -> PromptRecord:
+        return await self._call("GET", self.address.path("prompts", prompt_id), PromptRecord)
 
-    async def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> answers.PromptRecord:
-        """Return once the prompt is finished; DeadlineExceeded says where it is."""
-        deadline = time.monotonic() + timeout_s
+    async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptRecord]:
+        """Cancel the prompts that are not being trained yet; return the state of each."""
+        path, body = self.address.path("prompts", verb="cancel"), {"prompt_ids": list(prompt_ids)}
+        return await self._call("POST", path, list[PromptRecord], part="prompts", body=body)
+
+    async def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> PromptRecord:
+        """Return when the prompt is finished. Raises DeadlineExceeded, with the prompt's state, after `timeout_s`."""
+        path, deadline = self.address.path("prompts", prompt_id, verb="wait"), time.monotonic() + timeout_s
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            record = await self._send(self.address.wait_prompt(prompt_id, min(left_s, WAIT_S, self.timeout_s / 2)))
+            wait_s = min(max(0.0, deadline - time.monotonic()), LONG_POLL_S, self.timeout_s / 2)
+            record = await self._call("GET", path, PromptRecord, query={"timeout_s": wait_s})
             if record.state in FINISHED_STATES:
                 return record
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"prompt {prompt_id} is {record.state} after {timeout_s:g} s")
 
-    async def groups(self, page_size: int = 50, page_token: str = "") -> answers.GroupPage:
-        return await self._send(self.address.groups(page_size, page_token))
-
-    async def compare_policies(self, version: int, other: int) -> answers.PolicyComparison:
-        return await self._send(self.address.compare_policies(version, other))
-
-    async def promote_policy(self, version: int | None = None) -> answers.Policy:
-        return await self._send(self.address.change_policy(version, "promote"))
-
-    async def roll_back_policy(self, version: int) -> answers.Policy:
-        """Hold every rollout server at a version, from its snapshot, until `release_policy`."""
-        return await self._send(self.address.change_policy(version, "rollback"))
-
-    async def retire_policy(self, version: int) -> answers.Policy:
-        return await self._send(self.address.change_policy(version, "retire"))
-
-    async def release_policy(self) -> answers.Policy:
-        return await self._send(self.address.release_policy())
-
-    async def pin_policy(self, pin: str, version: int) -> answers.Policy:
-        return await self._send(self.address.pin_policy(pin, version))
-
-    async def unpin_policy(self, pin: str) -> bool:
-        return await self._send(self.address.unpin_policy(pin))
-
-    async def runs(self) -> list[answers.Run]:
-        """Every run of the gateway: its own first, then those that were created."""
-        return await self._send(self.address.runs())
-
-    async def create_run(self, config: Mapping[str, Any]) -> answers.Run:
-        """`config` is as in a run's YAML file; a launcher starts it. The same config again changes nothing."""
-        return await self._send(self.address.create_run(config))
-
-    async def pause_run(self) -> answers.Run:
-        return await self._send(self.address.change_run("pause"))
-
-    async def resume_run(self) -> answers.Run:
-        return await self._send(self.address.change_run("resume"))
-
-    async def stop_run(self) -> answers.Run:
-        return await self._send(self.address.change_run("stop"))
-
-    async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[answers.StepMetrics]:
-        """Of the steps that made the newest versions, oldest first."""
-        return await self._send(self.address.metrics(page_size, names))
-
-    async def drain_server(self, server_id: str) -> answers.Server:
-        return await self._send(self.address.change_server(server_id, "drain"))
-
-    async def undrain_server(self, server_id: str) -> answers.Server:
-        return await self._send(self.address.change_server(server_id, "undrain"))
-
     async def results(
         self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False
-    ) -> AsyncIterator[answers.Result]:
-        """Every prompt that finishes, from `cursor` on (empty: from now; "0": from the oldest that is kept), for ever.
+    ) -> AsyncIterator[Result]:
+        """Yield every prompt that finishes, without end.
 
-        A connection that breaks is made again from the last result: none is missed, none comes twice."""
+        `cursor` is where to start: empty for now, "0" for the oldest result that is kept, or the cursor of a result to
+        continue after it. A broken connection is opened again after the last result, so that none is lost or
+        repeated."""
         attempts = self._attempts()
+        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
         while True:
-            path, query = self.address.results(cursor, prompt_ids, with_groups)
-            timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+            query: dict[str, Any] = {"cursor": cursor, "with_groups": with_groups, "prompt_id": list(prompt_ids)}
+            failure = connection_failure(self.address.url, httpx.ReadError("the stream ended"))
             try:
-                async with self._http.stream("GET", path, params=query, timeout=timeout) as response:
-                    if response.is_success:
-                        async for line in response.aiter_lines():
-                            if line.startswith("data: "):
-                                result = json.loads(line.removeprefix("data: "))
-                                if "cursor" not in result:
-                                    break  # a problem, which ends the stream
-                                cursor = result["cursor"]
-                                attempts = self._attempts()
-                                yield answers.Result.model_validate(result)
-                        failure = unreachable(self.address.url, httpx.ReadError("the stream ended"))
-                    else:
+                async with self._http.stream(
+                    "GET", self.address.path("results"), params=query, timeout=timeout
+                ) as response:
+                    if not response.is_success:
                         await response.aread()
-                        failure = failure_of(response)
+                        failure = response_failure(response)
+                    else:
+                        async for line in response.aiter_lines():
+                            if not line.startswith("data: "):
+                                continue
+                            event = json.loads(line.removeprefix("data: "))
+                            if "cursor" not in event:
+                                break  # a problem document, which ends the stream
+                            cursor = event["cursor"]
+                            attempts = self._attempts()
+                            yield Result.model_validate(event)
             except httpx.TransportError as error:
-                failure = unreachable(self.address.url, error)
-            await asyncio.sleep(attempts.pause_after(failure))
+                failure = connection_failure(self.address.url, error)
+            await sleep(attempts.pause_after(failure))
+
+    async def groups(self, page_size: int = 50, page_token: str = "") -> GroupPage:
+        """Return one page of the groups that wait in the queue."""
+        query = {"page_size": page_size, "page_token": page_token}
+        return await self._call("GET", self.address.path("groups"), GroupPage, query=query)
+
+    async def get_group(self, prompt_id: int) -> Group:
+        return await self._call("GET", self.address.path("groups", prompt_id), Group)
+
+    async def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
+        """Submit prompts that are scored and never trained on. The same id and prompts again change nothing."""
+        body = {"evaluation_id": evaluation_id, "prompts": [prompt_body(p) for p in prompts]}
+        return await self._call("POST", self.address.path("evaluations"), Evaluation, body=body)
+
+    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+        return await self._call("GET", self.address.path("evaluations", evaluation_id), Evaluation)
 
     async def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> Evaluation:
-        """Return once every prompt is scored; DeadlineExceeded says how far it came."""
+        """Return when every prompt is scored. Raises DeadlineExceeded, with the number scored, after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             evaluation = await self.get_evaluation(evaluation_id)
             if evaluation.num_finished >= evaluation.num_prompts:
                 return evaluation
-            await asyncio.sleep(poll_pause(evaluation, deadline, timeout_s))
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(
+                    f"evaluation {evaluation_id!r} has {evaluation.num_finished} of {evaluation.num_prompts} "
+                    f"prompts after {timeout_s:g} s; are rollout servers up?"
+                )
+            await sleep(min(EVALUATION_POLL_S, remaining_s))
 
-    async def _send(self, call: Call[T]) -> T:
+    async def policies(self, page_size: int = 50, page_token: str = "") -> PolicyPage:
+        """Return one page of policy versions, newest first."""
+        query = {"page_size": page_size, "page_token": page_token}
+        return await self._call("GET", self.address.path("policies"), PolicyPage, query=query)
+
+    async def policy(self, version: int | None = None) -> Policy:
+        """Return the registry's record of a version, or of the latest one."""
+        return await self._call("GET", self.address.path("policies", _policy_name(version)), Policy)
+
+    async def compare_policies(self, version: int, other: int) -> PolicyComparison:
+        query = {"policy_version": version, "other_version": other}
+        return await self._call("GET", self.address.path("policies", verb="compare"), PolicyComparison, query=query)
+
+    async def promote_policy(self, version: int | None = None) -> Policy:
+        """Mark a version, or the latest one, as meant for use."""
+        return await self._change_policy(version, "promote")
+
+    async def roll_back_policy(self, version: int) -> Policy:
+        """Hold every rollout server at a version, loaded from its snapshot, until `release_policy`."""
+        return await self._change_policy(version, "rollback")
+
+    async def release_policy(self) -> Policy:
+        """End a roll back: the servers follow the newest version again."""
+        return await self._call("POST", self.address.path("policies", verb="release"), Policy)
+
+    async def retire_policy(self, version: int) -> Policy:
+        """Mark a version as never to be used again."""
+        return await self._change_policy(version, "retire")
+
+    async def pin_policy(self, pin: str, version: int) -> Policy:
+        """Serve the key, session, evaluation or rollout server named `pin` with this version only."""
+        return await self._call("PUT", self.address.path("pins", pin), Policy, body={"policy_version": version})
+
+    async def unpin_policy(self, pin: str) -> bool:
+        """Remove a pin; return whether it existed."""
+        return await self._call("DELETE", self.address.path("pins", pin), bool, part="was_pinned")
+
+    async def runs(self) -> list[Run]:
+        """Return every run of the gateway: its own first, then the created ones."""
+        return await self._call("GET", "/v1/runs", list[Run], part="runs")
+
+    async def get_run(self) -> Run:
+        return await self._call("GET", self.address.path(), Run)
+
+    async def create_run(self, config: Mapping[str, Any]) -> Run:
+        """Create a run that a launcher starts. `config` has the fields of a run's YAML file.
+
+        Creating it again with the same config changes nothing."""
+        return await self._call("POST", "/v1/runs", Run, body={"config": dict(config)})
+
+    async def pause_run(self) -> Run:
+        """Stop leasing prompts to rollout servers."""
+        return await self._call("POST", self.address.path(verb="pause"), Run)
+
+    async def resume_run(self) -> Run:
+        """Lease prompts again; start a created run again that has stopped or failed."""
+        return await self._call("POST", self.address.path(verb="resume"), Run)
+
+    async def stop_run(self) -> Run:
+        """End the learner after its current step, with a checkpoint."""
+        return await self._call("POST", self.address.path(verb="stop"), Run)
+
+    async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[StepMetrics]:
+        """Return the metrics of the newest steps, oldest first; all of them, or those in `names`."""
+        query = {"page_size": page_size, "name": list(names)}
+        return await self._call("GET", self.address.path("metrics"), list[StepMetrics], part="steps", query=query)
+
+    async def servers(self) -> list[Server]:
+        return await self._call("GET", self.address.path("servers"), list[Server], part="servers")
+
+    async def drain_server(self, server_id: str) -> Server:
+        """Let a rollout server finish its groups and lease no others."""
+        return await self._call("POST", self.address.path("servers", server_id, verb="drain"), Server)
+
+    async def undrain_server(self, server_id: str) -> Server:
+        return await self._call("POST", self.address.path("servers", server_id, verb="undrain"), Server)
+
+    async def _change_policy(self, version: int | None, verb: str) -> Policy:
+        return await self._call("POST", self.address.path("policies", _policy_name(version), verb=verb), Policy)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        part: str = "",
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, Any] | None = None,
+    ) -> T:
+        """Send a request until it succeeds; return its response, or that `part` of it, as `kind`."""
         attempts = self._attempts()
         while True:
             try:
-                response = await self._http.request(
-                    call.method, call.path, json=call.body, params=call.query, timeout=attempts.timeout_s
-                )
+                response = await self._http.request(method, path, json=body, params=query, timeout=attempts.timeout_s)
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                failure = unreachable(self.address.url, error)
+                failure = connection_failure(self.address.url, error)
             else:
                 if response.is_success:
-                    return read_answer(call, response)
-                failure = failure_of(response)
-            await asyncio.sleep(attempts.pause_after(failure))
+                    return read_response(response, kind, part)
+                failure = response_failure(response)
+            await sleep(attempts.pause_after(failure))
+
+
+def _policy_name(version: int | None) -> str | int:
+    return "latest" if version is None else version

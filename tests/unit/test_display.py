@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.answers import QueueStat, Run
+from penstock.client.responses import QueueStat, Run
 from penstock.config.loading import validate
 from penstock_services.local import display
 from penstock_services.local.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay

@@ -11,7 +11,7 @@ import pytest
 from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from demo_process import DemoProcess
 from penstock.client import SyncPenstockClient
-from penstock.client.answers import Group
+from penstock.client.responses import Group
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long, needs_chromium]
 FULL_COLOUR_NATS = 0.5

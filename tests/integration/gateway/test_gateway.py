@@ -18,7 +18,7 @@ import redis.asyncio as redis
 
 from gateways import PROMPT, RUN, Gateway, group_of, publish, run_config, running
 from penstock.client import PenstockClient, SyncPenstockClient
-from penstock.client.answers import Run
+from penstock.client.responses import Run
 from penstock.codec import encode_group
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, NotFound, Unauthenticated, Unavailable

@@ -17,11 +17,12 @@ import pytest
 import redis.asyncio as redis
 
 from gateways import Gateway, group_of, publish, run_config, running
+from penstock.api_keys import make_key
 from penstock.cli import main as cli
 from penstock.client import PenstockClient, SyncPenstockClient
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config
-from penstock.errors import ConfigError, DeadlineExceeded, PermissionDenied
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PermissionDenied
 from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -98,7 +99,7 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
 
 
 async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    """Each is, as JSON, exactly what the gateway sent."""
+    """As JSON, each response body is exactly what the gateway sent."""
     sent: list[Any] = []
 
     class Recording(httpx.AsyncHTTPTransport):
@@ -129,6 +130,38 @@ async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisRep
     assert result.group is not None and result.group.trajectories[0].policy_versions == (3, 3, 4)
     with pytest.raises(ValueError, match="frozen"):
         result.group.attempt = 2  # type: ignore[misc]
+
+
+async def test_a_rate_limited_call_waits_as_long_as_the_gateway_asks(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    secret, key = make_key("reader", "read")
+    keys.write_text(key.line + "\n")
+    pauses, responses = [], []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await asyncio.sleep(pause_s)
+
+    class Recording(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            responses.append(await super().handle_async_request(request))
+            return responses[-1]
+
+    monkeypatch.setattr("penstock.client.client.sleep", sleep)
+    config = run_config(redis_process.url, tmp_path, keys_file=keys, requests_per_s=0.5, burst_requests=1)
+    async with running(config) as gateway, PenstockClient(gateway.url, api_key=secret, transport=Recording()) as client:
+        await asyncio.gather(client.get_run(), client.get_run())
+    asked = [float(response.headers["Retry-After"]) for response in responses if response.status_code == 429]
+    assert asked and sorted(pauses) == sorted(asked)
+
+
+async def test_a_wrong_prompt_is_raised_with_its_field(gateway: Gateway) -> None:
+    async with PenstockClient(gateway.url) as client:
+        with pytest.raises(InvalidInput, match="num_samples") as raised:
+            await client.submit([PROMPT, Prompt(messages=(("user", "?"),), num_samples=0)])
+    assert raised.value.field == "prompts[1].num_samples" and raised.value.reason == "INVALID_INPUT"
 
 
 async def test_a_submission_survives_a_gateway_that_is_killed(

@@ -14,7 +14,7 @@ import pytest
 from conftest import RedisProcess
 from fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
 from penstock.cli.feed import TERMINATED
-from penstock.client.rest_calls import GatewayAddress
+from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl

@@ -20,7 +20,7 @@ from conftest import RedisProcess
 from fleet_runs import EXAMPLE, ROOT
 from gateways import run_config
 from penstock.client import SyncPenstockClient
-from penstock.client.rest_calls import GatewayAddress
+from penstock.client.address import GatewayAddress
 from penstock.config.loading import dump_config
 
 

@@ -104,7 +104,7 @@ def submission_to_json(response: prompts_pb2.SubmitPromptsResponse) -> Json:
 
 
 def prompt_record_to_json(record: prompts_pb2.PromptRecord) -> Json:
-    prompt = _prompt_to_json(prompt_from_proto(record.prompt)) if record.HasField("prompt") else None
+    prompt = _prompt_body(prompt_from_proto(record.prompt)) if record.HasField("prompt") else None
     return {
         "prompt_id": record.prompt_id,
         "state": prompts_pb2.PromptRecord.State.Name(record.state),
@@ -171,7 +171,7 @@ def _trajectory_to_json(trajectory: Trajectory) -> Json:
     }
 
 
-def _prompt_to_json(prompt: Prompt) -> Json:
+def _prompt_body(prompt: Prompt) -> Json:
     return {
         "messages": [{"role": role, "content": content} for role, content in prompt.messages],
         "token_ids": list(prompt.token_ids),

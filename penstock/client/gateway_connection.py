@@ -1,4 +1,4 @@
-"""What both clients are made of: where the gateway is, how long to try, and the HTTP client that sends."""
+"""What the asyncio client and the synchronous client have in common: where the gateway is and how long to try."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import ssl
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from penstock.client.rest_calls import CONFIGURED_RUN, Attempts, GatewayAddress
+from penstock.client.address import CONFIGURED_RUN, GatewayAddress
+from penstock.client.retries import Attempts
 
 
 class GatewayConnection:
-    """`deadline_s` bounds one call with all its repetitions, `timeout_s` one attempt. `tls` says whom to trust, and
-    which certificate to show; without it the system's authorities are trusted."""
+    """An HTTP client bound to one gateway and one run.
+
+    `timeout_s` bounds one attempt of a call, and `deadline_s` the call with all its retries. `tls` holds the
+    authorities to trust and the client certificate to show; without it, the system's authorities are trusted.
+    `transport` replaces httpx's transport, for example by `httpx.MockTransport` in a test."""
 
     http_class: ClassVar[Any]
-    """httpx's client, which takes the same arguments for asyncio and without."""
+    """`httpx.AsyncClient` or `httpx.Client`, which take the same arguments."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class GatewayConnection:
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> Self:
+        """Connect to the gateway of a run on this machine, for example `runs/demo-1`."""
         address = GatewayAddress.from_run_dir(folder, api_key)
         return cls(address.url, run=address.run, api_key=api_key, **options)
 

@@ -1,21 +1,38 @@
-"""What a gateway answers, as the clients return it. A newer gateway's further fields are left out."""
+"""The bodies of a gateway's responses, as the clients return them.
+
+Fields that a newer gateway adds are ignored, so that gateways and clients can be upgraded in any order.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+import httpx
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from penstock.errors import PenstockError
+
+T = TypeVar("T")
 
 
-class Answer(BaseModel):
+def read_response(response: httpx.Response, kind: type[T], part: str = "") -> T:
+    """Return the body as `kind`, or the field of it that is named `part`."""
+    try:
+        body = response.json()
+        return TypeAdapter(kind).validate_python(body[part] if part else body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PenstockError(f"{response.url} did not answer as a gateway does ({error}); check the URL") from error
+
+
+class ResponseBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 Metrics = dict[str, float | None]
-"""By name. None is a number that JSON cannot carry."""
+"""Values by metric name. None stands for NaN or infinity, which JSON has no number for."""
 
 
-class QueueStat(Answer):
+class QueueStat(ResponseBody):
     pending_prompts: int
     admitted: int
     in_flight: int
@@ -34,7 +51,7 @@ class QueueStat(Answer):
     inserted: int
 
 
-class Server(Answer):
+class Server(ResponseBody):
     server_id: str
     address: str
     state: str
@@ -46,14 +63,14 @@ class Server(Answer):
     is_drained: bool
 
 
-class Run(Answer):
+class Run(ResponseBody):
     run: str
     step: int
     policy_version: int
     term: int
     queue: QueueStat
     metrics: Metrics
-    """Of the step that made the newest version."""
+    """Metrics of the step that made the newest version."""
     servers: tuple[Server, ...]
     state: str
     held_version: int | None
@@ -61,14 +78,14 @@ class Run(Answer):
     detail: str
 
 
-class StepMetrics(Answer):
+class StepMetrics(ResponseBody):
     step: int
     policy_version: int
     published_at_ms: int
     metrics: Metrics
 
 
-class Policy(Answer):
+class Policy(ResponseBody):
     policy_version: int
     step: int
     parent_version: int | None
@@ -82,12 +99,12 @@ class Policy(Answer):
     pins: tuple[str, ...]
 
 
-class PolicyPage(Answer):
+class PolicyPage(ResponseBody):
     policies: tuple[Policy, ...]
     next_page_token: str
 
 
-class PolicyComparison(Answer):
+class PolicyComparison(ResponseBody):
     policy: Policy
     other: Policy
     metric_changes: Metrics
@@ -95,19 +112,19 @@ class PolicyComparison(Answer):
     same_weights: bool
 
 
-class Message(Answer):
+class Message(ResponseBody):
     role: str
     content: str
 
 
-class Sampling(Answer):
+class Sampling(ResponseBody):
     temperature: float
     top_p: float
     max_tokens: int
     seed: int | None
 
 
-class SubmittedPrompt(Answer):
+class SubmittedPrompt(ResponseBody):
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     sampling: Sampling
@@ -120,20 +137,20 @@ class SubmittedPrompt(Answer):
     evaluation_id: str
 
 
-class PromptRecord(Answer):
+class PromptRecord(ResponseBody):
     prompt_id: int
     state: str
     attempt: int
     prompt: SubmittedPrompt | None
-    """None once it is trained."""
+    """None once the prompt is trained."""
 
 
-class PromptPage(Answer):
+class PromptPage(ResponseBody):
     prompts: tuple[PromptRecord, ...]
     next_page_token: str
 
 
-class GroupSummary(Answer):
+class GroupSummary(ResponseBody):
     prompt_id: int
     attempt: int
     server_id: str
@@ -146,13 +163,13 @@ class GroupSummary(Answer):
     finished_at_ms: int
 
 
-class GroupPage(Answer):
+class GroupPage(ResponseBody):
     groups: tuple[GroupSummary, ...]
     next_page_token: str
 
 
-class Trajectory(Answer):
-    """The tuples of tokens have an entry for each token."""
+class Trajectory(ResponseBody):
+    """One sample of a group. `token_ids`, `loss_mask`, `log_probs` and `policy_versions` have one entry per token."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -164,12 +181,12 @@ class Trajectory(Answer):
     is_baseline: bool
     text: str
     tokens: tuple[str, ...]
-    """Empty, as is `text`, where the gateway has no tokenizer."""
+    """Text of each token. It is empty, like `text`, if the gateway has no tokenizer."""
     learner_log_probs: tuple[float, ...]
-    """Empty where the learner has not recomputed them."""
+    """Log-probs that the learner recomputed; empty until it has."""
 
 
-class Group(Answer):
+class Group(ResponseBody):
     run: str
     prompt_id: int
     attempt: int
@@ -182,8 +199,8 @@ class Group(Answer):
     finished_at_ms: int
 
 
-class Result(Answer):
-    """A prompt that finished. `cursor` is where to go on after it."""
+class Result(ResponseBody):
+    """A finished prompt. Pass its `cursor` to `results` to continue after it."""
 
     cursor: str
     prompt_id: int

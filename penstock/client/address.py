@@ -1,0 +1,51 @@
+"""Where a gateway listens, and how its REST paths are spelled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from penstock.errors import ConfigError
+
+CONFIGURED_RUN = "-"
+"""Stands for the run that the gateway itself was started for."""
+
+
+@dataclass(frozen=True)
+class GatewayAddress:
+    """A gateway's URL, the run that calls are about, and the API key to send."""
+
+    url: str
+    run: str = CONFIGURED_RUN
+    api_key: str = ""
+
+    @classmethod
+    def from_run_dir(cls, folder: Path | str, api_key: str = "") -> GatewayAddress:
+        """Read the address from the `gateway.json` that a gateway writes into its run's folder.
+
+        The folder has the run's name."""
+        path = Path(folder) / "gateway.json"
+        try:
+            fields = json.loads(path.read_text())
+            host, port, scheme = fields["host"], fields["rest_port"], fields.get("scheme", "http")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path} does not exist; is the run up? Otherwise give --run-dir or --url") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (to connect, not to listen)
+        return cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", path.resolve().parent.name, api_key)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def path(self, *parts: str | int, verb: str = "") -> str:
+        """The path of a resource of the run, with an optional custom method.
+
+        >>> GatewayAddress("http://gateway:8080", "math").path("prompts", 7, verb="wait")
+        '/v1/runs/math/prompts/7:wait'
+        """
+        path = "/".join(["/v1/runs", *(quote(str(part), safe="") for part in (self.run, *parts))])
+        return f"{path}:{verb}" if verb else path

@@ -162,6 +162,13 @@ class RoleDied(ProcessDied):
         self.role = role
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of an exception group, such as a TaskGroup raises; any other exception as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_error
 from penstock.logs import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock rollout", description="Run one rollout server.")
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--server-id", default="rollout-0", help="its name in the fleet")
+    parser.add_argument("--server-id", default="rollout-0", help="name of the server in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.checks import check_run_folder
@@ -35,17 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         asyncio.run(serve(config, arguments.server_id))
     except* PenstockError as errors:
-        print(f"penstock rollout: error: {_first(errors)}", file=sys.stderr)
+        print(f"penstock rollout: error: {first_error(errors)}", file=sys.stderr)
         return_code = 1
     else:
         return_code = 0
     return return_code
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generation outside of training: the gRPC service on the internal port that the gateway calls."""
+"""The gRPC service for generation outside of training. The gateway calls it on the internal port."""
 
 from __future__ import annotations
 
@@ -19,41 +19,15 @@ from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.text.streamed_text import StreamedText
 from penstock_rollout.text.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of half a character decode to."""
-
-
-class AnswerText:
-    """Text of a response that grows, up to the first stop text. Holds back what may become part of one."""
-
-    def __init__(self, tokenization: Tokenization, stop: tuple[str, ...]) -> None:
-        self.tokenization = tokenization
-        self.stop = stop
-        self.is_stopped = False
-        self._token_ids: list[int] = []
-        self._num_sent = 0
-
-    def add(self, token_ids: tuple[int, ...], is_last: bool) -> str:
-        """The text that is certain now and was not sent before."""
-        self._token_ids += token_ids
-        text = self.tokenization.text(self._token_ids)
-        found = [place for place in (text.find(stop, self._num_sent) for stop in self.stop) if place >= 0]
-        if found:
-            self.is_stopped, end = True, min(found)
-        elif is_last:
-            end = len(text)
-        else:
-            end = len(text.rstrip(UNFINISHED)) - _held_back(text, self.stop)
-        sent, self._num_sent = text[self._num_sent : end], max(self._num_sent, end)
-        return sent
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
-    """Answers beside training: these requests are neither leased nor scored, and nothing of them is kept here."""
+    """Generates responses for clients. These requests are neither leased, scored nor stored."""
 
     def __init__(
         self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int,
@@ -91,18 +65,19 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     async def _chunks(
         self, request: generate_pb2.GenerateRequest, prompt_ids: tuple[int, ...], sampling: Sampling
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        answer = AnswerText(self.tokenization, tuple(request.stop))
+        """Generate, and yield a message per chunk. The first message carries the token ids of the prompt."""
+        streamed = StreamedText(self.tokenization, tuple(request.stop))
         streams = request.stream or bool(request.stop)
         wanted = GenerateRequest(f"generate.{next(self._numbers)}", prompt_ids, sampling, stream=streams)
         prompt_bytes = np.asarray(prompt_ids, dtype="<i4").tobytes()
-        # The protocol says AsyncIterator; every engine gives a generator, whose closing aborts the request.
+        # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
         async with aclosing(cast(Any, self.engine.generate(wanted))) as chunks:
             async for chunk in chunks:
-                text = answer.add(chunk.token_ids, chunk.finish_reason is not None)
-                message = _to_proto(chunk, text, answer.is_stopped)
+                text = streamed.add(chunk.token_ids, chunk.finish_reason is not None)
+                message = _to_proto(chunk, text, streamed.is_stopped)
                 message.prompt_token_ids, message.server_id, prompt_bytes = prompt_bytes, self.server_id, b""
                 yield message
-                if answer.is_stopped:
+                if streamed.is_stopped:
                     return
 
     def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
@@ -115,15 +90,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     def _sampling(self, request: generate_pb2.GenerateRequest, num_prompt_tokens: int) -> Sampling:
         room = self.max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1 or room < 1:
-            raise InvalidInput("prompt", f"has {num_prompt_tokens} tokens of the {self.max_model_len} there are")
+            most = self.max_model_len - 1
+            raise InvalidInput("prompt", f"has {num_prompt_tokens} tokens; it needs at least 1 and at most {most}")
         sampling = sampling_from_proto(request.sampling)
         return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
-
-
-def _held_back(text: str, stop: tuple[str, ...]) -> int:
-    """How many characters at the end may be the beginning of a stop text."""
-    lengths = [n for one in stop for n in range(1, len(one)) if text.endswith(one[:n])]
-    return max(lengths, default=0)
 
 
 def _to_proto(chunk: TokenChunk, text: str, is_stopped: bool) -> generate_pb2.GenerateChunk:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a rollout server. The engine's own (`vllm:*`) pass through on the same endpoint."""
+"""Prometheus metrics of a rollout server. The same endpoint also serves the engine's own metrics (`vllm:*`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REWARD_ERRORS = ("exception", "timeout", "worker_died")
 
 
 class RolloutMetrics:
-    """Declared once, on the registry that the process serves. Labels whose values are known start at 0."""
+    """The metrics, registered with `registry`. Labels whose values are known in advance start at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def name(suffix: str) -> str:
@@ -22,11 +22,11 @@ class RolloutMetrics:
         self._child = Children()
         self.produced = Counter(name("groups_produced"), "Groups appended to the queue.", ["env"], registry=registry)
         self.trajectories = Counter(name("trajectories_produced"), "Samples generated.", ["env"], registry=registry)
-        self.version = Gauge(name("policy_version"), "Version served.", ["component"], registry=registry)
+        self.version = Gauge(name("policy_version"), "Policy version served.", ["component"], registry=registry)
         self.inflight = Gauge(name("rollout_inflight"), "Groups that are being generated.", registry=registry)
-        self.outbox = Gauge(name("rollout_outbox_groups"), "Groups not yet covered by a checkpoint.", registry=registry)
+        self.outbox = Gauge(name("rollout_outbox_groups"), "Groups that no checkpoint covers yet.", registry=registry)
         self.paused = Counter(
-            name("rollout_paused_seconds"), "Time in which decoding stood still.", ["reason"], registry=registry
+            name("rollout_paused_seconds"), "Time during which decoding was paused.", ["reason"], registry=registry
         )
         self.episode_seconds = CountedHistogram(
             name("rollout_episode_duration_seconds"), "One group, from lease to append.", LONG_SECONDS, registry
@@ -61,7 +61,7 @@ class RolloutMetrics:
             name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
         )
         self.recovery_seconds = Histogram(
-            name("recovery_duration_seconds"), "From serving no longer to serving again.", ["component"],
+            name("recovery_duration_seconds"), "Time from the end of serving until serving again.", ["component"],
             registry=registry, buckets=LONG_SECONDS,
         )  # fmt: skip
         self.paused.labels("weights")
@@ -72,7 +72,7 @@ class RolloutMetrics:
     def follow(
         self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
     ) -> None:
-        """Gauges that are asked for when they are scraped."""
+        """Set the functions that gauges call when they are scraped."""
         self.inflight.set_function(num_running)
         self.concurrency_limit.set_function(limit)
         self.outbox.set_function(num_in_outbox)
@@ -80,7 +80,7 @@ class RolloutMetrics:
     def record_samples(
         self, data_source: str, turns: list[int], num_tokens: list[int], version_spans: list[int], num_truncated: int
     ) -> None:
-        """The samples of a group: the lists have an entry each."""
+        """Record the samples of a group. Each list has one entry per sample."""
         self._child(self.trajectories, data_source or "default").inc(len(turns))
         self.turns.observe_all(turns)
         self.response_tokens.observe_all(num_tokens)

@@ -1,4 +1,4 @@
-"""What a rollout server can know to be wrong before it loads anything."""
+"""Checks the config of a rollout server before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_rollout.engines.choose import resolve_engine_name
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for what is wrong; returns the engine's name. The engine is not imported."""
+    """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it."""
     check_address(config)
     read_key(config.weights)
     check_redis(config.redis)
@@ -20,12 +20,13 @@ def check(config: RunConfig) -> str:
     agents = config.rollout.agents
     for name, file in (("tools_file", agents.tools_file), ("interactions_file", agents.interactions_file)):
         if file is not None and not file.is_file():
-            raise ConfigError(f"rollout.agents.{name} {file} does not exist")
+            raise ConfigError(f"rollout.agents.{name} {file} does not exist; check the path")
     check_run_folder(config)
     return resolve_engine_name(config.rollout.engine)
 
 
 def check_address(config: RunConfig) -> None:
+    """Raise ConfigError if the internal port is open to other machines without a cluster key."""
     if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
         raise ConfigError(
             f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"

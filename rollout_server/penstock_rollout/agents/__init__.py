@@ -1,1 +1,1 @@
-"""Agent loops: how a prompt becomes a trajectory. See docs/agents.md."""
+"""Agent loops turn a prompt into a trajectory. See docs/agents.md."""

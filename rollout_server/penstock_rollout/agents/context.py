@@ -1,4 +1,4 @@
-"""What an agent loop is given."""
+"""The input of an agent loop: one sample of one prompt, and everything it may use."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from penstock_rollout.text.tokenization import Tokenization
 
 @dataclass(frozen=True)
 class AgentContext:
-    """One sample of one prompt."""
+    """One sample of one prompt. Each sample of a group has its own context."""
 
     engine: Engine
     tokenization: Tokenization
     request_id: str
-    """Unique to the sample; turn t asks the engine as `<request_id>.<t>`."""
+    """Unique to the sample. Turn t is the engine request `<request_id>.<t>`."""
     prompt: Prompt
     """`prompt.extra_info` may hold `tools_kwargs`, `need_tools_kwargs` and `interaction_kwargs`, as in verl."""
     prompt_token_ids: tuple[int, ...]
-    """The rendered prompt, the same for every sample of the group."""
+    """The rendered prompt. It is the same for every sample of the group."""
     sampling: Sampling
-    """With this sample's own seed. `max_tokens` is for the whole response, tokens of the environment included."""
+    """Sampling parameters, with this sample's own seed. `max_tokens` limits sampled and inserted tokens together."""
     config: AgentsConfig
     max_model_len: int
-    """Longest prompt plus response."""
+    """Upper bound on prompt plus response, in tokens."""
     toolbox: Toolbox
-    """The tools this prompt may use; empty for an agent that is not marked with `uses_tools`."""
+    """The tools that this prompt may use. Empty unless the agent is marked with `uses_tools`."""
     parse_calls: ToolCallParser
-    """Reads the calls of a turn in the configured format."""
+    """Parses the tool calls of a turn in the configured format."""
     interactions: Mapping[str, Interaction]
     metrics: RolloutMetrics
 
 
 AgentLoop = Callable[[AgentContext], Coroutine[Any, Any, Episode]]
-"""Makes one sample. Cancelling it must end what it started; `Transcript` and the sessions do."""
+"""Generates one sample. When cancelled, it must end what it started. `Transcript` and the sessions do that."""
 
 
 def uses_tools(loop: AgentLoop) -> AgentLoop:
-    """Mark an agent to which the tools are offered: the chat template shows them to the model in the first prompt."""
+    """Mark an agent that offers tools: the chat template shows them to the model in the first prompt."""
     loop.uses_tools = True  # type: ignore[attr-defined]
     return loop

@@ -1,4 +1,4 @@
-"""The YAML files that declare tools and interactions, in verl's shape. Wrong ones are refused in one line."""
+"""Reads the YAML files that declare tools and interactions, in verl's format. Errors are one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 
 class _Function(BaseModel):
-    """OpenAI's function form; what else it may hold is left to the chat template."""
+    """A function in OpenAI's format. Further keys are passed on to the chat template."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -36,7 +36,7 @@ class ToolDeclaration(Config):
 
     @property
     def openai_schema(self) -> dict[str, Any]:
-        """As it was written; keys that were left out stay out."""
+        """The schema as written in the file. Keys that were left out stay out."""
         return {"type": "function"} | self.tool_schema.model_dump(exclude_unset=True)
 
 
@@ -58,7 +58,7 @@ _F = TypeVar("_F", ToolsFile, InteractionsFile)
 
 
 def read_declarations(path: Path, kind: type[_F], where: str) -> _F:
-    """`where` is the config field that names the file."""
+    """Read and check a file. `where` is the config field that names it, for error messages."""
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:

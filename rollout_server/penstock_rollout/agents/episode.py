@@ -1,4 +1,4 @@
-"""What an agent loop returns: a trajectory before its reward."""
+"""The result of an agent loop: a trajectory that has not been scored yet."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ Scored = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Episode:
-    """Arrays as in penstock.trajectory.Trajectory. `Transcript.episode` makes one that keeps every invariant."""
+    """One finished sample. The arrays are those of penstock.trajectory.Trajectory.
+
+    Use `Transcript.episode` to make one: it keeps every invariant."""
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     log_probs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
     finish_reason: FinishReason
-    """`stop`: the model or its environment ended it. `length`: a limit on tokens or turns did."""
+    """`stop` if the model or its environment ended the sample, `length` if a limit on tokens or turns did."""
     num_turns: int = 1
-    """Assistant turns."""
+    """Number of assistant turns."""
     last_turn_start: int = 0
-    """Where the last assistant turn begins."""
+    """Index of the first token of the last assistant turn."""
     turn_rewards: tuple[float, ...] = ()
-    """One for each assistant turn; empty where the agent gives no rewards of its own."""
+    """One reward per assistant turn. Empty if the agent gives no rewards itself."""
     final_reward: float | None = None
-    """What the environment gave at the end, beside the turns' rewards."""
+    """Reward that the environment gave at the end, in addition to the rewards of the turns."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the agent's own, to be recorded."""
+    """Further numbers that the agent wants recorded."""
 
 
 def combine_rewards(scored: Scored, episode: Episode, how: Literal["sum", "replace", "last"]) -> Scored:
-    """The trajectory's reward of the reward function's and the agent's; an agent without rewards leaves it as it is."""
+    """Combine the reward function's score with the agent's rewards. Without agent rewards the score is unchanged."""
     reward, parts = scored
     own = [*episode.turn_rewards, *([] if episode.final_reward is None else [episode.final_reward])]
     named = {f"turn_{number}": turn for number, turn in enumerate(episode.turn_rewards, start=1)}

@@ -1,4 +1,4 @@
-"""What a config names by import path: agents, tools, interactions, parsers."""
+"""Imports objects that a config names by path: agents, tools, interactions, parsers, reward functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from penstock.errors import ConfigError
 
 
 def load_object(path: str, where: str) -> Any:
-    """`package.module:Name`, `package.module.Name` or `folder/file.py:Name`. `where` is the field that holds it.
+    """Import `package.module:Name`, `package.module.Name` or `folder/file.py:Name`.
 
-    Names of one file come from one module, which is executed once."""
+    `where` is the config field that holds the path, for error messages. A file is executed once, however many of its
+    names are loaded."""
     module_path, colon, name = path.rpartition(":")
     if not colon:
         module_path, _, name = path.rpartition(".")
@@ -32,7 +33,7 @@ def load_object(path: str, where: str) -> Any:
 def load_callable(path: str, where: str) -> Any:
     loaded = load_object(path, where)
     if not callable(loaded):
-        raise ConfigError(f"{where}: {path} is {type(loaded).__name__}, not a function")
+        raise ConfigError(f"{where}: {path} is a {type(loaded).__name__}, not a function; name a function")
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Interactions: an environment that answers the model, declared in the YAML file `rollout.agents.interactions_file`."""
+"""Interactions are environments that reply to the model. `rollout.agents.interactions_file` declares them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock_rollout.agents.imports import load_object
 logger = logging.getLogger(__name__)
 
 InteractionAnswer = tuple[bool, str, float, dict[str, Any]]
-"""Whether the conversation ends, what the environment says, the turn's reward, and numbers to record."""
+"""Whether the conversation is done, the reply, the reward of the turn, and numbers to record."""
 
 
 class Interaction:
-    """Base of all interactions; the calls are those of verl's BaseInteraction.
+    """Base class of interactions. The methods are those of verl's BaseInteraction.
 
-    One object serves all samples of a server; `instance_id` names the sample. The keyword arguments are the prompt's
-    `extra_info.interaction_kwargs`. Each call has the deadline `rollout.agents.tool_timeout_s`. There is nobody to
-    show an error to: one that is raised gives the prompt back, to be tried again.
+    One object serves all samples of a server; `instance_id` identifies the sample. The keyword arguments are the
+    prompt's `extra_info.interaction_kwargs`. Each call has the deadline `rollout.agents.tool_timeout_s`. If a call
+    raises, the prompt is given back to the queue and tried again.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -36,19 +36,19 @@ class Interaction:
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> InteractionAnswer:
-        """Answer the conversation, whose last message is the assistant's. What is said in the end is not shown."""
+        """Reply to the last of `messages`, the assistant's. The model does not see the reply if it is done."""
         raise NotImplementedError
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
-        """A reward for the whole conversation, beside those of its turns. None: there is none."""
+        """A reward for the whole conversation, in addition to those of its turns, or None."""
         return None
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Free what the sample used. Called always, also when it is cancelled."""
+        """Free the resources of the sample. It is always called, also after a cancellation."""
 
 
 def load_interactions(path: Path) -> dict[str, Interaction]:
-    """Read the file and make one object of each class in it."""
+    """Read the file and create one object per declared class."""
     where = "rollout.agents.interactions_file"
     interactions: dict[str, Interaction] = {}
     for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
@@ -69,7 +69,7 @@ def load_interactions(path: Path) -> dict[str, Interaction]:
 
 
 class InteractionSession:
-    """The interaction of one sample, from start to finalize."""
+    """The interaction of one sample, from `start_interaction` to `finalize_interaction`."""
 
     def __init__(
         self, interactions: Mapping[str, Interaction], instance_id: str, kwargs: Mapping[str, Any], timeout_s: float
@@ -127,7 +127,7 @@ class InteractionSession:
 
 
 def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The interaction that `interaction_kwargs` names, or the only one there is, and the other arguments."""
+    """The interaction that `interaction_kwargs` names, or the only declared one, and the remaining arguments."""
     where = "extra_info.interaction_kwargs"
     if not interactions:
         raise InvalidInput(where, "no interaction is declared; set rollout.agents.interactions_file")
@@ -142,7 +142,7 @@ def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) 
 
 
 def _numbers(extra: Mapping[str, Any]) -> dict[str, float]:
-    """What of the additional data can be recorded."""
+    """The finite numbers of the additional data; only numbers can be recorded."""
     return {
         str(key): float(value)
         for key, value in extra.items()

@@ -1,4 +1,4 @@
-"""The agents of a rollout server: loops by name, and all that they share."""
+"""The agents of a rollout server: agent loops by name, and the tools and interactions they share."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ BUILT_IN: dict[str, AgentLoop] = {
 
 @dataclass(frozen=True)
 class Agents:
-    """Everything is loaded and checked when the server starts. A prompt chooses among these and loads nothing: its
-    agent name comes from a client, who must not decide what is imported."""
+    """Everything that agents use, loaded and checked when the server starts.
+
+    A prompt only chooses among the loaded agents. Its agent name comes from a client, who must not decide what is
+    imported."""
 
     config: AgentsConfig
     max_model_len: int
@@ -62,23 +64,23 @@ class Agents:
         raise InvalidInput("agent_name", f"unknown agent {name!r}; {hint}")
 
     def toolbox_for(self, prompt: Prompt) -> Toolbox:
-        """The tools that the prompt's agent offers to the model."""
+        """The tools that the prompt's agent offers to the model. Empty unless the agent uses tools."""
         if not getattr(self.find(prompt.agent_name), "uses_tools", False):
             return Toolbox()
         return self.toolbox.offered(prompt.extra_info)
 
     def _check_template(self, tokenization: Tokenization) -> None:
-        """Refuse at the start what would fail with every prompt: a template that cannot render what is inserted."""
+        """Raise ConfigError if the chat template cannot render the messages that agents insert."""
         roles = [*(["tool"] if self.toolbox.tools else []), *(["user"] if self.interactions else [])]
         try:
             for role in roles:
                 tokenization.next_ids(0, [{"role": role, "content": "0", "name": "0"}], self.toolbox.schemas)
         except InvalidInput as error:
-            raise ConfigError(f"model.path: this model cannot have turns of a {role}: {error}") from error
+            raise ConfigError(f"model.path: the chat template cannot have turns of a {role}: {error}") from error
         if self.toolbox.tools:
             question = Prompt(messages=(("user", "0"),))
             if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):
-                logger.warning("the model's chat template does not show tools; the model must know them by itself")
+                logger.warning("the model's chat template does not show tools; describe them in the prompts")
 
 
 def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:

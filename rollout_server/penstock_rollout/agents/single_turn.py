@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""The default agent: one prompt, one response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock_rollout.agents.transcript import Transcript
 
 
 async def single_turn_agent(context: AgentContext) -> Episode:
-    """Generate one response; every token is the model's own and is trained."""
+    """Generate one response. The model samples every token, so all of them are trained."""
     transcript = Transcript(context)
     turn = await transcript.sample_turn()
     return transcript.episode(turn.finish_reason)

@@ -1,13 +1,13 @@
-"""Agents of many turns: the model calls tools, an environment answers it, or both.
+"""Multi-turn agents: the model calls tools, an interaction replies to it, or both.
 
-| after a turn             | what happens                                    | the sample ends with            |
-|--------------------------|-------------------------------------------------|---------------------------------|
-| that calls tools         | all calls run at once; their answers go in      | `length`, at the last turn      |
-| without a call, alone    |                                                 | the turn's own finish reason    |
-| before an interaction    | it scores the turn; done, or its words go in    | the turn's own, when it is done |
-| whose answer has no room | nothing goes in                                 | `length`                        |
+| the model's turn           | what happens                                      | finish reason, if the sample ends |
+|----------------------------|---------------------------------------------------|-----------------------------------|
+| calls tools                | all calls run at once, their results are inserted | `length`, at the last turn        |
+| no call, no interaction    | the sample ends                                   | that of the turn                  |
+| no call, an interaction    | it scores the turn, and its reply is inserted     | that of the turn, when it is done |
+| the reply does not fit     | nothing is inserted, the sample ends              | `length`                          |
 
-A turn that a limit cut calls no tools, since what it wrote of them may be half a call.
+Tool calls in a turn that a token limit cut are ignored, because the last one may be incomplete.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock_rollout.text.chat_turns import Message
 
 @uses_tools
 async def tool_agent(context: AgentContext) -> Episode:
-    """Offers the tools, and answers with an interaction where the prompt has `interaction_kwargs`."""
+    """Offer the tools to the model. With `interaction_kwargs` in the prompt, an interaction replies to other turns."""
     if not context.toolbox.tools:
         raise InvalidInput("agent_name", "tool_agent has no tools to offer; set rollout.agents.tools_file")
     return await _Conversation(context, _interaction_kwargs(context)).run()
 
 
 async def interaction_agent(context: AgentContext) -> Episode:
-    """No tools; every turn is answered by the interaction that `interaction_kwargs` names."""
+    """Offer no tools. The interaction that `interaction_kwargs` names replies to every turn."""
     return await _Conversation(context, _interaction_kwargs(context) or {}).run()
 
 
 class _Conversation:
-    """One sample. `messages` is for interactions to read; tokens come from the transcript alone."""
+    """One sample. `messages` is what interactions read; tokens come only from the transcript."""
 
     def __init__(self, context: AgentContext, interaction_kwargs: dict[str, Any] | None) -> None:
         self.context = context
@@ -79,7 +79,7 @@ class _Conversation:
             self.messages += answer
 
     async def _answer(self, turn: Turn, is_last: bool) -> list[Message] | None:
-        """What the environment says to a turn; None ends the sample. Appends the turn's reward."""
+        """The messages that reply to a turn, or None to end the sample. Appends the reward of the turn."""
         tokenization = self.context.tokenization
         self.messages.append({"role": "assistant", "content": tokenization.text(turn.token_ids)})
         calls: list[ToolCall | MalformedCall] = []
@@ -112,13 +112,13 @@ class _Conversation:
         return sum(rewards) if rewards else None
 
     def _record(self, numbers: dict[str, float]) -> None:
-        """Numbers of the same name add up over the turns."""
+        """Add numbers of the same name up over the turns."""
         for name, value in numbers.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + value
 
 
 def _interaction_kwargs(context: AgentContext) -> dict[str, Any] | None:
-    """None where the prompt has none; Parquet writes null for rows without the field."""
+    """The prompt's `interaction_kwargs`, or None. Parquet writes null for rows without the field."""
     kwargs = context.prompt.extra_info.get("interaction_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidInput("extra_info.interaction_kwargs", "must be an object with the interaction's `name`")

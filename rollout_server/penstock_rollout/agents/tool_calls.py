@@ -1,4 +1,4 @@
-"""How models write tool calls: one parser for each format. A parser reads a turn's text and nothing else."""
+"""Parsers of tool calls, one per format. A parser reads only the text of a turn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Something that was meant as a call. The model is told why it could not be read."""
+    """A call that cannot be parsed. The model gets `why` as the result."""
 
     why: str
 
 
 ToolCallParser = Callable[[str], list[ToolCall | MalformedCall]]
-"""The calls of a turn, in order. The text has its special tokens but no stop token at its end."""
+"""Returns the calls of a turn in order. The text includes special tokens, except for a stop token at its end."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OPENAI = re.compile(r'\{\s*"tool_calls"\s*:')
@@ -53,15 +53,16 @@ def parse_llama3_json(text: str) -> list[ToolCall | MalformedCall]:
             is_attempt = tagged or calls or re.match(r'\{\s*"(name|parameters)"', body)
             return [*calls, MalformedCall(f"not valid JSON: {error}")] if is_attempt else []
         if not isinstance(value, dict) or "name" not in value:
-            return calls  # JSON as an answer, not as a call
+            return calls  # a JSON answer, not a call
         calls.append(_call(value, "parameters"))
         body = body[end:].lstrip("; \t\r\n")
     return calls
 
 
 def parse_openai(text: str) -> list[ToolCall | MalformedCall]:
-    """`{"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": "{...}"}}]}`, words before it
-    allowed: the message object of OpenAI's API. `arguments` may be JSON text, as there, or an object."""
+    """`{"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": "{...}"}}]}`, after any text.
+
+    This is the message object of OpenAI's API. `arguments` may be JSON text, as in that API, or an object."""
     found = _OPENAI.search(text)
     if not found:
         return []
@@ -88,7 +89,7 @@ TOOL_FORMATS: dict[str, ToolCallParser] = {
 
 
 def find_parser(name: str) -> ToolCallParser:
-    """By name, or by import path."""
+    """Find a parser by the name of its format, or import it by path."""
     if name in TOOL_FORMATS:
         return TOOL_FORMATS[name]
     where = "rollout.agents.tool_format"

@@ -1,4 +1,4 @@
-"""The tools of one sample while it runs: instances, deadlines, and errors turned into answers."""
+"""Runs the tools of one sample: creates and releases instances, applies deadlines, and turns errors into results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 Result = Literal["ok", "error", "timeout", "unknown", "malformed", "refused"]
 NO_TOOL = "none"
-"""Label of calls that reach no tool: a name that the model made up must not become one."""
+"""Metric label of calls that reach no tool. A name that the model made up must not become a label."""
 
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """What became of one call; `text` is what the model reads."""
+    """Result of one call. The model reads `text`."""
 
     name: str
     text: str
@@ -31,7 +31,7 @@ class ToolOutcome:
 
 
 class ToolFailure(Exception):
-    """A call that gave no answer. The message is what the model reads, less the word Error."""
+    """A failed call. The model reads the message, with `Error: ` in front."""
 
     def __init__(self, result: Result, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class ToolFailure(Exception):
 
 
 class ToolSession:
-    """Lives for one sample. No call raises for what a tool did; it is counted, and shown to the model."""
+    """The tools of one sample. Failures of a tool are counted and shown to the model; they are never raised."""
 
     def __init__(self, context: AgentContext) -> None:
         self._tools = context.toolbox.tools
@@ -48,21 +48,21 @@ class ToolSession:
         self._instance_id = context.request_id
         self._kwargs = tools_kwargs(context.prompt.extra_info)
         self._begun: set[str] = set()
-        """Tools whose `create` was called, and whose `release` must be."""
+        """Tools whose `create` was called. Their `release` must be called too."""
         self._ready: set[str] = set()
-        """Tools whose `create` came back."""
+        """Tools whose `create` succeeded."""
 
     async def __aenter__(self) -> ToolSession:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """Release every instance, whatever ended the sample."""
+        """Release every instance, also after an error or a cancellation."""
         async with asyncio.TaskGroup() as tasks:
             for name in self._begun:
                 tasks.create_task(self._counted(name, "release"))
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolOutcome]:
-        """Run the calls of one turn at the same time; outcomes in their order. Cancelling cancels them all."""
+        """Run the calls of one turn at the same time, and return the outcomes in the order of the calls."""
         limit = self._config.max_calls_per_turn
         names = {call.name for call in calls[:limit] if isinstance(call, ToolCall) and call.name in self._tools}
         failed = dict(zip(names, await asyncio.gather(*(self._create(name) for name in names)), strict=True))
@@ -74,7 +74,7 @@ class ToolSession:
         return [task.result() for task in running]
 
     async def final_reward(self) -> float | None:
-        """The sum of what the instances' `calc_reward` give; None where none gives one."""
+        """Sum of the instances' `calc_reward`, or None if none of them gives a reward."""
         given = [await self._counted(name, "calc_reward") for name in sorted(self._ready)]
         rewards = [reward for reward in given if reward is not None]
         return sum(rewards) if rewards else None
@@ -115,7 +115,7 @@ class ToolSession:
         return None
 
     async def _counted(self, name: str, method: Literal["calc_reward", "release"]) -> float | None:
-        """A call of which the model hears nothing. What it gives, or None."""
+        """Call a method whose result the model does not see. Returns the reward, or None."""
         try:
             given = await self._call(name, method)
             return None if given is None or method == "release" else _finite(given)
@@ -125,7 +125,7 @@ class ToolSession:
             return None
 
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call into a tool; what it raises, and a deadline that it misses, become ToolFailure."""
+        """Call a method of a tool. Exceptions and missed deadlines become ToolFailure."""
         timeout_s = self._config.tool_timeout_s
         kwargs = self._kwargs.get(name, {}).get(f"{method}_kwargs", {})
         try:
@@ -153,14 +153,14 @@ class ToolSession:
 
 
 def _checked(name: str, answer: Any) -> ToolAnswer:
-    """A tool may answer with text alone, or with text, reward and numbers."""
+    """Check the return value of a tool: text, or (text, reward, numbers)."""
     if isinstance(answer, str):
         return answer, 0.0, {}
     if isinstance(answer, tuple) and len(answer) == 3:
         text, reward, numbers = answer
         if isinstance(text, str) and isinstance(numbers, dict | None):
             return text, _finite(reward), {str(key): _finite(value) for key, value in (numbers or {}).items()}
-    logger.error("tool %s answered with %s instead of text, or (text, reward, numbers)", name, type(answer).__name__)
+    logger.error("tool %s returned %s; it must return text or (text, reward, numbers)", name, type(answer).__name__)
     raise ToolFailure("error", f"{name} gave no readable answer")
 
 

@@ -1,4 +1,4 @@
-"""Tools: Python classes that a model calls, declared in the YAML file `rollout.agents.tools_file`."""
+"""Tools are Python classes that the model calls. The YAML file `rollout.agents.tools_file` declares them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from penstock_rollout.agents.declarations import ToolsFile, read_declarations
 from penstock_rollout.agents.imports import load_object
 
 ToolAnswer = tuple[str, float, dict[str, float]]
-"""What the model reads, the reward of this call, and numbers to record."""
+"""Text for the model, reward of the call, and numbers to record."""
 
 
 class Tool:
-    """Base of all tools; the calls are those of verl's BaseTool.
+    """Base class of tools. The methods are those of verl's BaseTool.
 
-    One object serves all samples of a server. A sample that calls the tool gets an instance, named by `instance_id`:
-    `create` before its first call, `calc_reward` when it has ended well, `release` always, also when it is cancelled.
-    Calls of one turn run at the same time, those of one sample too. Each has the deadline
-    `rollout.agents.tool_timeout_s`. Whatever blocks belongs into `asyncio.to_thread`, since all samples share one
-    event loop.
+    One object serves all samples of a server. Each sample that calls the tool has its own instance, identified by
+    `instance_id`. `create` is called before its first call, `calc_reward` when the sample ended normally, and `release`
+    always, also after a cancellation. The calls of one turn run at the same time. Each call has the deadline
+    `rollout.agents.tool_timeout_s`. All samples share one event loop, so run blocking code in `asyncio.to_thread`.
 
-    The keyword arguments are the prompt's `extra_info.tools_kwargs[name]`, under `create_kwargs`, `execute_kwargs`,
+    The keyword arguments come from the prompt's `extra_info.tools_kwargs[name]`: `create_kwargs`, `execute_kwargs`,
     `calc_reward_kwargs` and `release_kwargs`.
     """
 
@@ -41,11 +40,11 @@ class Tool:
         """Prepare an instance."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolAnswer | str:
-        """Run one call. `parameters` is what the model wrote, unchecked. Whatever is raised is shown to the model."""
+        """Run one call. `parameters` are the model's, unchecked. The model sees an exception as the result."""
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """A reward for what was done with the instance, beside those of its calls. None: there is none."""
+        """A reward for the whole use of the instance, in addition to those of its calls, or None."""
         return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -54,7 +53,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools that a server, or one prompt, has."""
+    """The tools of a server, or those that one prompt may use."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
 
@@ -64,7 +63,7 @@ class Toolbox:
 
     @classmethod
     def load(cls, path: Path) -> Toolbox:
-        """Read the file and make one object of each class in it."""
+        """Read the file and create one object per declared class."""
         where = "rollout.agents.tools_file"
         tools: dict[str, Tool] = {}
         for index, declared in enumerate(read_declarations(path, ToolsFile, where).tools):
@@ -76,7 +75,7 @@ class Toolbox:
         return cls(tools)
 
     def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
-        """What a prompt may use: all, or with `need_tools_kwargs` those that its `tools_kwargs` names."""
+        """The tools a prompt may use: all of them, or with `need_tools_kwargs` only those in its `tools_kwargs`."""
         kwargs = tools_kwargs(extra_info)
         if unknown := sorted(set(kwargs) - set(self.tools)):
             raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {self._known()}")
@@ -89,7 +88,7 @@ class Toolbox:
 
 
 def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The prompt's arguments for tools. Nulls count as absent: Parquet writes them for rows without the field."""
+    """The prompt's arguments for tools. Nulls count as absent, because Parquet writes them for missing fields."""
     by_tool = extra_info.get("tools_kwargs") or {}
     if not isinstance(by_tool, dict):
         raise InvalidInput("extra_info.tools_kwargs", "must be an object: tool name to create_kwargs and so on")

@@ -1,11 +1,11 @@
-"""The response of one sample as it grows, turn by turn.
+"""Builds the response of one sample, turn by turn.
 
 Invariants, after every call:
-- sampled ids are kept as the engine gave them; the next turn's prompt is the prompt and these very ids;
-- the arrays have one entry a token: mask 1 and the engine's log-prob where it was sampled, 0 and 0.0 where inserted;
-- segments cover the response without gap or overlap. Inserted tokens belong to the segment of the sampled token before
-  them, so a trajectory never names a version that sampled none of it;
-- an episode never ends with inserted tokens: nothing was sampled after them, so they teach nothing.
+- Sampled ids stay as the engine returned them. The prompt of the next turn is the first prompt plus exactly these ids.
+- The arrays have one entry per token: mask 1 and the engine's log-prob if it was sampled, 0 and 0.0 if inserted.
+- Segments cover the response without gap or overlap. Inserted tokens belong to the segment of the sampled token before
+  them, so a trajectory never names a version that sampled none of its tokens.
+- An episode never ends with inserted tokens. Nothing was sampled after them, so they teach nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.text.chat_turns import Message
 
 SEED_STRIDE = 1_000_003
-"""Samples of a prompt have neighbouring seeds, so turns of one sample lie far apart."""
+"""Distance between the seeds of two turns. Samples of a prompt have neighbouring seeds, so this must be large."""
 
 
 @dataclass(frozen=True)
 class Turn:
     token_ids: tuple[int, ...]
-    """As sampled, a stop token included."""
+    """The sampled ids, including a stop token."""
     finish_reason: FinishReason
 
 
 class Transcript:
-    """Samples turns and inserts what answers them. One per sample; turns run one after the other."""
+    """Samples turns and inserts the replies between them. Each sample has its own transcript."""
 
     def __init__(self, context: AgentContext) -> None:
         self.context = context
@@ -49,14 +49,14 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """Tokens that the response may still have, by its budget and by the model's length."""
+        """How many tokens the response may still grow, by `max_tokens` and by `max_model_len`."""
         context = self.context
         used = len(self._token_ids)
         by_length = context.max_model_len - len(context.prompt_token_ids) - used
         return min(context.sampling.max_tokens - used, by_length)
 
     async def sample_turn(self) -> Turn:
-        """Let the model speak until it stops or a limit is reached. Every token is the model's own and is trained."""
+        """Let the model generate until it stops or reaches a limit. All of these tokens are trained."""
         context, start = self.context, len(self._token_ids)
         finish_reason: FinishReason | None = None
         request = GenerateRequest(
@@ -64,7 +64,7 @@ class Transcript:
             (*context.prompt_token_ids, *self._token_ids),
             self._turn_sampling(),
         )
-        # The protocol says AsyncIterator; every engine gives a generator, whose closing aborts the request.
+        # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
         async with aclosing(cast(Any, context.engine.generate(request))) as chunks:
             async for chunk in chunks:
                 self._token_ids += chunk.token_ids
@@ -78,10 +78,11 @@ class Transcript:
         return Turn(tuple(self._token_ids[start:]), finish_reason or "aborted")
 
     def insert(self, messages: Sequence[Message]) -> bool:
-        """Append the messages as the chat template renders them, up to where the model speaks again. False, and nothing
-        is appended, when no room would be left for a token of the model's."""
+        """Append the messages as the chat template renders them, up to where the next turn begins.
+
+        Returns False and appends nothing if no room would be left for a sampled token."""
         if not self._loss_mask or not self._loss_mask[-1]:
-            raise PenstockError("an agent inserted messages where no turn came before; insert once after each turn")
+            raise PenstockError("an agent inserted messages without a turn before; call insert once after each turn")
         ids = self.context.tokenization.next_ids(self._token_ids[-1], messages, self.context.toolbox.schemas)
         if len(ids) >= self.room:
             return False
@@ -117,7 +118,9 @@ class Transcript:
         )
 
     def _turn_sampling(self) -> Sampling:
-        """The first turn keeps the sample's seed. A prompt that is too long is left to the engine to refuse."""
+        """Sampling parameters of the next turn. The first turn keeps the sample's seed.
+
+        A prompt that is too long still asks for one token, and the engine refuses it."""
         sampling, limit = self.context.sampling, self.context.config.max_turn_tokens
         max_tokens = max(1, self.room if limit is None else min(self.room, limit))
         seed = sampling.seed
@@ -126,7 +129,7 @@ class Transcript:
         return replace(sampling, max_tokens=max_tokens, seed=seed)
 
     def _append_segment(self, start: int, end: int, policy_version: int) -> None:
-        """Neighbours of one version become one segment; nothing is appended for no tokens."""
+        """Add a segment, or extend the last one if it has the same version. Does nothing for an empty range."""
         if start == end:
             return
         if self._segments and self._segments[-1].policy_version == policy_version:

@@ -1,20 +1,21 @@
-"""How many groups a server works on at once, from what its engine says. A pure state machine: no clock, no I/O.
+"""Adapts how many groups a server works on at once to the load of its engine. Pure state machine: no clock, no I/O.
 
-A request that waits inside the engine makes no tokens, but its prompt is leased, ages, and is lost with the server. But
-the samples of a group end one by one and its place is free only when the last has: an engine where nothing waits has
-idle rows by the next moment. So some may wait, RESERVE for each one that runs, and the limit follows what the engine
-can take beyond that:
+A request that waits inside the engine generates nothing, while its prompt is leased, ages, and is lost if the server
+dies. But some requests should wait: the samples of a group end one by one, and its place is only free when the last one
+has ended, so an engine without waiting requests soon has idle rows. The limit therefore lets RESERVE requests wait for
+each one that runs, and follows the load beyond that:
 
-- requests wait and the KV cache is full, where running ones are preempted: the limit falls by the share that waits;
-- more than the reserve wait for `max_queue_s` without a break: it falls by the share that is too many;
-- less than half the reserve waits, the cache has room, and the limit is what holds groups back: it rises, by a
-  sixteenth a second, and by a quarter while nothing waits at all.
+- The limit falls by the share of waiting requests if requests wait and the KV cache is full, since running requests are
+  then preempted.
+- It falls by the share of excess requests if more than the reserve wait for `max_queue_s` without a break.
+- It rises if less than half the reserve waits, the cache has room, and the limit is what holds groups back: by a
+  sixteenth a second, or by a quarter while nothing waits.
 
-The last is for what follows a burst. Groups that start together have all their samples before the engine, twice as many
-as they have later on average; a limit that fell by that is too low once they have spread, and rows stand idle.
+The fast rise is for the time after a burst. Groups that start together have all their samples in the engine, twice as
+many as they have on average later. A limit that fell because of that is too low once the groups have spread.
 
-It falls to half at most, and again only when the engine has had `max_queue_s` to show the effect. A limit that never
-binds never moves, and an engine whose reserve is not filled is never held back.
+The limit falls by half at most, and not again until the engine had `max_queue_s` to show the effect. It does not move
+while it does not bind, and it never holds back an engine whose reserve is not filled.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ OBSERVE_S = 1.0
 RISE = 1 / 16
 RISE_FROM_IDLE = 1 / 4
 LEAST_SHARE = 0.5
+"""The limit falls at most to this share of the running groups at once."""
 RESERVE = 0.5
+"""Waiting requests per running request that keep the engine full."""
 
 
 class ConcurrencyLimit:
-    """`limit` is between 1 and `maximum`, where it starts. Times are of any monotonic clock, in seconds."""
+    """`limit` is between 1 and `maximum` and starts at `maximum`. Times are seconds of any monotonic clock."""
 
     def __init__(self, config: AdaptiveConcurrencyConfig, maximum: int) -> None:
         self.config = config
@@ -43,7 +46,7 @@ class ConcurrencyLimit:
         self._fell_at = -math.inf
 
     def observe(self, now_s: float, stats: EngineStats, running_groups: int) -> int:
-        """Take a look at the engine, at most once in OBSERVE_S; returns the limit."""
+        """Adapt the limit to the engine's load, at most once per OBSERVE_S, and return it."""
         if not self.config.enabled or now_s - self._observed_at < OBSERVE_S:
             return self.limit
         self._observed_at = now_s

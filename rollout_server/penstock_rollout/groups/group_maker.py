@@ -1,4 +1,4 @@
-"""From a leased prompt to a scored group."""
+"""Makes a scored group from a leased prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scoring(Protocol):
     async def score(
         self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[Scored]:
-        """Reward and parts of each response of one prompt."""
+        """Return the reward and its parts for each response of one prompt."""
         ...
 
 
@@ -55,10 +55,10 @@ class GroupMaker:
         self.agents = agents
         self.tracing = tracing or Tracing()
         self.greedy_baseline = greedy_baseline
-        """Whether a group that is trained gets one more sample, greedy, that the others are compared with."""
+        """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
 
     async def make(self, lease: Lease, prompt: Prompt) -> Group:
-        """Cancelling this aborts the samples that still run."""
+        """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run."""
         bind(policy_version=self.engine.policy_version)
         agent = self.agents.find(prompt.agent_name)
         contexts = self._contexts(lease, prompt)
@@ -100,7 +100,7 @@ class GroupMaker:
         return group
 
     def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
-        """One for each sample; they differ in request id and seed. A baseline comes last."""
+        """One context per sample. They differ in request id and seed. The baseline comes last."""
         toolbox = self.agents.toolbox_for(prompt)
         prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
         samplings = [replace(prompt.sampling, seed=_seed(prompt, index)) for index in range(prompt.num_samples)]
@@ -134,10 +134,10 @@ def _seed(prompt: Prompt, index: int) -> int | None:
 
 
 def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
-    """The result of an agent that ended. A custom one may have cancelled itself, or return something else."""
+    """The agent's result. A custom agent may have cancelled itself or returned something else."""
     episode = None if task.cancelled() else task.result()
     if not isinstance(episode, Episode):
-        raise PenstockError(f"agent {agent_name} returned {type(episode).__name__}, not an Episode")
+        raise PenstockError(f"agent {agent_name} returned {type(episode).__name__}; it must return an Episode")
     return episode
 
 

@@ -24,7 +24,7 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable
+from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable, first_error
 from penstock.logs import bind
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.tracing import Tracing
@@ -216,8 +216,7 @@ class Producer:
 
     async def _give_back(self, lease: Lease, error: BaseException) -> None:
         """Return the prompt to the queue, with the kind of error as the reason. Unexpected errors log a traceback."""
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_error(error)
         reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
         expected = isinstance(error, PenstockError | TimeoutError)
         logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.config.run import RunConfig
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.episode import Scored
@@ -120,7 +120,7 @@ async def _answer_all(
                     tasks.create_task(work())
         return ready
     except* PenstockError as errors:
-        raise _first(errors) from None
+        raise first_error(errors) from None
     finally:
         # A forked EngineCore shares this process's wake-up pipe, so the signal that ends it arrives here too.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
@@ -134,7 +134,7 @@ async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> 
     try:
         group = await maker.make(Lease(row, 1, b""), prompt)
     except Exception as error:
-        first = _first(error)
+        first = first_error(error)
         if isinstance(first, Unavailable) or not isinstance(first, PenstockError):
             raise
         logger.warning("row %d has no samples: %s", row, first)
@@ -167,9 +167,3 @@ def _progress(total: int, done: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total, completed=done)
         yield lambda: progress.advance(task)
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,1 +1,1 @@
-"""Text to tokens: chat templates, turns and prompt lengths."""
+"""Converts text to tokens and back: chat templates, turns, prompt lengths, streamed text."""

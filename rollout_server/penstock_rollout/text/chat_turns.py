@@ -1,14 +1,14 @@
-"""Which tokens a chat template puts between two assistant turns.
+"""Finds the tokens that a chat template puts between two assistant turns.
 
-The ids that the model sampled are never rendered or encoded again. What follows them is taken from a fixed
-conversation instead: the template renders `[user, assistant, *messages]`, where the assistant says a marker, and all
-that comes after the marker are the tokens to append. For a Qwen template and one tool message that is
+The ids that the model sampled are never rendered or encoded again. The template renders a fixed conversation instead,
+`[user, assistant, *messages]`, in which the assistant says a marker. The text after the marker is encoded and appended.
+For a Qwen template and one tool message that text is
 
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-The leading end-of-turn token is there because the template ends an assistant message with one. A turn that was cut by
-a limit needs it. A turn whose last sampled id is a stop token has ended already, with whichever stop token the model
-chose, so everything up to the template's own is left out.
+It starts with the end-of-turn token of the assistant's message. A turn that a limit cut needs this token. A turn whose
+last sampled id is a stop token has ended already, so everything up to and including the template's own token is left
+out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from penstock.errors import ConfigError, InvalidInput
 
 Message = Mapping[str, Any]
-"""role, content, and what else the template reads (`name`, `tool_call_id`)."""
+"""`role`, `content`, and further fields that the template reads (`name`, `tool_call_id`)."""
 
 _SPOKEN = "PENSTOCK_SPOKEN"
 _NEXT = "PENSTOCK_NEXT"
@@ -35,34 +35,36 @@ class ChatTurns:
         self._closing: dict[str, bool] = {}
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """A whole conversation, ready for the model's next turn, with the tools it may call."""
+        """Encode a whole conversation with the tools it may call, up to where the model's next turn begins."""
         return self._encode(self._render(messages, tools))
 
     def next_ids(
         self, last_sampled: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[int, ...]:
-        """The ids that go between a turn that ended with `last_sampled` and the next one, which answers `messages`."""
+        """The ids between a turn that ended with `last_sampled` and the next turn, with `messages` between them."""
         before, after = self._split(messages, tools)
         whole, prefix = self._encode(before + after), self._encode(before)
-        # A tokenizer may merge across the boundary; the appended part then stands for itself.
+        # A tokenizer may merge across the boundary. Then the appended part is encoded by itself.
         ids = whole[len(prefix) :] if whole[: len(prefix)] == prefix else self._encode(after)
         if last_sampled in self._stop_ids and self._closes(str(messages[0]["role"]), tools):
             return ids[next(index for index, token in enumerate(ids) if token in self._stop_ids) + 1 :]
         return ids
 
     def _closes(self, role: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the template ends an assistant's turn with a stop token before a message of `role` begins."""
+        """Whether the template ends an assistant turn with a stop token before a message of `role`."""
         if role not in self._closing:
             _, after = self._split([{"role": role, "content": _NEXT, "name": _NEXT}], tools)
             self._closing[role] = not self._stop_ids.isdisjoint(self._encode(after.partition(_NEXT)[0]))
         return self._closing[role]
 
     def _split(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The fixed conversation up to the end of the assistant's words, and what follows."""
+        """The rendered fixed conversation, split after the marker."""
         text = self._render([*_BASE, *messages], tools)
         before, marker, after = text.partition(_SPOKEN)
         if not marker:
-            raise ConfigError("the model's chat template leaves out what the assistant said; multi-turn agents need it")
+            raise ConfigError(
+                "the model's chat template leaves out the assistant's words, which multi-turn agents need"
+            )
         return before + marker, after
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -73,7 +75,7 @@ class ChatTurns:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except Exception as error:  # a template is the model's own code
+        except Exception as error:  # a template is code that comes with the model
             why = " ".join(str(error).split())
             raise InvalidInput("messages", f"the model's chat template refused them: {why}") from error
         return text

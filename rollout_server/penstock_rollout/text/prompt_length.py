@@ -1,4 +1,4 @@
-"""What happens to prompts that are too long. Counted here, where the model's own tokenizer is."""
+"""Truncates or refuses prompts that are too long. Only the rollout server has the tokenizer to count their tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock_rollout.metrics import RolloutMetrics
 
 
 class PromptLength:
-    """The longest prompt of a server, and how longer ones are made to fit or refused."""
+    """The longest allowed prompt, and what happens to longer ones (`rollout.prompt`)."""
 
     def __init__(self, config: PromptConfig, max_model_len: int, metrics: RolloutMetrics) -> None:
         self.config = config
@@ -16,13 +16,14 @@ class PromptLength:
         self.metrics = metrics
 
     def fit(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids, cut where the config says so; PromptTooLong under `filter`."""
+        """Return the ids, truncated if they are too long. Raises PromptTooLong under `overlong: filter`."""
         excess = len(token_ids) - self.max_tokens
         if excess <= 0:
             return token_ids
         if self.config.overlong == "filter":
             raise PromptTooLong(
-                "messages", f"{len(token_ids)} tokens are more than {self.max_tokens}; see rollout.prompt"
+                "messages",
+                f"{len(token_ids)} tokens are more than {self.max_tokens}; see rollout.prompt",
             )
         self.metrics.prompts_truncated.inc()
         if self.config.overlong == "truncate_left":

@@ -1,4 +1,4 @@
-"""Prompts to token ids and response ids to text, by the model's own tokenizer."""
+"""Encodes prompts and decodes responses with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.text.chat_turns import ChatTurns, Message
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's function form, as chat templates take them."""
+"""Tools in OpenAI's function format, as chat templates take them."""
 
 
 class Tokenization:
-    """The tokenizer of a model folder. Prompts are made to `fit`.
+    """The tokenizer of a model folder. `fit` shortens or refuses long prompts.
 
-    Response ids are decoded to be read, never to be tokenized again."""
+    Decoded responses are for reading and scoring. They are never encoded again."""
 
     def __init__(self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ids: ids) -> None:
         from transformers import AutoTokenizer
@@ -31,11 +31,11 @@ class Tokenization:
         self._fit = fit
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
         self.stop_ids = frozenset(stop_token_ids(model_path))
-        """Ids that end a turn; an engine leaves the one that was sampled at the end of its tokens."""
+        """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
         self._turns = ChatTurns(self._tokenizer, self.stop_ids)
 
     def prompt_ids(self, prompt: Prompt, tools: ToolSchemas = ()) -> tuple[int, ...]:
-        """The first turn's prompt. `tools` are shown to the model where the prompt is messages."""
+        """Encode the prompt of the first turn. If it consists of messages, the template shows `tools` to the model."""
         if prompt.token_ids:
             if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
@@ -44,20 +44,20 @@ class Tokenization:
         return self._fit(self._turns.prompt_ids(messages, tools))
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        """Plain text as it stands, with the special tokens that the tokenizer adds by itself."""
+        """Encode plain text without a chat template, with the special tokens that the tokenizer adds itself."""
         return self._fit(tuple(self._tokenizer(text)["input_ids"]))
 
     def next_ids(self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
-        """What stands between an assistant turn that ended with `last_sampled` and the one that answers `messages`."""
+        """The ids between a turn that ended with `last_sampled` and the next turn, with `messages` between them."""
         return self._turns.next_ids(last_sampled, messages, tools)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Readable text, without special tokens."""
+        """Decode without special tokens."""
         decoded: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return decoded
 
     def raw_text(self, token_ids: Sequence[int]) -> str:
-        """Text with the special tokens, of which a tool call may be made, but without a stop token at the end."""
+        """Decode with special tokens, which tool calls may contain, but without stop tokens at the end."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()

@@ -113,7 +113,7 @@ async def test_what_is_not_offered_is_refused(client: openai.AsyncOpenAI) -> Non
             await client.chat.completions.create(model="test", messages=QUESTION, **arguments)
     with pytest.raises(openai.BadRequestError) as long:
         await client.completions.create(model="test", prompt=[5] * 300)
-    assert "has 300 tokens of the 256" in detail(long.value)
+    assert "has 300 tokens; it needs at least 1 and at most 255" in detail(long.value)
 
 
 async def test_a_session_becomes_training_data(

@@ -1,4 +1,4 @@
-"""Loading agents, tools and interactions: what is wrong is said in one line, before the server starts."""
+"""Agents, tools and interactions are loaded before the server starts, and each mistake is explained in one line."""
 
 from __future__ import annotations
 
@@ -158,12 +158,14 @@ def test_a_wrong_interactions_file_is_explained_in_one_line(
         ({"mine": "penstock_rollout.agents.single_turn:nothing"}, "has no 'nothing'"),
     ],
 )
-def test_a_wrong_custom_agent(tokenization: Tokenization, code: Path, custom: dict[str, str], why: str) -> None:
+def test_a_wrong_custom_agent_is_refused(
+    tokenization: Tokenization, code: Path, custom: dict[str, str], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         load(tokenization, custom={name: path.format(code=code) for name, path in custom.items()})
 
 
-def test_a_file_that_fails_on_import(tokenization: Tokenization, tmp_path: Path) -> None:
+def test_a_file_that_fails_on_import_is_refused(tokenization: Tokenization, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import no_such_thing_at_all")
     with pytest.raises(ConfigError, match=r"bad\.py fails on import: ModuleNotFoundError"):
         load(tokenization, custom={"mine": f"{tmp_path}/bad.py:agent"})
@@ -213,7 +215,7 @@ def test_which_tools_a_prompt_is_offered(
     assert list(agents.toolbox_for(Prompt(agent_name=agent, extra_info=extra_info)).tools) == offered
 
 
-def test_arguments_for_a_tool_that_is_not_there(tokenization: Tokenization, code: Path, tmp_path: Path) -> None:
+def test_arguments_for_an_undeclared_tool_are_refused(tokenization: Tokenization, code: Path, tmp_path: Path) -> None:
     agents = load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
     with pytest.raises(InvalidInput, match="there is no tool 'ekko'; tools: echo"):
         agents.toolbox_for(Prompt(agent_name="tool_agent", extra_info={"tools_kwargs": {"ekko": {}}}))

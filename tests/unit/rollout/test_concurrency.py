@@ -1,4 +1,4 @@
-"""The concurrency limit, driven by hand."""
+"""The concurrency limit, driven with given engine stats and times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def waiting(running: int, waiting: int, kv: float = 0.5) -> EngineStats:
 
 
 def drive(limit: ConcurrencyLimit, start_s: int, end_s: int, stats: EngineStats, groups: int | None = None) -> int:
-    """One look a second; as many groups as the limit allows unless said otherwise."""
+    """Observe once a second. By default as many groups run as the limit allows."""
     for now_s in range(start_s, end_s):
         limit.observe(now_s, stats, limit.limit if groups is None else groups)
     return limit.limit
@@ -44,14 +44,14 @@ def test_requests_that_wait_for_a_moment_change_nothing() -> None:
 def test_a_lasting_queue_lowers_it_by_the_share_past_the_reserve() -> None:
     limit = ConcurrencyLimit(CONFIG, 64)
     assert drive(limit, 0, 5, waiting(30, 30)) == 64
-    assert drive(limit, 5, 6, waiting(30, 30)) == 48, "45 of the 60 may be there"
+    assert drive(limit, 5, 6, waiting(30, 30)) == 48, "30 running and a reserve of 15 are 45 of the 60 requests"
 
 
 def test_a_reserve_that_waits_is_left_alone() -> None:
     limit = ConcurrencyLimit(CONFIG, 64)
     assert drive(limit, 0, 100, waiting(30, 15)) == 64
     drive(limit, 100, 101, waiting(30, 10, kv=1.0))
-    assert drive(limit, 101, 150, waiting(30, 8)) == 48, "nor does it rise while half the reserve waits"
+    assert drive(limit, 101, 150, waiting(30, 8)) == 48, "it does not rise while half the reserve waits"
 
 
 def test_a_full_cache_lowers_it_at_once_but_not_again_before_it_had_effect() -> None:
@@ -91,7 +91,7 @@ def test_it_rises_by_a_quarter_while_nothing_waits() -> None:
     assert [drive(limit, second, second + 1, IDLE) for second in range(1, 5)] == [40, 50, 62, 64]
 
 
-def test_looks_between_two_seconds_count_once() -> None:
+def test_observations_within_one_second_count_once() -> None:
     limit = ConcurrencyLimit(CONFIG, 64)
     drive(limit, 0, 1, waiting(30, 10, kv=1.0))
     for tick in range(100):
@@ -106,11 +106,11 @@ def test_switched_off_it_never_moves() -> None:
 
 @dataclass
 class SimulatedEngine:
-    """Decodes `places` requests at once; a group has 8."""
+    """Decodes `places` requests at once. A group has 8 requests."""
 
     places: int
 
-    def settle(self, limit: ConcurrencyLimit, seconds: int) -> list[int]:
+    def drive(self, limit: ConcurrencyLimit, seconds: int) -> list[int]:
         limits = []
         for now_s in range(seconds):
             requests = limit.limit * 8
@@ -119,16 +119,16 @@ class SimulatedEngine:
         return limits
 
 
-def test_it_settles_where_the_engine_is_full_and_a_reserve_waits() -> None:
-    limits = SimulatedEngine(places=160).settle(ConcurrencyLimit(CONFIG, 64), 300)
-    settled = limits[100:]
-    assert min(settled) >= 20, "160 places are 20 groups: fewer would leave the engine idle"
-    assert max(settled) <= 32
+def test_it_converges_where_the_engine_is_full_and_a_reserve_waits() -> None:
+    limits = SimulatedEngine(places=160).drive(ConcurrencyLimit(CONFIG, 64), 300)
+    converged = limits[100:]
+    assert min(converged) >= 20, "160 places are 20 groups: fewer would leave the engine idle"
+    assert max(converged) <= 32
 
 
 @pytest.mark.parametrize("maximum", [24, 64, 512])
 def test_an_engine_stays_full_though_groups_end_unevenly(maximum: int) -> None:
-    """Samples take from 1 to 12 s; a group's place is free when its last sample is done. Engine of 64 rows."""
+    """The engine has 64 rows. Samples take 1 to 12 s, and a group's place is free when its last sample is done."""
     random, limit = np.random.default_rng(0), ConcurrencyLimit(CONFIG, maximum)
     groups: dict[int, int] = {}
     running: list[tuple[float, int]] = []
@@ -148,5 +148,5 @@ def test_an_engine_stays_full_though_groups_end_unevenly(maximum: int) -> None:
             running.append((now_s + min(12.0, 1 + random.exponential(4)), queue.pop(0)))
         busy.append(len(running))
         queued.append(len(queue))
-    assert np.mean(busy[4500:]) > 0.985 * 64, "hardly a row is idle"
-    assert np.mean(queued[4500:]) < 64, "and what waits is no longer than what runs"
+    assert np.mean(busy[4500:]) > 0.985 * 64, "hardly any row is idle"
+    assert np.mean(queued[4500:]) < 64, "no more requests wait than run"

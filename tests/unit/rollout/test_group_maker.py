@@ -1,4 +1,4 @@
-"""Prompt to group with agents of many turns, through the real producer and an in-memory queue."""
+"""Multi-turn agents turn a prompt into a group, through the real producer and an in-memory queue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ANSWER = (*spelled("no"), END)
 
 
 async def think_twice(context: AgentContext) -> Episode:
-    """The one of docs/agents.md."""
+    """The example of docs/agents.md."""
     transcript = Transcript(context)
     turn = await transcript.sample_turn()
     if turn.finish_reason == "stop" and transcript.insert([{"role": "user", "content": "Are you sure?"}]):
@@ -175,7 +175,7 @@ async def test_a_custom_agent_makes_a_group(tokenization: Tokenization) -> None:
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {})
 
 
-async def test_a_greedy_sample_is_added_where_the_algorithm_compares_with_one(tokenization: Tokenization) -> None:
+async def test_a_greedy_sample_is_added_if_the_algorithm_needs_a_baseline(tokenization: Tokenization) -> None:
     engine = ScriptedEngine([ANSWER])
     async with producing(tokenization, engine, AgentsConfig(), greedy_baseline=True) as (queue, _):
         (prompt_id,) = await submit(queue, num_samples=2)

@@ -1,4 +1,4 @@
-"""Interactions: feedback, turn rewards and how they meet the reward function's."""
+"""Interactions: replies, rewards of turns, and how they combine with the reward function's score."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.scripted_engine import (
 
 
 class Teacher(Interaction):
-    """Content with one answer; every turn costs."""
+    """Accepts one answer as right. Every other answer costs 0.1."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -71,7 +71,7 @@ def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
     return Tokenization(make_tokenizer_folder(folder))
 
 
-async def test_the_model_tries_until_the_interaction_is_content(tokenization: Tokenization) -> None:
+async def test_the_model_tries_until_the_interaction_is_done(tokenization: Tokenization) -> None:
     teacher = Teacher({"final": 0.25})
     engine = ScriptedEngine([said("no"), said("ok")])
     context = make_context(engine, tokenization, interactions={"teacher": teacher}, extra_info=WANTED)

@@ -1,4 +1,4 @@
-"""The producer's invariant: an accepted group is in the outbox, whatever happens while it is handed in."""
+"""The producer keeps every accepted group in its outbox, whatever happens while the group is appended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock_rollout.metrics import RolloutMetrics
 
 
 class SlowAnswers(MemoryReplayQueue):
-    """Accepts at once and answers late; counts heartbeats that found a lease gone."""
+    """Accepts groups at once, but returns once `answer` is set. Sets `lost` when a heartbeat finds a lease gone."""
 
     def __init__(self, config: ReplayConfig) -> None:
         super().__init__(MemoryStore(), config)
@@ -68,8 +68,8 @@ async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> 
     assert list(producer._outbox) == [1]
 
 
-async def test_a_place_that_gets_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the next look at the clock: that one never comes here."""
+async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease loop must wait for the freed place, since the periodic check never comes here."""
     monkeypatch.setattr("penstock_rollout.groups.producer.FULL_POLL_S", 3600.0)
     replay = ReplayConfig(groups_per_step=100)
     queue = MemoryReplayQueue(MemoryStore(), replay)

@@ -1,4 +1,4 @@
-"""Prompts that are too long: cut, or dead-lettered at once and counted."""
+"""Prompts that are too long are truncated, or dead-lettered at once and counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit(overlong: Any, max_tokens: int | None, max_model_len: int = 100) -> Prom
         ("truncate_middle", 1, (0,)),
     ],
 )
-def test_cutting(overlong: str, max_tokens: int, expected: tuple[int, ...]) -> None:
+def test_long_prompts_are_truncated(overlong: str, max_tokens: int, expected: tuple[int, ...]) -> None:
     length = fit(overlong, max_tokens)
     assert length.fit(IDS) == expected
     assert length.fit(IDS[:max_tokens]) == IDS[:max_tokens]
@@ -56,7 +56,7 @@ def test_the_models_length_leaves_room_for_a_token() -> None:
             length.fit(IDS)
 
 
-def test_the_chat_template_counts() -> None:
+def test_the_tokens_of_the_chat_template_count() -> None:
     prompt = Prompt(messages=(("user", "12+34="),))
     num_tokens = len(Tokenization(MODEL).prompt_ids(prompt))
     assert Tokenization(MODEL, fit("filter", num_tokens).fit).prompt_ids(prompt)
@@ -69,7 +69,7 @@ def test_the_chat_template_counts() -> None:
 
 
 class Maker:
-    """Renders prompts as a server does, and answers none."""
+    """Renders prompts as a server does, and generates nothing."""
 
     def __init__(self) -> None:
         self.tokenization = Tokenization(MODEL, fit("filter", 6).fit)

@@ -1,4 +1,4 @@
-"""The tool agent: calls, errors, limits, rewards and cancellation, with an engine that follows a script."""
+"""The tool agent with a scripted engine: calls, errors, limits, rewards and cancellation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class Recorder(Tool):
-    """Writes down what was asked of it; `add` adds, the other names misbehave."""
+    """Records its calls. `add` adds two numbers; the other names misbehave."""
 
     def __init__(self, name: str = "add", **config: Any) -> None:
         super().__init__(config, function_schema(name))
@@ -80,7 +80,7 @@ def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
 
 
 def inserted_text(context: AgentContext, episode: Episode) -> str:
-    """What the model was shown and did not say."""
+    """The text that was inserted between the model's turns."""
     return context.tokenization._tokenizer.decode(episode.token_ids[episode.loss_mask == 0].tolist())  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Reading tool calls out of a turn's text."""
+"""Parsers find the tool calls in the text of a turn."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_hermes(text: str, calls: list[ToolCall]) -> None:
         ("<tool_call>", "not valid JSON"),
     ],
 )
-def test_hermes_that_cannot_be_read_says_why(text: str, why: str) -> None:
+def test_malformed_hermes_says_why(text: str, why: str) -> None:
     (call,) = parse_hermes(text)
     assert isinstance(call, MalformedCall)
     assert why in call.why
 
 
-def test_a_bad_call_does_not_take_the_good_ones_with_it() -> None:
+def test_a_malformed_call_does_not_affect_the_others() -> None:
     good = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     first, second, third = parse_hermes(f"{good}<tool_call>{{</tool_call>{good}")
     assert (first, third) == (ADD, ADD)
@@ -74,7 +74,7 @@ def test_llama3_json(text: str, calls: list[ToolCall]) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"name": "add", "parameters": {', "<|python_tag|>print(1)", "<|python_tag|>{1}"])
-def test_llama3_json_that_cannot_be_read(text: str) -> None:
+def test_malformed_llama3_json(text: str) -> None:
     (call,) = parse_llama3_json(text)
     assert isinstance(call, MalformedCall)
 
@@ -95,7 +95,7 @@ def test_openai(text: str, calls: list[ToolCall]) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"tool_calls": [', '{"tool_calls": 3}', '{"tool_calls": [{"name": "add"}]}'])
-def test_openai_that_cannot_be_read(text: str) -> None:
+def test_malformed_openai(text: str) -> None:
     assert [type(call) for call in parse_openai(text)] == [MalformedCall]
 
 

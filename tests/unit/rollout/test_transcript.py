@@ -1,4 +1,4 @@
-"""Multi-turn responses: the ids that are trained, their mask, versions and limits."""
+"""Multi-turn responses: the trained ids, their mask, versions and limits."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ async def test_a_turn_is_ended_once_whatever_ended_it(
     assert tokenization._tokenizer.decode(inserted) == between
 
 
-async def test_what_is_inserted_is_the_template_where_the_tokenizer_round_trips(tokenization: Tokenization) -> None:
-    """With text of ids that the tokenizer itself would write, the second prompt is the rendered conversation."""
+async def test_inserted_ids_are_the_rendered_conversation_if_ids_round_trip(
+    tokenization: Tokenization,
+) -> None:
+    """If the sampled ids are those that the tokenizer would produce, the second prompt is the rendered conversation."""
     from penstock.trajectory import Prompt
 
     engine = ScriptedEngine([(*spelled("xyz"), END), (END,)])
@@ -137,7 +139,7 @@ async def test_the_budget_ends_at_the_models_length(tokenization: Tokenization) 
 
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, False), (1, True)])
-async def test_nothing_is_inserted_that_no_token_could_follow(
+async def test_nothing_is_inserted_without_room_for_a_sampled_token(
     tokenization: Tokenization, spare: int, fits: bool
 ) -> None:
     turn = (*spelled("ab"), END)
@@ -162,15 +164,15 @@ async def test_an_episode_never_ends_with_inserted_tokens(tokenization: Tokeniza
 
 async def test_messages_need_a_turn_before_them(tokenization: Tokenization) -> None:
     transcript = Transcript(make_context(ScriptedEngine([(*spelled("ab"), END)]), tokenization))
-    with pytest.raises(PenstockError, match="no turn came before"):
+    with pytest.raises(PenstockError, match="without a turn before"):
         transcript.insert(FEEDBACK)
     await transcript.sample_turn()
     transcript.insert(FEEDBACK)
-    with pytest.raises(PenstockError, match="no turn came before"):
+    with pytest.raises(PenstockError, match="without a turn before"):
         transcript.insert(FEEDBACK)
 
 
-async def test_turns_of_a_sample_draw_with_seeds_of_their_own(tokenization: Tokenization) -> None:
+async def test_each_turn_of_a_sample_has_its_own_seed(tokenization: Tokenization) -> None:
     engine = ScriptedEngine([(*spelled("ab"), END)] * 3)
     transcript = Transcript(make_context(engine, tokenization, seed=5))
     for _ in range(3):

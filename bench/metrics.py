@@ -39,7 +39,8 @@ from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
 from penstock_learner.loop.step_metrics import batch_metrics, mean_rewards
 from penstock_learner.metrics import PHASES, LearnerMetrics
-from penstock_learner.model.causal_lm import ModelInputs, load_model
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import batch_of
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.choose import create_engine

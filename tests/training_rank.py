@@ -21,9 +21,12 @@ from safetensors.torch import save_file
 from groups import make_group
 from penstock.config.loading import validate
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.causal_lm import DTYPES, compute_dtype_of, full_weight, load_model, prepare
+from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
+from penstock_learner.model.sharding import full_weight, prepare_for_training
+from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
@@ -49,8 +52,13 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         **settings,
     }
     config = validate({"model": {"path": str(folder / "model")}, "learner": learner}, "test")
-    model = load_model(config.model.path, DTYPES[config.learner.master_dtype], config.learner.logprob_chunk_tokens)
-    prepare(model, config.learner, compute_dtype_of(config), is_cuda=False)
+    model = load_model(
+        config.model.path,
+        DTYPES[config.learner.master_dtype],
+        config.learner.logprob_chunk_tokens,
+        compiled=config.learner.compile,
+    )
+    prepare_for_training(model, config.learner, compute_dtype_of(config), is_cuda=False)
     share = config.learner.sequence_parallel
     parallel = make_sequence_parallel(share)
     update = PolicyUpdate(
@@ -119,7 +127,7 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
 
 def main() -> None:
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
+    set_up_torch(1, compiles=True)
     store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():

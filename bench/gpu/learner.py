@@ -19,8 +19,6 @@ from learner_models import Setting
 from parts import run_parts, save
 from weights_results import Results, say
 
-from penstock_learner.model.gpu_memory import let_segments_grow
-
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
 MASTERS = ("bfloat16", "float32")
@@ -28,11 +26,14 @@ NUM_STEPS = 3
 
 
 def bench_model(name: str, compiled: bool) -> Results:
-    let_segments_grow()
     import torch
     import torch.distributed as dist
     from learner_models import SHAPES
     from learner_steps import clear, make_batch, matmul_flops
+
+    from penstock_learner.model.torch_settings import set_up_torch
+
+    set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
 
     shape = SHAPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

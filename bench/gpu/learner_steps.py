@@ -15,8 +15,11 @@ from torch import Tensor
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.loop.advantage_step import denominators_of
-from penstock_learner.model.causal_lm import DTYPES, PackedCausalLM, attention, prepare
+from penstock_learner.model import attention
+from penstock_learner.model.causal_lm import PackedCausalLM
 from penstock_learner.model.packing import SequenceBatch, partition
+from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
 
@@ -121,7 +124,6 @@ class Ours:
 
     def __init__(self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool) -> None:
         attention.register()
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # or layers would quietly run as they are
         self.learner = LearnerConfig.model_validate(
             {
                 "lr": LR,
@@ -135,8 +137,8 @@ class Ours:
             }
         )
         lm = make_model(shape, DTYPES[masters], device, attention.NAME)
-        self.model = PackedCausalLM(lm, self.learner.logprob_chunk_tokens)
-        prepare(self.model, self.learner, torch.bfloat16, is_cuda=device.type == "cuda")
+        self.model = PackedCausalLM(lm, self.learner.logprob_chunk_tokens, compiled=compiled)
+        prepare_for_training(self.model, self.learner, torch.bfloat16, is_cuda=device.type == "cuda")
         self.update = PolicyUpdate(self.model, make_optimizer(self.model, self.learner, LR), self.learner, device)
         self.num_steps = 0
 

@@ -48,7 +48,7 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     """A Hugging Face model with what else its `source` folder holds: aside first, so that it is whole or not there."""
-    from penstock_learner.model.causal_lm import DTYPES
+    from penstock_learner.model.precision import DTYPES
 
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -74,7 +74,8 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
     from penstock_learner.loop.checkpoint import shards_folder
-    from penstock_learner.model.causal_lm import add_adapter, load_model
+    from penstock_learner.model.adapter import add_adapter
+    from penstock_learner.model.causal_lm import load_model
 
     shards = shards_folder(checkpoint, "policy")
     if not (shards / ".metadata").is_file():

@@ -47,7 +47,7 @@ from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_metrics import mean_rewards
 from penstock_learner.loop.training_step import TRAINED_ROLES, Computed, TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.model.utilisation import RankUse, mfu, peak_flops
+from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
 from penstock_learner.profiling import StepProfiles
 from penstock_learner.roles.placement import LANES
 from penstock_learner.roles.role_group import RoleGroup, all_ended
@@ -85,7 +85,7 @@ class LearnerController:
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
         """When a learner that crashed gave its last sign of life, until the first step after it."""
         self.tracing = tracing or Tracing()
-        self.use: list[RankUse] = []
+        self.use: list[RankUsage] = []
         self.use_at = -USE_EVERY_S
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
@@ -331,7 +331,7 @@ class LearnerController:
     async def _observe_use(self, metrics: Mapping[str, float]) -> None:
         """Memory of the policy's ranks, and how much of their FLOPs the update used."""
         if time.monotonic() - self.use_at >= USE_EVERY_S:
-            self.use = await self.policy.call_all("use")
+            self.use = await self.policy.call_all("usage")
             self.use_at = time.monotonic()
         for rank, use in enumerate(self.use):
             self.metrics.memory_peak.labels(rank).set(use.memory_peak_bytes)

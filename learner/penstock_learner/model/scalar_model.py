@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner.model import attention
-from penstock_learner.model.causal_lm import ModelInputs, hidden_states, load_model
+from penstock_learner.model.backbone import ModelInputs, hidden_states
+from penstock_learner.model.causal_lm import load_model
 
 
 class PackedScalarModel(nn.Module):
@@ -24,7 +25,8 @@ class PackedScalarModel(nn.Module):
 
     def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
         """[len(positions)] the head's number at these of the packed tokens."""
-        return self._numbers(hidden_states(self.lm, inputs)[positions])
+        hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
+        return self._numbers(hidden[positions])
 
     def _numbers(self, hidden: Tensor) -> Tensor:
         numbers: Tensor = self.lm.score(hidden)

@@ -21,8 +21,8 @@ PEAK_FLOPS = {
 
 
 @dataclass(frozen=True)
-class RankUse:
-    """One rank, when it was asked."""
+class RankUsage:
+    """Memory and device of one rank at one moment."""
 
     memory_peak_bytes: int
     """Most that the device's allocator has held; on a CPU, that the process has."""
@@ -31,13 +31,13 @@ class RankUse:
     """Of the whole model."""
 
 
-def rank_use(model: torch.nn.Module, device: torch.device) -> RankUse:
+def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
     if device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
-    return RankUse(peak, name, sum(parameter.numel() for parameter in model.parameters()))
+    return RankUsage(peak, name, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def peak_flops(device_name: str, configured: float) -> float:

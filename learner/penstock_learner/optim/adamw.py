@@ -1,12 +1,15 @@
-"""AdamW in one pass over memory: clipping, decay, both moments and the update of a large weight are one kernel, a third
-faster than torch's. Small weights, whose kernels would take longer to start than to run, go to torch's all at once.
+"""AdamW whose step also clips the gradients, and skips itself where they are not finite.
 
-The gradient's norm stays on the device, so that nobody waits for it: the host has the step enqueued while the device
-still runs the backward pass.
+The scale of the gradients is a tensor on their device, so the host never waits for the gradient norm: it enqueues the
+step while a GPU still runs the backward pass.
+
+Most weights go to torch's fused kernel, all at once. A large weight on a GPU can get a compiled kernel of its own that
+reads and writes memory once, which is a third faster than torch's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,26 +19,33 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 LARGE = 2**25
-"""Numbers of a weight that is worth a kernel of its own."""
+"""Number of elements from which a weight is worth a kernel of its own: below it, starting the kernel takes too long."""
 Update = Callable[..., None]
 
 
-class OnePassAdamW(torch.optim.AdamW):
-    """torch's AdamW, its state included, but that a step can scale the gradients on its way, and skip itself."""
+class ScaledAdamW(torch.optim.AdamW):
+    """torch's AdamW with a step that scales the gradients. Its state is torch's, so checkpoints fit both.
 
-    def __init__(self, parameters: Sequence[Tensor], *, compiled: bool, **options: Any) -> None:
+    Weights of at least `large` elements get a kernel of their own; by default none does. `compiled` fuses that kernel:
+    without it each of its operations makes a pass over memory."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], *, large: float = math.inf, compiled: bool = False, **options: Any
+    ) -> None:
         super().__init__(parameters, **options)
+        self.large = large
         self.compiled = compiled
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody evaluates the loss again
-        """As torch's, for those who know no other."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is never evaluated again
+        """One step with the gradients as they are, for callers that expect a torch optimizer."""
         parameter = self.param_groups[0]["params"][0]
         self.step_scaled(torch.ones((), device=parameter.device))
 
     @torch.no_grad()
     def step_scaled(self, scale: Tensor) -> None:
-        """One step with the gradients times `scale`, a number on their device. Where that is not finite, nothing
-        changes: neither weights nor state."""
+        """One step with the gradients times `scale`, a 0-d tensor on their device.
+
+        Where `scale` is not finite, neither weights nor state change."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not trained:
@@ -43,15 +53,15 @@ class OnePassAdamW(torch.optim.AdamW):
             weights = [self._weight(parameter) for parameter in trained]
             steps = [weight.step for weight in weights]
             torch._foreach_add_(steps, scale.isfinite().to(steps[0].dtype))
-            factors = _factors(scale, steps[0], group)
-            update = _update(tuple(group["betas"]), group["eps"], self.compiled)
-            for weight in weights:
-                if weight.is_large:
+            large = [weight for weight in weights if weight.value.numel() >= self.large]
+            if large:
+                factors = _factors(scale, steps[0], group)
+                update = _update(tuple(group["betas"]), group["eps"], self.compiled)
+                for weight in large:
                     update(*(tensor.view(-1) for tensor in weight[:4]), factors)
-            _step_together([weight for weight in weights if not weight.is_large], scale, group)
+            _step_together([weight for weight in weights if weight.value.numel() < self.large], scale, group)
 
     def _weight(self, parameter: Tensor) -> _Weight:
-        """State is named and typed as torch's, so that a checkpoint of either is one of the other."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -59,11 +69,13 @@ class OnePassAdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         assert gradient is not None
-        return _Weight(local(parameter), local(gradient), local(mean), local(square), state["step"])
+        return _Weight(
+            local_shard(parameter), local_shard(gradient), local_shard(mean), local_shard(square), state["step"]
+        )
 
 
 class _Weight(NamedTuple):
-    """What one step needs of it; a rank's shards."""
+    """This rank's shard of a weight, with its gradient and state."""
 
     value: Tensor
     gradient: Tensor
@@ -71,18 +83,14 @@ class _Weight(NamedTuple):
     square: Tensor
     step: Tensor
 
-    @property
-    def is_large(self) -> bool:
-        return self.value.numel() >= LARGE
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard. Working on shards spares a dispatch through the mesh for every parameter."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard. Working on shards avoids a dispatch through the device mesh for every parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _step_together(weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
-    """torch's own kernel; it divides the gradients by `grad_scale`, and does nothing where `found_inf` is 1."""
+    """torch's fused kernel. It divides the gradients by `grad_scale`, and does nothing where `found_inf` is 1."""
     if not weights:
         return
     beta1, beta2 = group["betas"]
@@ -107,8 +115,10 @@ def _step_together(weights: list[_Weight], scale: Tensor, group: dict[str, Any])
 
 
 def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
-    """[4] what differs from step to step: the gradients' scale, the share of the weight that decay leaves, the learning
-    rate over the first moment's bias, and the root of one over the second's."""
+    """[4] the numbers that change from step to step.
+
+    They are the scale of the gradients, the share of the weight that decay leaves, the learning rate divided by the
+    first moment's bias correction, and the inverse root of the second moment's."""
     (beta1, beta2), lr, count = group["betas"], group["lr"], step.double()
     kept = torch.full_like(count, 1 - lr * group["weight_decay"])
     return torch.stack([scale.double(), kept, lr / (1 - beta1**count), (1 - beta2**count).rsqrt()]).float()
@@ -116,7 +126,7 @@ def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
 
 @cache
 def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
-    """Numbers that never change are part of the kernel: as arguments they cost a third of its speed."""
+    """The kernel of a large weight. Constants are part of it: as arguments they cost a third of its speed."""
     beta1, beta2 = betas
 
     def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Tensor) -> None:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.value_loss import value_loss
-from penstock_learner.model.causal_lm import DTYPES, ModelInputs
+from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.device_copies import filled_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.scalar_model import check_tokenizer, load_scalar_model
 from penstock_learner.optim.optimizer import OptimizerStep, apply_gradients
 from penstock_learner.roles.trainer import TrainerRank

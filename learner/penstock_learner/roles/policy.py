@@ -10,8 +10,10 @@ from safetensors import safe_open
 
 from penstock.weights.snapshot import FILE_NAME, read_manifest
 from penstock_learner.algorithms.aggregation import Denominators
-from penstock_learner.model.causal_lm import DTYPES, add_adapter, load_model
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import RankShard
+from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.roles.policy_update import PolicyUpdate, UpdateReport
 from penstock_learner.roles.trainer import TrainerRank
@@ -27,7 +29,12 @@ class PolicyWorker(TrainerRank):
 
     def load(self) -> None:
         learner = self.config.learner
-        self.model = load_model(self.config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens)
+        self.model = load_model(
+            self.config.model.path,
+            DTYPES[learner.master_dtype],
+            learner.logprob_chunk_tokens,
+            compiled=learner.compile,
+        )
         if learner.lora is not None:
             add_adapter(self.model, learner.lora)
         self.prepare(self.model, learner.lr)

@@ -29,10 +29,12 @@ from penstock_learner.algorithms.corrections import (
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
 from penstock_learner.algorithms.segments import apply_mask
-from penstock_learner.model.causal_lm import ModelInputs, PackedCausalLM
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import PackedCausalLM
 from penstock_learner.model.device_copies import filled_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
+from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import OptimizerStep, apply_gradients
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
@@ -74,7 +76,7 @@ class PolicyUpdate:
     def __init__(
         self,
         model: PackedCausalLM,
-        optimizer: torch.optim.Optimizer,
+        optimizer: ScaledAdamW,
         learner: LearnerConfig,
         device: torch.device,
         parallel: SequenceParallel | None = None,

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from penstock.config.run import RunConfig
 from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
-from penstock_learner.model.causal_lm import DTYPES
-from penstock_learner.model.gpu_memory import let_segments_grow
+from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,9 @@ class Rank:
         """Join the role's process group: NCCL for what is on a GPU, gloo for what is not."""
         setup_logging(f"{self.role}[{self.rank}]", self.config.run)
         learner = self.config.learner
-        torch.set_num_threads(learner.threads_per_rank)
+        set_up_torch(learner.threads_per_rank, compiles=learner.compile)
         torch.manual_seed(self.config.seed)
         use_gpu = getattr(learner, self.role).gpus_per_rank > 0
-        let_segments_grow()
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
         timeout = timedelta(seconds=learner.rank_timeout_s)
         if self.rank != 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_learner.model.causal_lm import load_model, shard
+from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import RankShard
+from penstock_learner.model.sharding import shard
 from penstock_learner.roles.policy_update import forward_log_probs
 from penstock_learner.roles.rank import Rank
 

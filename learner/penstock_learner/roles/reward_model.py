@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock_learner.model.causal_lm import ModelInputs, shard
+from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.scalar_model import check_tokenizer, load_judge, load_scalar_model
+from penstock_learner.model.sharding import shard
 from penstock_learner.roles.rank import Rank
 
 KEY = "learner.reward_model.path"

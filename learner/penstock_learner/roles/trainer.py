@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from penstock_learner.model.causal_lm import PackedCausalLM, compute_dtype_of, prepare
+from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.scalar_model import PackedScalarModel
-from penstock_learner.model.utilisation import RankUse, rank_use
+from penstock_learner.model.sharding import prepare_for_training
+from penstock_learner.model.utilisation import RankUsage, measure_usage
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.rank import Rank
 
@@ -27,15 +29,15 @@ class TrainerRank(Rank):
         learner = self.config.learner
         if not learner.cpu_offload:
             model.to(self.device)
-        prepare(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
+        prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")
         """Of the thread that writes checkpoints, whose collectives must not meet those of training."""
 
-    def use(self) -> RankUse:
-        """What this rank uses of its device."""
-        return rank_use(self.trained, self.device)
+    def usage(self) -> RankUsage:
+        """Peak memory and device of this rank."""
+        return measure_usage(self.trained, self.device)
 
     def stage(self, folder: Path) -> None:
         """Copy this rank's shards to host memory and begin to write them. Collective; training may go on at once."""

@@ -21,18 +21,13 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.export import write_folder
-from penstock_learner.model.causal_lm import (
-    DTYPES,
-    ModelInputs,
-    PackedCausalLM,
-    compute_dtype_of,
-    full_weight,
-    load_model,
-    prepare,
-)
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import PackedCausalLM, load_model
 from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.gpu_memory import let_segments_grow
 from penstock_learner.model.packing import SequenceBatch, partition
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.sharding import full_weight, prepare_for_training
+from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
 from penstock_learner.sft.data import batch_of_examples, read_examples
 
@@ -73,11 +68,14 @@ class SupervisedTrainer:
         self.learner = learner
         self.device = device
         self.model: PackedCausalLM = load_model(
-            config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens
+            config.model.path,
+            DTYPES[learner.master_dtype],
+            learner.logprob_chunk_tokens,
+            compiled=learner.compile,
         )
         if not learner.cpu_offload:
             self.model.to(device)
-        prepare(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
+        prepare_for_training(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
         self.optimizer = make_optimizer(self.model, learner, learner.lr)
         self.num_steps = 0
         self.num_skipped = 0
@@ -111,8 +109,7 @@ class SupervisedTrainer:
 
 def _join(learner: LearnerConfig) -> torch.device:
     """The process group of torchrun, or one of this process alone."""
-    torch.set_num_threads(learner.threads_per_rank)
-    let_segments_grow()
+    set_up_torch(learner.threads_per_rank, compiles=learner.compile)
     use_gpu = torch.cuda.is_available()
     timeout = timedelta(seconds=learner.rank_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"

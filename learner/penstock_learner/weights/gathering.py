@@ -8,7 +8,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from penstock_learner.model.causal_lm import PackedCausalLM, is_pushed, pushed_name
+from penstock_learner.model.adapter import is_pushed, pushed_name
+from penstock_learner.model.causal_lm import PackedCausalLM
 
 
 def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:

@@ -27,7 +27,7 @@ from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.patience import Patience
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import has_cupy, host_id
-from penstock_learner.model.causal_lm import DTYPES
+from penstock_learner.model.precision import DTYPES
 from penstock_learner.weights.delta_shipment import delta_shipment
 from penstock_learner.weights.device_memory import device_uuid
 from penstock_learner.weights.member_calls import MemberCalls

@@ -16,7 +16,9 @@ from conftest import RedisProcess
 from engine_member import HOST, config_of, greedy_log_probs, member
 from learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from penstock.config.learner import LoraConfig
-from penstock_learner.model.causal_lm import PackedCausalLM, add_adapter, load_model, shard
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.causal_lm import PackedCausalLM, load_model
+from penstock_learner.model.sharding import shard
 from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
 from tiny_model import make_tiny_qwen2

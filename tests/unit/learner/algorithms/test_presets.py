@@ -15,8 +15,8 @@ from learner_ranks import make_rank, with_model
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.causal_lm import full_weight
 from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from groups import make_group
 from penstock.errors import ConfigError
-from penstock_learner.model.causal_lm import ModelInputs, PackedCausalLM, load_model
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import PackedCausalLM, load_model
 from penstock_learner.model.packing import SequenceBatch, batch_of
 from tiny_model import make_tiny_qwen2
 

@@ -21,8 +21,8 @@ from groups import make_group
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.causal_lm import full_weight
 from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition
+from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
 

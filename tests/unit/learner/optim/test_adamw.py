@@ -1,8 +1,9 @@
-"""AdamW in one pass, against torch's own."""
+"""Our AdamW against torch's: the same steps, the same state, clipping and skipping."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim import adamw
-from penstock_learner.optim.adamw import OnePassAdamW, local
-from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.optim.adamw import ScaledAdamW, local_shard
+from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.fixture(autouse=True, params=[1, 10, 10**6])
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight is large, some are, none is."""
-    monkeypatch.setattr(adamw, "LARGE", request.param)
+@pytest.fixture(params=[1, 10, math.inf], ids=["all large", "some large", "none large"])
+def large(request: pytest.FixtureRequest) -> float:
+    """From how many elements a weight gets a kernel of its own."""
+    size: float = request.param
+    return size
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -32,24 +33,24 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
-    """The last layer has none."""
+    """Gradients for all but the last layer."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in [*model.parameters()][:3]:
         parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
 
 
-def one_pass(model: nn.Module) -> OnePassAdamW:
-    return OnePassAdamW(list(model.parameters()), compiled=False, **OPTIONS)
+def scaled_adamw(model: nn.Module, large: float) -> ScaledAdamW:
+    return ScaledAdamW(list(model.parameters()), large=large, **OPTIONS)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [local(parameter).detach().clone() for parameter in model.parameters()]
+    return [local_shard(parameter).detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_steps_are_those_of_torch_with_scaled_gradients(dtype: torch.dtype, tolerance: float) -> None:
+def test_steps_are_those_of_torch_with_scaled_gradients(dtype: torch.dtype, tolerance: float, large: float) -> None:
     ours, theirs = make_model(dtype), make_model(dtype)
-    optimizer, other = one_pass(ours), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
+    optimizer, other = scaled_adamw(ours, large), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
     for step, scale in enumerate([1.0, 0.25, 0.003, 1.0, 0.5]):
         set_gradients(ours, step)
         set_gradients(theirs, step, scale)
@@ -61,9 +62,9 @@ def test_steps_are_those_of_torch_with_scaled_gradients(dtype: torch.dtype, tole
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_scale_that_is_not_finite_changes_nothing(bad: float) -> None:
+def test_a_scale_that_is_not_finite_changes_nothing(bad: float, large: float) -> None:
     model = make_model()
-    optimizer = one_pass(model)
+    optimizer = scaled_adamw(model, large)
     set_gradients(model, 1)
     optimizer.step_scaled(torch.tensor(0.5))
     before, state = weights(model), copy.deepcopy(optimizer.state_dict())
@@ -74,9 +75,9 @@ def test_a_scale_that_is_not_finite_changes_nothing(bad: float) -> None:
         assert all(torch.equal(entries[name], state["state"][index][name]) for name in entries)
 
 
-def test_a_checkpoint_of_either_is_one_of_the_other() -> None:
+def test_each_loads_the_checkpoints_of_the_other(large: float) -> None:
     ours, theirs = make_model(), make_model()
-    optimizer, other = one_pass(ours), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
+    optimizer, other = scaled_adamw(ours, large), torch.optim.AdamW(theirs.parameters(), **OPTIONS)
     for model, each in ((ours, optimizer), (theirs, other)):
         set_gradients(model, 1)
         each.step()
@@ -106,21 +107,34 @@ def process_group() -> Iterator[None]:
     [(1.0, 0.01, False), (1.0, 10.0, False), (1.0, torch.inf, True), (torch.nan, 1.0, True)],
 )
 @pytest.mark.usefixtures("process_group")
-def test_clipping_and_skipping_are_the_same_with_both(
-    is_sharded: bool, loss: float, gradient_scale: float, skipped: bool
+def test_a_step_clips_as_torch_does_and_skips_what_is_not_finite(
+    is_sharded: bool, loss: float, gradient_scale: float, skipped: bool, large: float
 ) -> None:
-    learner = LearnerConfig(max_grad_norm=1.0)
-    steps, results = [], []
-    for is_one_pass in (False, True):
-        model = make_model()
-        if is_sharded:
-            fully_shard(model)
-        optimizer = one_pass(model) if is_one_pass else torch.optim.AdamW(model.parameters(), **OPTIONS)
-        before = weights(model)
+    ours, theirs = make_model(), make_model()
+    if is_sharded:
+        fully_shard(ours)
+    optimizer, before = scaled_adamw(ours, large), weights(ours)
+    for model in (ours, theirs):
         model(torch.ones(2, 7) * gradient_scale).sum().backward()
-        steps.append(apply_gradients(model, optimizer, learner, 1, lr=0.01, losses=torch.tensor([0.0, loss])))
-        assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True)) == skipped
-        results.append(weights(model))
-    assert [step.skipped for step in steps] == [skipped, skipped]
-    for torchs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(torchs, ours, rtol=1e-6, atol=1e-6)
+    learner, losses = LearnerConfig(max_grad_norm=1.0), torch.tensor([0.0, loss])
+    taken = apply_gradients(ours, optimizer, learner, 1, lr=0.01, losses=losses)
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    assert taken.skipped == skipped
+    assert taken.grad_norm == pytest.approx(float(norm), nan_ok=True)
+    if not skipped:
+        torch.optim.AdamW(theirs.parameters(), **OPTIONS).step()
+    for mine, its, old in zip(weights(ours), weights(theirs), before, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+        assert torch.equal(mine, old) == skipped
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_held_step_changes_neither_weights_nor_state() -> None:
+    model = make_model()
+    learner = LearnerConfig()
+    optimizer, before = make_optimizer(model, learner, 0.01), weights(model)
+    set_gradients(model, 1)
+    taken = apply_gradients(model, optimizer, learner, 1, lr=0.01, losses=torch.zeros(1), hold=True)
+    assert not taken.skipped and taken.grad_norm > 0
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+    assert not optimizer.state

@@ -1,0 +1,45 @@
+"""What all models share: a micro-batch on the device, and the hidden states that a Hugging Face backbone gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock_learner.model.attention import Packing
+from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.packing import SequenceBatch
+from penstock_learner.model.sequence_parallel import SequenceParallel
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A micro-batch on the device: N packed tokens, of which T are response tokens."""
+
+    token_ids: Tensor
+    """[N]"""
+    packing: Packing
+    predicting: Tensor
+    """[T] index of the token before each response token. Its hidden state predicts the response token."""
+    targets: Tensor
+    """[T] the response tokens."""
+    temperatures: Tensor
+    """[T] sampling temperature of each response token."""
+
+    @classmethod
+    def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
+        token_ids = to_device(batch.token_ids, device)
+        index = to_device(batch.response_index, device)
+        temperatures = to_device(batch.temperatures[batch.sequence_ids], device)
+        packing = Packing.of(batch.lengths, device, parallel)
+        return cls(token_ids, packing, index - 1, token_ids[index], temperatures)
+
+
+def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """[tokens, hidden] after the last layer. `lm` is a Hugging Face model whose backbone is called `model`."""
+    states: Tensor = lm.model(
+        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), packing=packing, use_cache=False
+    ).last_hidden_state[0]
+    return states

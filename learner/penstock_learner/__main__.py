@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: RunConfig) -> None:
-    """Start Ray, place the roles, train, and leave nothing behind."""
+    """Start Ray, place the roles and train. Everything that was started is ended before this returns."""
     from penstock_learner.roles.ray_environment import prepare_environment
 
     prepare_environment(config)
@@ -62,7 +62,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.loop.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.placement import place_roles
-    from penstock_learner.roles.ray_cluster import ray_cluster
+    from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
     from penstock_learner.roles.workers import WORKERS
 
     learner = config.learner
@@ -77,6 +77,7 @@ async def serve(config: RunConfig) -> None:
         client = connect(config.redis, patient=True)
         stack.push_async_callback(client.aclose)
         silence_s = await stack.enter_async_context(Heartbeats(client, config.run).beating(LEARNER))
+        await asyncio.to_thread(remove_abandoned_folders)
         stack.enter_context(ray_cluster(config, roles))
         groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
         queue = RedisReplayQueue(client, config.run, config.replay)

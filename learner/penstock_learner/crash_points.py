@@ -1,9 +1,9 @@
-"""Named places at which fault tests kill the learner, or one of its ranks: PENSTOCK_CRASH_AT=name[:count],...
+"""Named places at which fault tests kill the learner or one of its ranks: PENSTOCK_CRASH_AT=name[:count],...
 
 | name | process |
 |---|---|
 | one of NAMES | the controller |
-| ROLE.RANK, for example critic.1 | a rank: in each update of a role that trains, in each forward of one that does not |
+| ROLE.RANK, for example critic.1 | a rank: in each update of a trained role, in each forward pass of a frozen one |
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import Counter
 
 ENVIRONMENT = "PENSTOCK_CRASH_AT"
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
-"""Those of the controller."""
+"""The places in the controller process, in the order in which a group passes them."""
 _passed: Counter[str] = Counter()
 
 
 def crash_point(name: str) -> None:
-    """Die as by `kill -9` when the environment names this place, at its count-th passing (default the first)."""
+    """Die as by `kill -9` if the environment names this place, the count-th time it is passed (default: the first)."""
     wanted = os.environ.get(ENVIRONMENT)
     if not wanted:
         return

@@ -1,6 +1,6 @@
 """`penstock export`: a checkpoint's policy as a Hugging Face folder that vLLM, SGLang and transformers load.
 
-Reads the ranks' shards in one process, whatever their number was. An adapter is added into the weights it changes.
+Reads the shards in one process, however many ranks wrote them. An adapter is merged into the weights it changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.config.run import RunConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json")
-"""What of the model's folder is written anew; the rest (tokenizer, chat template) is copied."""
+"""Files of the model's folder that are not copied, because they are written anew. Tokenizer and the like are copied."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,9 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
 
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
-    """A Hugging Face model with what else its `source` folder holds: aside first, so that it is whole or not there."""
+    """Write a Hugging Face model, with the other files of its `source` folder.
+
+    It is written under another name and then renamed, so `out` is complete or does not exist."""
     from penstock_learner.model.precision import DTYPES
 
     partial = out.with_name(out.name + ".partial")
@@ -86,7 +88,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
         add_adapter(model, lora)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of one process, which is meant
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # a single process is intended
             load_shards(state, checkpoint_id=shards, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ConfigError(
@@ -102,7 +104,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
 
 
 def _merged(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Weights under their plain names, the adapter added in."""
+    """The weights under their plain names, with the adapter merged in."""
     from peft.tuners.lora import LoraLayer
 
     for module in lm.modules():

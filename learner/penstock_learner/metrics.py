@@ -23,13 +23,16 @@ _ALGORITHM_GAUGES = {
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
     "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
     "value_explained_variance": ("algo_value_explained_variance", "1 - var(returns - values) / var(returns)."),
-    "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups of one sample, which have no baseline."),
-    "logprob_mismatch": ("algo_logprob_mismatch_nats", "Mean |learner - engine| log-prob where one version made all."),
+    "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups with one sample, which have no baseline."),
+    "logprob_mismatch": (
+        "algo_logprob_mismatch_nats",
+        "Mean |learner - engine| log-prob at one and the same version.",
+    ),
 }
 
 
 class LearnerMetrics:
-    """All metrics of the learner controller, on a registry of their own. Labels whose values are known start at 0."""
+    """All metrics of the learner controller, on a registry of their own. Known label values start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         def name(suffix: str) -> str:
@@ -44,9 +47,9 @@ class LearnerMetrics:
         )
         self.phase_seconds = Counter(name("learner_phase_seconds"), "Time by phase.", ["phase"], registry=registry)
         self.tokens = Counter(name("learner_tokens"), "Tokens of trained groups.", ["kind"], registry=registry)
-        self.mfu = Gauge(name("learner_mfu_ratio"), "Model FLOPs over what the devices could do.", registry=registry)
+        self.mfu = Gauge(name("learner_mfu_ratio"), "Model FLOPs over the devices' peak FLOPs.", registry=registry)
         self.memory_peak = Gauge(
-            name("learner_memory_peak_bytes"), "Most memory that a policy rank has held.", ["rank"], registry=registry
+            name("learner_memory_peak_bytes"), "Peak memory of a policy rank.", ["rank"], registry=registry
         )
         self.last_step = Gauge(
             name("learner_last_step_timestamp_seconds"), "When the last step ended.", registry=registry

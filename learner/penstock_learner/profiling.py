@@ -1,9 +1,9 @@
-"""Profiles of named steps: the ranks' torch profiler traces, and Ray's timeline.
+"""Profiles of chosen steps: traces of the ranks by torch's profiler, and Ray's timeline.
 
     profiles/step-12-policy-0.json.gz    a Chrome trace: open it in chrome://tracing or ui.perfetto.dev
     profiles/ray-timeline.json
 
-A profile that cannot be made is named in the log; the step goes on.
+A profile that cannot be written is reported in the log; training continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.config.run import RunConfig
-from penstock_learner.roles.role_group import RoleGroup, all_ended
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def profiles_folder(config: RunConfig) -> Path:
 
 
 class StepProfiles:
-    """The controller's side: has the configured ranks of every role record the configured steps."""
+    """The controller's side: tells the configured ranks of every role to record the configured steps."""
 
     def __init__(self, config: RunConfig, roles: Mapping[str, RoleGroup]) -> None:
         self.config = config.learner.profile
@@ -36,7 +36,7 @@ class StepProfiles:
 
     @contextlib.asynccontextmanager
     async def of_step(self, step: int) -> AsyncIterator[None]:
-        """Record what the roles do meanwhile. A step that fails leaves no trace."""
+        """Record what the roles do in the `async with` block. A step that fails writes no trace."""
         if step not in self.config.steps:
             yield
             return
@@ -46,11 +46,11 @@ class StepProfiles:
 
     async def _call(self, method: str, *arguments: Path | int) -> None:
         ranks = [(role, rank) for role in self.roles.values() for rank in self.config.ranks if rank < role.num_ranks]
-        await all_ended(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
+        await gather_all(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
 
 
 class RankProfiler:
-    """A rank's side. Records the thread that it is started in."""
+    """A rank's side. Records the thread in which `start` is called."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role = role
@@ -58,7 +58,7 @@ class RankProfiler:
         self.running: profile | None = None
 
     def start(self, device: torch.device) -> None:
-        """Begin to record; what an earlier step has left is thrown away."""
+        """Begin to record. A recording that an earlier step did not finish is dropped."""
         self._end()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         try:
@@ -69,7 +69,7 @@ class RankProfiler:
             logger.error("profile was not started: %s", error)
 
     def write(self, folder: Path, step: int) -> None:
-        """End, and write the trace. Nothing where nothing runs: the rank was restarted meanwhile."""
+        """End the recording and write the trace. Does nothing in a rank that was restarted meanwhile."""
         ended = self._end()
         if ended is None:
             return
@@ -89,12 +89,12 @@ class RankProfiler:
 
 
 def write_ray_timeline(path: Path) -> None:
-    """All calls of the cluster so far, as Ray has them."""
+    """Write Ray's timeline of all calls of the cluster so far."""
     import ray
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         ray.timeline(str(path))
         logger.info("wrote %s", path)
-    except Exception as error:  # Ray raises what it likes, and a timeline is not worth a run
+    except Exception as error:  # Ray raises many types, and a timeline is not worth failing a run
         logger.error("Ray's timeline %s was not written: %r", path, error)

@@ -1,4 +1,4 @@
-"""What the learner can know to be wrong before it starts Ray."""
+"""`penstock learner --check`: the mistakes that can be found before Ray is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_learner.loop.checkpoint import CheckpointStore
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for what is wrong; returns where the run would begin."""
+    """Raise ConfigError for the first mistake. Returns where the run would start from."""
     check_redis(config.redis)
     check_model(config)
     check_roles(config.learner)

@@ -12,10 +12,8 @@
 | `value_loss` | `value_loss` |
 | `shaping` | DAPO's overlong penalty, rewards placed on the last token |
 
-Layout: padding-free. The response tokens of S sequences are concatenated into flat tensors of T entries.
-`sequence_ids[T]` (int64, non-decreasing, 0..S-1) names the sequence of each token, `group_ids[S]` the prompt of each
-sequence, and `mask[T]` is nonzero where the model produced the token and it is trained (tool output is 0). A value at a
-masked-out token never reaches a result or a gradient, whatever it is.
-
-
+Tensors have no padding: the response tokens of S sequences are concatenated into flat tensors of T entries.
+`sequence_ids[T]` (int64, non-decreasing, 0..S-1) is the sequence of each token, `group_ids[S]` the prompt of each
+sequence. `mask[T]` is nonzero at trained tokens, and 0 at tokens that the model did not produce, such as tool output.
+A value at a masked-out token never reaches a result or a gradient, whatever it is.
 """

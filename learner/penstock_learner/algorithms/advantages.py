@@ -1,8 +1,8 @@
 """Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs.
 
-Groups must be whole and whitening is over the tokens it is given, so call these on the whole batch, before it is split
-over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is the mean
-of R over its group, and `W` is `segments.whiten`.
+Groups must be complete, and whitening uses all tokens that it is given. So call these on the whole batch, before it is
+split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
+the mean of R over its group, and `W` is `segments.whiten`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STD_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A whole batch. Two sequences of one group, the first with a tool's answer in the middle:
+    """A whole batch. For example, two sequences of one group, the first with a tool's answer in the middle:
     `sequence_ids = [0, 0, 0, 1]`, `group_ids = [7, 7]`, `mask = [1, 0, 1, 1]`, `token_rewards = [0, 0, 1, 0]`."""
 
     token_rewards: Tensor
@@ -39,11 +39,11 @@ class AdvantageInputs:
     sequence_ids: Tensor
     """[T] int64, non-decreasing, below S."""
     group_ids: Tensor
-    """[S] int64; any integers, equal within a group."""
+    """[S] int64. Any integers that are equal within a group."""
     values: Tensor | None = None
-    """[T] the critic's values; gae needs them."""
+    """[T] the critic's values, which gae needs."""
     is_greedy: Tensor | None = None
-    """[S] bool, True for the greedy sample of each group; remax needs it."""
+    """[S] bool, true for the greedy sample of each group, which remax needs."""
 
     def __post_init__(self) -> None:
         num_tokens = self.token_rewards.shape[0]
@@ -63,25 +63,25 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class AdvantageStatistics:
-    """What an operator must see about the groups of a batch."""
+    """Counts of a batch's sequences and groups."""
 
     num_sequences: int
     num_groups: int
     num_singleton_groups: int
-    """Groups of one: rloo and opo learn nothing from them, grpo and reinforce_plus_plus_baseline have no baseline."""
+    """Groups of one sequence. rloo and opo learn nothing from them; other estimators have no baseline for them."""
 
 
 @dataclass(frozen=True)
 class AdvantageOutputs:
-    """Detached. All three tensors are exactly 0 (False) at masked-out tokens."""
+    """Results without gradient. All three tensors are exactly 0 (False) at masked-out tokens."""
 
     advantages: Tensor
     """[T]"""
     loss_mask: Tensor
-    """[T] bool, the tokens of the policy loss: `mask`, less the greedy samples of remax. Count denominators on it."""
+    """[T] bool, the tokens of the policy loss: `mask` without the greedy samples of remax. Denominators count it."""
     statistics: AdvantageStatistics
     returns: Tensor | None = None
-    """[T] `A + V` for gae (what the critic regresses on), G for reinforce_plus_plus and remax, None for the others."""
+    """[T] `A + V` for gae (the critic's targets), G for reinforce_plus_plus and remax, None for the others."""
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
@@ -89,7 +89,9 @@ AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutput
 
 @dataclass(frozen=True)
 class _Groups:
-    """Sequence totals and their groups; `index[S]` numbers the groups 0..G-1, `sizes[S]` counts a sequence's group."""
+    """The total reward and the group of each sequence.
+
+    `index[S]` numbers the groups 0..G-1, `sizes[S]` is the size of each sequence's group."""
 
     rewards: Tensor
     index: Tensor
@@ -103,11 +105,11 @@ class _Groups:
         return cls(rewards, index, counts[index].to(rewards.dtype), int(distinct.shape[0]))
 
     def sum(self, per_sequence: Tensor) -> Tensor:
-        """[S] each sequence's group total."""
+        """[S] the sum over each sequence's group."""
         return segment_sum(per_sequence, self.index, self.num_groups)[self.index]
 
     def centered(self) -> Tensor:
-        """[S] `R - mu`, exactly 0 where a group's rewards are equal: the smallest is taken away before the mean is."""
+        """[S] `R - mu`. Exactly 0 if a group's rewards are equal: the smallest is subtracted before the mean."""
         lifted = self.rewards - segment_min(self.rewards, self.index, self.num_groups)[self.index]
         return lifted - self.sum(lifted) / self.sizes
 
@@ -130,7 +132,7 @@ def _outputs(inputs: AdvantageInputs, advantages: Tensor, returns: Tensor | None
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """`delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, returns `A + V`, then `W(A)`.
 
-    t + 1 is the next trained token of the sequence: V and A are carried over tool output, and are 0 after the end.
+    t + 1 is the next trained token of the sequence: V and A skip tool output, and are 0 after the end.
     """
     if inputs.values is None:
         raise ValueError("advantage gae needs values: give the run a critic, or choose grpo, rloo or another without")
@@ -144,9 +146,9 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`(R - mu) / (sigma + 1e-6)`, sigma unbiased; without the division if `normalize_by_std` is False (Dr.GRPO).
+    """`(R - mu) / (sigma + 1e-6)` with unbiased sigma. Without the division if `normalize_by_std` is False (Dr.GRPO).
 
-    A group of one has mu = 0 and sigma = 1, and is counted.
+    A group of one has mu = 0 and sigma = 1, and is counted in the statistics.
     """
     groups = _Groups.of(inputs)
     centered = groups.centered_or_raw()
@@ -157,25 +159,25 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`G_t = r_t + gamma G_{t+1}`, carried over masked-out tokens; `W(G)`."""
+    """`W(G)` with `G_t = r_t + gamma G_{t+1}`, which skips masked-out tokens."""
     returns = reverse_scan_masked(inputs.token_rewards, config.gamma, inputs.mask, inputs.sequence_ids)
     return _outputs(inputs, whiten(returns, inputs.mask), returns)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`W(R - mu)`, each sequence weighing as many times as it has trained tokens. A group of one has mu = 0."""
+    """`W(R - mu)`. The weight of a sequence in W is its number of trained tokens. A group of one has mu = 0."""
     return _outputs(inputs, whiten(_broadcast(_Groups.of(inputs).centered_or_raw(), inputs), inputs.mask))
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`n / (n - 1) * (R - mu)`: R less the mean of the others. A group of one has no others: 0, and it is counted."""
+    """`n / (n - 1) * (R - mu)`: R minus the mean of the others. A group of one gets 0, and is counted."""
     groups = _Groups.of(inputs)
     leave_one_out = groups.centered() * groups.sizes / (groups.sizes - 1).clamp(min=1)
     return _outputs(inputs, _broadcast(leave_one_out, inputs))
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`R - sum(len R) / sum(len)` over the group, len in trained tokens. A group of one gets 0, and is counted."""
+    """`R - sum(len R) / sum(len)` over the group, with len in trained tokens. A group of one gets 0, and is counted."""
     groups = _Groups.of(inputs)
     lengths = segment_sum(inputs.mask.bool().to(groups.rewards.dtype), inputs.sequence_ids, inputs.num_sequences)
     centered = groups.centered()
@@ -184,7 +186,7 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`G_t - R_greedy`, G undiscounted, R_greedy of the group's greedy sample, which is itself out of the loss."""
+    """`G_t - R_greedy` with undiscounted G. R_greedy is that of the group's greedy sample, which is not trained."""
     if inputs.is_greedy is None:
         raise ValueError("advantage remax needs is_greedy: sample each prompt once with temperature 0")
     greedy = inputs.is_greedy.bool()
@@ -192,7 +194,7 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     num_greedy = groups.sum(greedy.to(groups.rewards.dtype))
     if bool((num_greedy != 1).any()):
         bad = sorted(set(inputs.group_ids[num_greedy != 1].tolist()))
-        raise ValueError(f"advantage remax needs exactly one greedy sample in each group; not so in groups {bad[:8]}")
+        raise ValueError(f"advantage remax needs exactly one greedy sample in each group; groups {bad[:8]} differ")
     loss_mask = inputs.mask.bool() & ~greedy[inputs.sequence_ids]
     returns = reverse_scan_masked(inputs.token_rewards, 1.0, inputs.mask, inputs.sequence_ids)
     baselines = groups.sum(apply_mask(groups.rewards, greedy))
@@ -215,6 +217,6 @@ ADVANTAGES: Registry[AdvantageFunction] = Registry(
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """The estimator that `config.name` names, without gradients."""
+    """Apply the estimator that `config.name` names, without gradients."""
     with torch.no_grad():
         return ADVANTAGES.get(config.name)(inputs, config)

@@ -1,8 +1,8 @@
-"""Per-token losses to one number, by denominators that are global.
+"""From per-token losses to one number, with global denominators.
 
 The denominators count the whole batch: all data-parallel ranks and all gradient-accumulation micro-batches. Each call
 returns its micro-batch's share, and the shares add up to the loss of the whole batch however it was split. Sequences
-are never split. Where ranks average their gradients (FSDP, DDP) instead of adding them, multiply by the number of
+are never split. If the ranks average their gradients (FSDP, DDP) instead of adding them, multiply by the number of
 ranks.
 """
 
@@ -21,18 +21,18 @@ from penstock_learner.algorithms.segments import apply_mask, count_segments, seg
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the loss of a whole batch is divided by. `a + b` counts two parts that share no sequence."""
+    """The counts that the loss of a whole batch is divided by. `a + b` joins the counts of two parts of it."""
 
     num_tokens: int
     """Trained tokens, before any rejection."""
     num_sequences: int
-    """Sequences with at least one trained token: one added to even out ranks does not count."""
+    """Sequences with at least one trained token. One that was added to give every rank equally many does not count."""
     constant_length: int | None = None
     """Divisor of seq-mean-token-sum-norm, in tokens."""
 
     @classmethod
     def of(cls, mask: Tensor, sequence_ids: Tensor, constant_length: int | None = None) -> Denominators:
-        """The counts of a batch, or of a rank's part of it, to be added to the others'."""
+        """The counts of a batch, or of a rank's part of it."""
         trained = sequence_ids[mask.bool()]
         return cls(int(trained.shape[0]), int(torch.unique(trained).shape[0]), constant_length)
 
@@ -47,7 +47,7 @@ AggregationFunction = Callable[[Tensor, Tensor, Tensor, Denominators], Tensor]
 
 
 def token_mean(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_t l_t / num_tokens`: every token weighs the same, so a long sequence weighs more."""
+    """`sum_t l_t / num_tokens`: every token has the same weight, so a long sequence has more."""
     return apply_mask(per_token, mask).sum() / max(denominators.num_tokens, 1)
 
 
@@ -57,7 +57,7 @@ def seq_mean_token_sum(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, de
 
 
 def seq_mean_token_mean(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_s mean_t l_t / num_sequences`: every sequence weighs the same."""
+    """`sum_s mean_t l_t / num_sequences`: every sequence has the same weight."""
     means = segment_mean(per_token, mask, sequence_ids, count_segments(sequence_ids))
     return means.sum() / max(denominators.num_sequences, 1)
 
@@ -88,6 +88,6 @@ def aggregate(
     """This micro-batch's share of the batch's loss, a 0-d tensor.
 
     `mask` is the one that the denominators counted. Rejected tokens stay in it with a loss of 0 (`Correction.apply`),
-    so that rejection lowers the loss and never inflates what is left.
+    so rejecting tokens never increases the weight of the others.
     """
     return AGGREGATIONS.get(mode)(per_token, mask, sequence_ids, denominators)

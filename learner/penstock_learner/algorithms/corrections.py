@@ -1,8 +1,8 @@
-"""Off-policy corrections: importance weights, rejection, and what is always measured.
+"""Off-policy corrections: importance weights, rejection, and the statistics of both.
 
-`lr = numerator - behaviour` in log-probs, and `ratio = exp(clamp(lr, -20, 20))`. The numerator is the proximal policy,
-except in mode bypass, where that is the behaviour policy and the numerator is the current one. Nothing here carries a
-gradient. Which policy is proximal is the caller's choice by `CorrectionConfig.mode`.
+`lr = numerator - behaviour` in log-probs, and `ratio = exp(clamp(lr, -20, 20))`. The numerator is the proximal policy.
+In mode bypass the proximal policy is the behaviour policy, and the numerator is the current one. Nothing here carries a
+gradient. The caller chooses the proximal policy by `CorrectionConfig.mode`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock_learner.algorithms.segments import apply_mask, count_segments, seg
 
 _MAX_LOG_RATIO = 20.0
 RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 10.0)
-"""Upper edges, inclusive, of the buckets in which ratios are counted."""
+"""Upper edges (inclusive) of the buckets in which ratios are counted."""
 
 
 @dataclass(frozen=True)
 class CorrectionStatistics:
-    """Sums over trained tokens. Parts of a batch are merged first; means and shares are taken at the end."""
+    """Sums over trained tokens. Merge the parts of a batch first; means and shares are computed at the end."""
 
     num_tokens: Tensor
     num_truncated: Tensor
@@ -35,16 +35,16 @@ class CorrectionStatistics:
     sum_squared_weights: Tensor
     max_weight: Tensor
     max_ratio: Tensor
-    """Largest token ratio before truncation and rejection."""
+    """The largest token ratio, before truncation and rejection."""
     sum_ratio: Tensor
-    """Of token ratios before truncation and rejection."""
+    """Sum of the token ratios, before truncation and rejection."""
     sum_kl: Tensor
-    """Of `ratio - 1 - lr`: the KL of the behaviour policy from the numerator's, estimated token by token."""
+    """Sum of `ratio - 1 - lr`, a per-token estimate of the KL between the behaviour policy and the numerator's."""
     ratio_counts: Tensor
-    """[len(RATIO_EDGES) + 1] tokens by bucket of their ratio."""
+    """[len(RATIO_EDGES) + 1] number of tokens in each bucket of the ratio."""
 
     def merge(self, other: CorrectionStatistics) -> CorrectionStatistics:
-        """The statistics of two parts that share no token."""
+        """The statistics of two parts that share no token, as one."""
         return CorrectionStatistics(
             self.num_tokens + other.num_tokens,
             self.num_truncated + other.num_truncated,
@@ -76,7 +76,7 @@ class CorrectionStatistics:
 
     @property
     def effective_sample_ratio(self) -> float:
-        """`(sum w)^2 / (n sum w^2)`: 1 on policy, towards 1/n where a few tokens carry all the weight."""
+        """`(sum w)^2 / (n sum w^2)`. It is 1 on policy, and approaches 1/n when a few tokens carry all the weight."""
         squares = float(self.sum_squared_weights)
         return float(self.sum_weights) ** 2 / (self._num_tokens * squares) if squares else 0.0
 
@@ -87,16 +87,16 @@ class CorrectionStatistics:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction decided for each token. Detached."""
+    """The weight and rejection of each token, without gradient."""
 
     weights: Tensor
-    """[T] factor of the policy loss; 0 where the token is rejected, outside the band or masked out."""
+    """[T] factor of the policy loss. 0 where the token is rejected, outside the band or masked out."""
     kept: Tensor
-    """[T] bool, trained tokens that were not rejected; every further loss term (KL) is masked with it too."""
+    """[T] bool, trained tokens that were not rejected. Other loss terms (KL) are masked with it too."""
     statistics: CorrectionStatistics
 
     def apply(self, per_token: Tensor) -> Tensor:
-        """The weighted policy loss. Aggregate it with the mask and the denominators of before the rejection."""
+        """The weighted policy loss. Aggregate it with the mask and denominators from before the rejection."""
         return apply_mask(per_token * self.weights, self.weights)
 
 
@@ -132,25 +132,25 @@ def sequence_truncation(log_ratio: Tensor, sequence_ids: Tensor, config: Correct
 
 
 def band(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """IcePop: `w = ratio` within [band_low, band_high], bounds included, else 0. Nothing is truncated."""
+    """IcePop: `w = ratio` within [band_low, band_high] (inclusive), else 0. Nothing is truncated."""
     ratio = _ratio(log_ratio)
     inside = (ratio >= config.band_low) & (ratio <= config.band_high)
     return apply_mask(ratio, inside), torch.zeros_like(inside)
 
 
 def no_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """All are kept."""
+    """Keep all tokens."""
     return torch.ones_like(log_ratio, dtype=torch.bool)
 
 
 def token_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """A token is kept if its ratio is within [rejection_low, rejection_high]."""
+    """Keep a token if its ratio is within [rejection_low, rejection_high]."""
     ratio = _ratio(log_ratio)
     return (ratio >= config.rejection_low) & (ratio <= config.rejection_high)
 
 
 def sequence_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """A sequence is kept if the product of its ratios is within [rejection_low, rejection_high]."""
+    """Keep a sequence if the product of its ratios is within [rejection_low, rejection_high]."""
     ratio = _sequence_ratio(log_ratio, sequence_ids)
     return (ratio >= config.rejection_low) & (ratio <= config.rejection_high)
 
@@ -176,7 +176,7 @@ def correct(
     sequence_ids: Tensor,
     config: CorrectionConfig,
 ) -> Correction:
-    """Weights and rejections of a micro-batch whose sequences are whole."""
+    """Weights and rejections of a micro-batch of whole sequences."""
     log_ratio = apply_mask((numerator_log_probs - behaviour_log_probs).detach(), mask)
     weights, truncated = WEIGHTS.get(config.weight_name)(log_ratio, sequence_ids, config)
     kept = mask.bool() & REJECTIONS.get(config.rejection)(log_ratio, sequence_ids, config)
@@ -205,13 +205,15 @@ def _count_ratios(ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolate_log_probs(behaviour_log_probs: Tensor, log_probs: Tensor, share: float | Tensor) -> Tensor:
-    """A proximal policy without a forward pass: `(1 - share) * behaviour + share * sg[lp]`, share alike or by token."""
+    """A proximal policy without a forward pass: `(1 - share) * behaviour + share * sg[lp]`.
+
+    `share` is one number, or one for each token."""
     return behaviour_log_probs + share * (log_probs.detach() - behaviour_log_probs)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far learner and rollout engine disagree about the same weights. `a + b` joins parts of a batch."""
+    """How much the log-probs of learner and engine differ for the same weights. `a + b` joins parts of a batch."""
 
     sum_abs_difference: Tensor
     num_tokens: Tensor
@@ -221,14 +223,14 @@ class Mismatch:
 
     @property
     def mean(self) -> float | None:
-        """`mean |lp_learner - behaviour|`, or None where no token was of the learner's version."""
+        """`mean |lp_learner - behaviour|`, or None if no token was sampled by the learner's version."""
         return float(self.sum_abs_difference) / float(self.num_tokens) if self.num_tokens > 0 else None
 
 
 def measure_mismatch(
     learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, token_versions: Tensor, learner_version: int
 ) -> Mismatch:
-    """Over trained tokens that the engine sampled with `learner_version`, the version whose log-probs are given."""
+    """Compare trained tokens that the engine sampled with `learner_version`, the version of `learner_log_probs`."""
     same_version = mask.bool() & (token_versions == learner_version)
     difference = apply_mask((learner_log_probs - behaviour_log_probs).detach().abs(), same_version)
     return Mismatch(difference.sum(), same_version.sum())

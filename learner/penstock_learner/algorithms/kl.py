@@ -18,11 +18,11 @@ _MAX_K3 = 10.0
 _MAX_CORRECTION = 0.2
 
 PenaltyFunction = Callable[[Tensor], Tensor]
-"""`lp - ref` to the penalty of each token."""
+"""From `lp - ref` to the penalty of each token."""
 
 
 def k1(difference: Tensor) -> Tensor:
-    """`lp - ref`: unbiased, either sign. Its gradient in the loss is 0 in expectation: meant for the reward."""
+    """`lp - ref`: unbiased, of either sign. As a loss its expected gradient is 0, so use it in the reward."""
     return difference
 
 
@@ -37,7 +37,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """`exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, the result clamped to [-10, 10]: never negative."""
+    """`exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, clamped to [-10, 10]. Never negative."""
     d = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return (d.exp() - d - 1).clamp(-_MAX_K3, _MAX_K3)
 
@@ -46,21 +46,21 @@ PENALTIES: Registry[PenaltyFunction] = Registry("KL penalty", {"k1": k1, "abs": 
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
-    """[T] penalty of each token, 0 where masked out. The gradient flows through `log_probs`.
+    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`.
 
-    `ref_log_probs` come from a forward pass of the reference policy, never from the rollout.
+    `ref_log_probs` come from a forward pass of the reference policy, never from the rollout engine.
     """
     difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
     return apply_mask(PENALTIES.get(name)(difference), mask)
 
 
 def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> Tensor:
-    """`r_t - coefficient * kl_t`, for `placement: reward`; before advantages, and without gradient."""
+    """`r_t - coefficient * kl_t` without gradient, for `placement: reward`. Applied before advantages."""
     return token_rewards - coefficient * kl.detach()
 
 
 class KLController(Protocol):
-    """An immutable coefficient and how it reacts. A checkpoint keeps `coefficient`, nothing else."""
+    """The KL coefficient and how it changes. Immutable. A checkpoint stores `coefficient` only."""
 
     @property
     def coefficient(self) -> float: ...
@@ -80,8 +80,9 @@ class FixedKLController:
 
 @dataclass(frozen=True)
 class AdaptiveKLController:
-    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`. A KL that is not finite measures
-    nothing: the step that had it was skipped, and the coefficient outlives it."""
+    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`.
+
+    A KL that is not finite is ignored: its step was skipped."""
 
     coefficient: float
     target: float
@@ -95,7 +96,7 @@ class AdaptiveKLController:
 
 
 def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
-    """The controller of a run; `coefficient` is where an adaptive one stood when the run that resumes stopped."""
+    """The controller of a run. `coefficient` is the value from which an adaptive one resumes."""
     if config.controller == "fixed":
         return FixedKLController(config.coefficient)
     start = config.coefficient if coefficient is None else coefficient

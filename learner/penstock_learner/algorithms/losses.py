@@ -1,7 +1,7 @@
 """Policy losses, per token and before aggregation.
 
 Each is a pure function (LossInputs, LossConfig) -> LossOutputs. `ratio = exp(clamp(lp - old, -20, 20))`, `sg` stops the
-gradient, A is the advantage. What a correction does to the loss is applied afterwards (`corrections.Correction.apply`).
+gradient, A is the advantage. Importance weights and rejection are applied afterwards (`corrections.Correction.apply`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _MAX_LOG_SEQUENCE_RATIO = 10.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, its sequences whole. All tensors are [T]."""
+    """One micro-batch of whole sequences. All tensors are [T]."""
 
     log_probs: Tensor
-    """Of the current policy; the gradient flows through these alone."""
+    """Log-probs of the current policy. The gradient flows through these alone."""
     old_log_probs: Tensor
-    """Of the proximal policy."""
+    """Log-probs of the proximal policy."""
     advantages: Tensor
     mask: Tensor
     """Nonzero where the token is trained."""
     sequence_ids: Tensor
     behaviour_log_probs: Tensor | None = None
-    """Of the policy and engine that sampled; reinforce needs them."""
+    """Log-probs that the engine reported when it sampled. reinforce needs them."""
 
 
 @dataclass(frozen=True)
 class LossStatistics:
-    """Detached 0-d sums. Statistics of micro-batches and ranks are added; the shares are taken at the end."""
+    """0-d sums without gradient. Add those of micro-batches and ranks; shares are computed at the end."""
 
     num_tokens: Tensor
     num_clipped_low: Tensor
-    """Tokens whose ratio was below the clip range, where that changed the loss."""
+    """Tokens whose ratio was below the clip range, if that changed the loss."""
     num_clipped_high: Tensor
-    """Tokens whose ratio was above the clip range (reinforce: above its cap), where that changed the loss."""
+    """Tokens whose ratio was above the clip range (reinforce: above its cap), if that changed the loss."""
     num_dual_clipped: Tensor
-    """Tokens of negative advantage whose loss hit the dual clip."""
+    """Tokens with a negative advantage whose loss reached the dual clip."""
     sum_negative_log_ratio: Tensor
-    """Sum of old - lp (reinforce: behaviour - lp), unclamped."""
+    """Sum of old - lp (reinforce: behaviour - lp), not clamped."""
 
     def __add__(self, other: LossStatistics) -> LossStatistics:
         return LossStatistics(
@@ -109,14 +109,14 @@ def _outputs(
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))` and where the clip took effect, below and above."""
+    """`max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`, and where the clip took effect below and above."""
     low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
     surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     return surrogate, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
 
 def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """`L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`, and where A < 0, `min(L, -dual_clip A)`."""
+    """`L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`; for A < 0 `min(L, -dual_clip A)`."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
@@ -129,9 +129,9 @@ def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """PPO's clip without the dual one, on `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`.
+    """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`.
 
-    The value of the ratio is the sequence's, its gradient the token's; the mean is over trained tokens.
+    The ratio has the value of the sequence and the gradient of the token. The mean is over trained tokens.
     """
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_probs = apply_mask(inputs.log_probs, inputs.mask)
@@ -145,7 +145,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """`-sg[clip(ratio, 1 - low, 1 + high)] A lp`: no token loses its gradient, whatever its ratio."""
+    """`-sg[clip(ratio, 1 - low, 1 + high)] A lp`: every token keeps a gradient, whatever its ratio."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     ratio = _clamped_exp(log_ratio.detach())
@@ -155,7 +155,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """`-sg[min(exp(clamp(lp - behaviour, -20, 20)), ratio_cap)] A lp`; the proximal policy plays no part."""
+    """`-sg[min(exp(clamp(lp - behaviour, -20, 20)), ratio_cap)] A lp`. The proximal policy is not used."""
     if inputs.behaviour_log_probs is None:
         raise ValueError("loss reinforce needs behaviour_log_probs: the log-probs that the rollout engine reported")
     advantages = apply_mask(inputs.advantages, inputs.mask)
@@ -169,5 +169,5 @@ LOSSES: Registry[LossFunction] = Registry("loss", {"ppo": ppo, "gspo": gspo, "ci
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """The loss that `config.name` names."""
+    """Apply the loss that `config.name` names."""
     return LOSSES.get(config.name)(inputs, config)

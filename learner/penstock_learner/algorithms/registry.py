@@ -1,4 +1,4 @@
-"""Names to functions. Immutable: what a name means does not depend on which modules were imported before."""
+"""Functions by name. A registry is immutable: a name's meaning does not depend on which modules were imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Registry(Generic[FunctionT]):
-    """The functions of one kind by name; `package.module:function` reaches any other.
+    """The functions of one kind by name. `package.module:function` names any other function.
 
     Example: `ADVANTAGES.get("grpo")`, `ADVANTAGES.get("my_project.advantages:leave_two_out")`.
     """
@@ -24,11 +24,11 @@ class Registry(Generic[FunctionT]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The known names, in the order in which they were given."""
+        """The known names, in the order in which they were registered."""
         return tuple(self._functions)
 
     def get(self, name: str) -> FunctionT:
-        """The function called `name`. An unknown name is a ValueError that says which known one is nearest."""
+        """The function called `name`. Raises ValueError for an unknown name and suggests the nearest known one."""
         check_name(self._kind, name, self.names)
         return self._functions[name] if name in self._functions else self._load(name)
 

@@ -1,6 +1,7 @@
 """Sums, means and recurrences over packed sequences.
 
-A segment is the run of tokens with one `segment_ids` value. Every function is differentiable except where it says so.
+A segment is a run of tokens with the same `segment_ids` value. Every function is
+differentiable unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ _WHITEN_EPSILON = 1e-8
 
 
 def apply_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is nonzero, exactly 0 elsewhere. NaN and infinity at masked-out tokens stay behind, in the
-    value and in the gradient."""
+    """`values` where `mask` is nonzero, exactly 0 elsewhere. NaN and infinity at masked-out tokens reach neither the
+    value nor the gradient."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def count_segments(segment_ids: Tensor) -> int:
-    """One more than the largest id; 0 without tokens."""
+    """The largest id plus one, or 0 without tokens."""
     return int(segment_ids.max()) + 1 if segment_ids.numel() else 0
 
 
@@ -33,13 +34,13 @@ def segment_min(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tenso
 
 
 def segment_mean(values: Tensor, mask: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Mean over the trained tokens of each segment; 0 where there are none."""
+    """Mean over the trained tokens of each segment; 0 for a segment without any."""
     total = segment_sum(apply_mask(values, mask), segment_ids, num_segments)
     return total / segment_sum(mask.bool().to(values.dtype), segment_ids, num_segments).clamp(min=1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over all trained tokens; 0 where there are none."""
+    """Mean over all trained tokens; 0 if there are none."""
     return apply_mask(values, mask).sum() / mask.bool().sum().clamp(min=1)
 
 
@@ -60,8 +61,9 @@ def shift_left(values: Tensor, segment_ids: Tensor) -> Tensor:
 def reverse_scan(values: Tensor, decay: float, segment_ids: Tensor) -> Tensor:
     """`x[t] = values[t] + decay * x[t + 1]` within each segment, with nothing after its last token.
 
-    Doubling: after round k, `x[t]` holds the first 2^k terms and `reach[t]` is decay^(2^k), or 0 where the segment ends
-    before. That is log2(T) vector operations for all sequences at once, without padding. `segment_ids` must be sorted.
+    Computed by doubling: after round k, `x[t]` holds the first 2^k terms and `reach[t]` is decay^(2^k), or 0 if the
+    segment ends before. This takes log2(T) vector operations for all sequences at once, without padding. `segment_ids`
+    must be sorted.
     """
     total = values.clone()
     reach = shift_left(torch.full_like(values, decay), segment_ids)
@@ -74,7 +76,7 @@ def reverse_scan(values: Tensor, decay: float, segment_ids: Tensor) -> Tensor:
 
 
 def reverse_scan_masked(values: Tensor, decay: float, mask: Tensor, segment_ids: Tensor) -> Tensor:
-    """`reverse_scan` over the trained tokens alone: `x` passes over masked-out tokens unchanged and is 0 on them."""
+    """`reverse_scan` over the trained tokens only: `x` skips masked-out tokens and is 0 on them."""
     trained = mask.bool().nonzero().squeeze(1)
     scanned = torch.zeros_like(values)
     scanned[trained] = reverse_scan(values[trained], decay, segment_ids[trained])

@@ -1,4 +1,4 @@
-"""What happens to rewards before advantages: where they are placed, and DAPO's length penalty."""
+"""Changes to rewards before advantages: their placement on a token, and DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.config.algorithms import OverlongConfig
 
 
 def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[S] to [T]: each sequence's reward at its last trained token, 0 elsewhere.
+    """From [S] to [T]: each sequence's reward at its last trained token, 0 elsewhere.
 
-    A sequence without a trained token has no place for its reward, and it is dropped.
+    The reward of a sequence without a trained token is dropped.
     """
     trained = mask.bool().nonzero().squeeze(1)
     ids = sequence_ids[trained]
@@ -23,7 +23,7 @@ def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Te
 
 
 def overlong_penalty(num_response_tokens: Tensor, config: OverlongConfig) -> Tensor:
-    """[S] `min(-(len - (max - buffer)) / buffer * factor, 0)`, to be added to the sequence's reward."""
+    """[S] `min(-(len - (max - buffer)) / buffer * factor, 0)`. Add it to the sequence's reward."""
     start = config.max_num_tokens - config.buffer_num_tokens
     excess = (num_response_tokens - start).to(torch.get_default_dtype()) / config.buffer_num_tokens
     return (-excess * config.factor).clamp(max=0)

@@ -14,9 +14,9 @@ from penstock_learner.algorithms.segments import apply_mask
 @dataclass(frozen=True)
 class ValueLossOutputs:
     per_token: Tensor
-    """[T] before aggregation, the factor 1/2 included; exactly 0 at masked-out tokens."""
+    """[T] before aggregation, with the factor 1/2. Exactly 0 at masked-out tokens."""
     num_clipped: Tensor
-    """Tokens for which the clipped value gave the larger error. Detached."""
+    """Tokens for which the clipped value gave the larger error. Without gradient."""
 
 
 def value_loss(

@@ -1,1 +1,1 @@
-"""Where the numbers of a step go besides Prometheus, as `learner.loggers` says."""
+"""The loggers of `learner.loggers`: where the numbers of a step go besides Prometheus."""

@@ -1,4 +1,4 @@
-"""One table a step on the terminal."""
+"""Prints a table on the terminal after each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock_learner.loggers.verl_names import under_verl_names
 
 
 class ConsoleLogger:
-    """A row for each group of names: `actor  pg_loss 0.012  entropy 0.41 …`."""
+    """Prints a row for each group of names, for example `actor  pg_loss 0.012  entropy 0.41 …`."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -29,4 +29,4 @@ class ConsoleLogger:
         self.console.print(table)
 
     def close(self) -> None:
-        """The terminal is not ours to close."""
+        """Does nothing: the terminal stays open."""

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run."""
+"""Writes the `metrics.jsonl` of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 class JsonlLogger:
-    """One line a step under the learner's own names, flushed at once. Lines past a resumed step are dropped."""
+    """Writes one line a step, with the learner's own names, and flushes it at once. Lines after a resumed step are
+    dropped."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         kept = []
@@ -27,7 +28,7 @@ class JsonlLogger:
         self._file = path.open("a", buffering=1)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """What a skipped step left not finite is null: JSON has no word for it."""
+        """Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
         line = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 

@@ -1,9 +1,9 @@
-"""The loggers of a run, each in a thread of its own: none of them can hold up or end training.
+"""Runs each logger of a run in a thread of its own, so that none can delay or end training.
 
     controller ─ log(metrics) ─► queue of MAX_WAITING steps ─► thread: open, log, log, …, close
 
-A logger that raises is named in the log once and gets nothing more. One that hangs gets no more steps than its queue
-holds, and is left behind when the run ends.
+A logger that raises an error is reported in the log once and gets no more steps. A logger that hangs gets no more steps
+than its queue holds. When the run ends it is not waited for beyond a deadline.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock_learner.loggers.step_logger import StepLogger
 logger = logging.getLogger(__name__)
 MAX_WAITING = 1000
 CLOSE_S = 10.0
-"""All loggers together may take so long for their last steps."""
+"""How long all loggers together may take to write their last steps."""
 NEEDED_PACKAGES: dict[LoggerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def check_loggers(names: Sequence[LoggerName]) -> None:
-    """Raises ConfigError where a logger's package is not installed. Imports none."""
+    """Raise ConfigError if a logger's package is not installed. Imports none of them."""
     for name in names:
         package = NEEDED_PACKAGES.get(name)
         if package is not None and find_spec(package) is None:
@@ -37,13 +37,14 @@ def check_loggers(names: Sequence[LoggerName]) -> None:
 
 
 def open_loggers(config: RunConfig, resume_step: int) -> StepLoggers:
-    """Those of `learner.loggers`, for the steps after `resume_step`."""
+    """Start the loggers of `learner.loggers`, for the steps after `resume_step`."""
     names = dict.fromkeys(config.learner.loggers)
     return StepLoggers([LoggerThread(name, partial(_open, name, config, resume_step)) for name in names])
 
 
 class LoggerThread:
-    """One logger. `make_logger` runs in the thread too: it may ask a server that does not answer."""
+    """One logger and its thread. `make_logger` runs in the thread too, because it may call a server that does not
+    answer."""
 
     def __init__(self, name: str, make_logger: Callable[[], StepLogger]) -> None:
         self.name = name
@@ -53,7 +54,7 @@ class LoggerThread:
         self.thread = threading.Thread(target=self._run, name=f"logger-{name}", daemon=True)
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
-        """Never waits. None: no step follows."""
+        """Queue the numbers of a step, without waiting. None says that no step follows."""
         if self.is_dropped:
             return
         try:
@@ -68,13 +69,13 @@ class LoggerThread:
             while (metrics := self.waiting.get()) is not None:
                 opened.log(metrics)
             opened.close()
-        except Exception as error:  # whatever a third party's package raises
+        except Exception as error:  # a third party's package may raise anything
             self.is_dropped = True
             logger.error("logger %s failed and is dropped; training goes on: %r", self.name, error)
 
 
 class StepLoggers:
-    """Feeds every logger once a step."""
+    """Sends the numbers of each step to every logger."""
 
     def __init__(self, threads: Sequence[LoggerThread]) -> None:
         self.threads = threads
@@ -87,7 +88,7 @@ class StepLoggers:
             each.log(copy)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Returns when all have written their last step, or at the deadline."""
+        """Wait until all loggers have written their last step, or until the deadline."""
         deadline = time.monotonic() + timeout_s
         for each in self.threads:
             each.log(None)

@@ -1,4 +1,7 @@
-"""The protocol of a logger. To add one: a class here, its name in `penstock/config/loggers.py` and in `opening.py`."""
+"""The protocol of a logger.
+
+To add a logger, write a class in this folder and add its name to `penstock/config/loggers.py` and `opening.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from typing import Protocol
 
 
 class StepLogger(Protocol):
-    """Is made, called and closed in one thread of its own, so it may be slow. What it raises ends it, and nothing else.
+    """A logger is made, called and closed in one thread of its own, so it may be slow. An error ends only the logger.
 
-    A logger is made for the steps after `resume_step`, with which an earlier one may have got further: the same steps
-    come again."""
+    It is made for the steps after `resume_step`. An earlier logger of the run may have logged some of these steps
+    already."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """The numbers of one step, under the learner's own names; `step` is among them."""
+        """Write the numbers of one step, under the learner's own names. `step` is one of them."""
 
     def close(self) -> None:
-        """No step follows."""
+        """Called when no step follows."""

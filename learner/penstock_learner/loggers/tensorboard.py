@@ -1,4 +1,4 @@
-"""Scalars in TensorBoard's event files. Needs the package `tensorboard`."""
+"""Writes scalars to TensorBoard's event files. Needs the package `tensorboard`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLUSH_S = 10
 
 
 class TensorBoardLogger:
-    """Event files in a folder; steps after a resumed one replace those that were written before."""
+    """Writes event files to a folder. Steps after a resumed one replace those that were written before."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,6 +1,6 @@
-"""The learner's numbers under the names that verl gives them, for dashboards that exist already.
+"""The learner's numbers under verl's names, so that existing dashboards work.
 
-docs/metrics.md has the table, and says where a number is not quite verl's.
+docs/metrics.md has the table, and says where a number differs slightly from verl's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERL_NAMES = {
     "gather_s": "timing_s/update_weights",
 }
 OWN_PREFIX = "penstock/"
-"""Of what verl has no name for."""
+"""Prefix of numbers for which verl has no name."""
 
 Metrics = Mapping[str, float]
 
@@ -50,7 +50,7 @@ _NO_METRIC = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Every number once under verl's name or `penstock/…`, and what verl derives from several."""
+    """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several."""
     named = {
         VERL_NAMES.get(name, OWN_PREFIX + name): value for name, value in metrics.items() if name not in _NO_METRIC
     }

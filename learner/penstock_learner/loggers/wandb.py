@@ -1,4 +1,4 @@
-"""A run of Weights & Biases, online or offline. Needs the package `wandb`."""
+"""Logs to a Weights & Biases run, online or offline. Needs the package `wandb`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from penstock.config.run import RunConfig
 from penstock_learner.loggers.verl_names import under_verl_names
 
 SECTIONS = {"run", "seed", "model", "replay", "learner"}
-"""Of the configuration that is sent along: the others hold addresses and credentials."""
+"""Sections of the configuration that are sent to W&B. The others hold addresses and credentials."""
 
 
 class WandbLogger:
-    """The run keeps its id through restarts, and W&B the first of two values of one step."""
+    """The W&B run keeps its id through restarts. If a step is logged twice, W&B keeps the first value."""
 
     def __init__(self, config: RunConfig) -> None:
         import wandb

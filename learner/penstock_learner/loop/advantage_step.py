@@ -1,4 +1,4 @@
-"""From rewards to advantages, on the whole batch and before it is split."""
+"""From rewards to advantages. This is done on the whole batch, before it is split over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_learner.model.packing import SequenceBatch
 
 
 def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:
-    """The batch with `advantages`, `returns` where there are any, and the loss mask that the estimator leaves."""
+    """The batch with `advantages`, with `returns` if the estimator gives any, and with the estimator's loss mask."""
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
     rewards = torch.as_tensor(batch.rewards)
@@ -29,7 +29,7 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
         reference = torch.as_tensor(batch.reference_log_probs)
         penalized = mask
         if batch.is_baseline is not None:
-            # A greedy sample is no sample of the policy, so its log-probs estimate no KL: its reward stands as it is.
+            # A greedy sample is not drawn from the policy, so its log-probs do not estimate a KL: its reward stays.
             penalized = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
         penalty = kl_penalty(torch.as_tensor(current), reference, penalized, config.kl.penalty)
         token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
@@ -51,7 +51,7 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
 
 
 def denominators_of(batch: SequenceBatch, config: AlgorithmConfig) -> Denominators:
-    """What the loss of the whole batch is divided by, on every rank."""
+    """The counts that the loss of the whole batch is divided by, on every rank."""
     return Denominators.of(
         torch.as_tensor(batch.loss_mask), torch.as_tensor(batch.sequence_ids), config.loss.constant_length
     )

@@ -1,6 +1,7 @@
-"""The one reader of the replay queue: takes groups, checks them, and completes batches.
+"""The only reader of the replay queue: takes groups, checks them, and completes batches.
 
-Ranks never read. What was taken for a step is in that step's manifest in Redis, so a successor gets the same batch.
+Ranks never read. The groups that were taken for a step are listed in that step's manifest in Redis, so a successor
+gets the same batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from penstock_learner.loop.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
+DECODED_AT_ONCE = 32
+"""Groups that one thread call decodes. It bounds how long a cancelled read keeps a thread busy."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another. `ledger` is shared with the controller and only read here.
+    """Completes one batch after another. `ledger` and `roll_backs` belong to the term and are only read here.
 
-    Invariant: no prompt is in two batches, even where Redis lost the tail in which it had been taken."""
+    Invariant: no prompt is in two batches, even if Redis lost its newest writes, among them that the prompt was
+    taken."""
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
@@ -55,22 +59,22 @@ class BatchReader:
         self.ledger = ledger
         self.manifests = manifests
         self.roll_backs = roll_backs
-        """Shared with the controller and only read here."""
         self._in_batches: set[int] = set()
-        """Handed out, and not yet in the ledger."""
+        """Prompts of batches that were returned and are not in the ledger yet."""
 
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch of `step`: first what an earlier learner had taken for it, then the queue.
+        """The batch of `step`: first what an earlier learner had taken for it, then groups from the queue.
 
-        The deadline runs once the batch is `wanted`, by default at once: what is read beside a long step may take as
-        long as the step."""
+        The deadline starts when `wanted` is set, or at once without it. A batch that is read beside a long step may
+        take as long as the step."""
         self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
-    async def read_again(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch, with others in the place of groups that a roll back since it was read has made unwanted. The
-        deadline is as in `read`."""
+    async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+        """The batch after a roll back: groups that may no longer be trained are replaced by others.
+
+        Returns the same object where there are none. The deadline is as in `read`."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
         if not outdated:
             return batch
@@ -99,41 +103,61 @@ class BatchReader:
         return Batch(step, tuple(groups))
 
     async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
+        """The groups of these prompts that may be trained. They are decoded in a thread, which leaves the event loop
+        to pushes and heartbeats."""
         accepted = []
-        for delivery in await self.queue.fetch(prompt_ids):
-            group = await self._check(delivery, policy_version)
-            if group is not None:
-                self._in_batches.add(group.prompt_id)
-                accepted.append(group)
+        deliveries = await self.queue.fetch(prompt_ids)
+        for first in range(0, len(deliveries), DECODED_AT_ONCE):
+            some = deliveries[first : first + DECODED_AT_ONCE]
+            for delivery, decoded in zip(some, await asyncio.to_thread(self._decode, some), strict=True):
+                group = await self._check(delivery, decoded, policy_version)
+                if group is not None:
+                    self._in_batches.add(group.prompt_id)
+                    accepted.append(group)
         return accepted
 
-    async def _check(self, delivery: Delivery, policy_version: int) -> Group | None:
-        """Decode; set aside what is trained already, poisonous or, by policy, too old or without reward spread."""
+    def _decode(self, deliveries: Sequence[Delivery]) -> list[Group | PoisonGroup]:
+        """Runs in a thread. The error takes the place of a group that cannot be decoded or trained."""
+        decoded: list[Group | PoisonGroup] = []
+        for delivery in deliveries:
+            try:
+                group = decode_group(delivery.payload)
+                if group.prompt_id != delivery.prompt_id:
+                    detail = f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}"
+                    raise PoisonGroup("identity", detail)
+                if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
+                    detail = "it has no greedy sample to compare with; is the servers' config the same?"
+                    raise PoisonGroup("shape", detail)
+                decoded.append(group)
+            except PoisonGroup as error:
+                decoded.append(error)
+        return decoded
+
+    async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
+        """The group, or None where it is not trained.
+
+        That is so if its prompt was trained already, if it is poisonous, and, where the config says so, if it is too
+        old or its rewards have no spread."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
-            # What no checkpoint covers yet must stay: the next one's commit takes it.
+            # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.ledger.is_durable(delivery.prompt_id):
                 await self.queue.commit(0, [delivery.prompt_id])
             return None
-        try:
-            group = decode_group(delivery.payload)
-            if group.prompt_id != delivery.prompt_id:
-                raise PoisonGroup("identity", f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}")
-            if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
-                raise PoisonGroup("shape", "it has no greedy sample to compare with; is the servers' config the same?")
-        except PoisonGroup as error:
-            logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, error)
-            await self.queue.dead_letter(delivery.prompt_id, f"{error.kind}: {error}")
+        if isinstance(decoded, PoisonGroup):
+            logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, decoded)
+            await self.queue.dead_letter(delivery.prompt_id, f"{decoded.kind}: {decoded}")
             return None
-        if self._is_outdated(group, policy_version):
-            await self.queue.expire(group.prompt_id)
+        if self._is_outdated(decoded, policy_version):
+            await self.queue.expire(decoded.prompt_id)
             return None
-        if self.replay.dynamic_sampling and not _has_spread(group):
-            await self.queue.discard(group.prompt_id, "no_spread")
+        if self.replay.dynamic_sampling and not _has_spread(decoded):
+            await self.queue.discard(decoded.prompt_id, "no_spread")
             return None
-        return group
+        return decoded
 
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
-        """Whether it is too old, where that matters, or of a version that was given up."""
+        """Whether a version that was rolled back made part of the group, or it is too old under `stale_policy`
+        drop."""
         staleness = policy_version - oldest_version(group, self.roll_backs)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
         return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
@@ -144,5 +168,6 @@ def _has_baseline(group: Group) -> bool:
 
 
 def _has_spread(group: Group) -> bool:
-    """Whether the samples can be told apart by reward. A group of one sample is not compared within itself."""
+    """Whether the samples differ in reward. A group of one sample counts as having spread: it is not compared with
+    itself."""
     return len(group.trajectories) == 1 or len({trajectory.reward for trajectory in group.trajectories}) > 1

@@ -1,8 +1,8 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
-A checkpoint is written to `term-T-step-N.partial` by all ranks of the roles that train (DCP), completed by the
-controller with `trainer.json`, flushed, and renamed to `term-T-step-N`. Only a renamed folder counts. Groups are
-acknowledged after the rename, never before. The term comes first: what a learner writes that was fenced off is never
+All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`,
+flushes the folder and renames it to `term-T-step-N`. Only a renamed folder counts. Groups are acknowledged after the
+rename, never before. The term comes first in the name, so a checkpoint of a learner that was fenced off never looks
 newer than its successor's.
 """
 
@@ -23,13 +23,13 @@ TRAINER_FILE = "trainer.json"
 
 
 def shards_folder(checkpoint: Path, role: str) -> Path:
-    """Where the ranks of a role have their shards: the policy at the top, any other in a folder of its name."""
+    """Where a role's ranks write their shards: the policy at the top, other roles in a folder of their name."""
     return checkpoint if role == "policy" else checkpoint / role
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the controller remembers besides the shards."""
+    """The part of a checkpoint that no rank holds, as `trainer.json` stores it."""
 
     step: int = 0
     policy_version: int = 0
@@ -37,21 +37,21 @@ class TrainerState:
     ledger: list[tuple[int, int]] = field(default_factory=list)
     kl_coefficient: float | None = None
     feed_positions: dict[str, int] = field(default_factory=dict)
-    """How far each dataset had been submitted. The positions that count are in Redis, beside the prompts."""
+    """How far each dataset had been submitted. For information: the positions in Redis are the ones that count."""
     store_id: str = ""
-    """Of the queue that the ledger's prompt ids are of."""
+    """Identifies the queue whose prompt ids the ledger holds."""
     resumed_from: str = ""
-    """What `checkpoint.resume` named when this line of checkpoints began; empty where it named none."""
+    """The checkpoint that `checkpoint.resume` named when this line of checkpoints began, or empty."""
     num_roll_backs: int = 0
-    """Orders to roll back that the weights have followed."""
+    """How many of the operator's roll back orders were handled."""
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
-    """Each version that was gone back to, and the one that then had its weights."""
+    """Each version that was rolled back to, and the new version that then had its weights."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
 
     def check_store(self, store_id: str) -> None:
-        """Refuse a queue whose prompt ids are not the ledger's: it would hold new prompts for trained ones."""
+        """Refuse another queue than the ledger's: its new prompts would have the ids of trained ones."""
         if self.store_id and self.store_id != store_id:
             raise ConfigError(
                 "this Redis is not the one of the checkpoint, or has lost everything; correct redis.url or restore "
@@ -67,7 +67,7 @@ class CheckpointStore:
         self.keep = keep
 
     def partial_folder(self, step: int, term: int) -> Path:
-        """Where the ranks write. Emptied first: what lies there is from a crash."""
+        """Make an empty folder for the ranks to write to. Files that a crashed learner left are removed. Blocks."""
         partial = self.partial_path(step, term)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -78,8 +78,9 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, partial: Path) -> Iterator[None]:
-        """Around whatever writes there. Its errors are its own, unless the folder was taken away meanwhile: a learner
-        that was suspended, and another has cleared up behind it."""
+        """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone.
+
+        That happens to a learner that was suspended, when its successor has removed the folder meanwhile."""
         try:
             yield
         except Exception as error:
@@ -88,7 +89,7 @@ class CheckpointStore:
             raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
 
     def finish(self, partial: Path, state: TrainerState) -> Path:
-        """Make the checkpoint durable: after this returns, its groups may be acknowledged."""
+        """Make the checkpoint durable, then remove old ones. Afterwards its groups may be acknowledged. Blocks."""
         final = partial.with_suffix("")
         with self.writing(partial):
             (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
@@ -104,7 +105,9 @@ class CheckpointStore:
         return final
 
     def to_resume(self, resume: str) -> tuple[Path, TrainerState] | None:
-        """By `learner.checkpoint.resume`. A named checkpoint is gone back to once: those made since then are newer."""
+        """The checkpoint that `learner.checkpoint.resume` asks for.
+
+        A checkpoint that it names is used once: afterwards the run continues from its own newer ones."""
         newest = self.newest()
         if resume in ("auto", "off") or (newest is not None and newest[1].resumed_from == resume):
             return newest
@@ -118,7 +121,7 @@ class CheckpointStore:
         return finished[-1], read_state(finished[-1])
 
     def of_version(self, policy_version: int) -> Path | None:
-        """The newest checkpoint with the weights of a version."""
+        """The newest checkpoint that holds the weights of a version. Reads every checkpoint's `trainer.json`."""
         found = [path for path in self._finished() if read_state(path).policy_version == policy_version]
         return found[-1] if found else None
 
@@ -127,7 +130,7 @@ class CheckpointStore:
 
 
 def read_state(path: Path) -> TrainerState:
-    """Of a finished checkpoint."""
+    """The trainer state of a finished checkpoint."""
     try:
         fields = json.loads((path / TRAINER_FILE).read_text())
         for name in ("ledger", "roll_backs"):
@@ -136,7 +139,7 @@ def read_state(path: Path) -> TrainerState:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "
-            "learner.checkpoint.resume to off or to another"
+            "learner.checkpoint.resume to off or to another checkpoint"
         ) from error
 
 

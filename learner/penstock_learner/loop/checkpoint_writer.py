@@ -1,9 +1,9 @@
-"""Checkpoints beside training: the ranks copy their shards, training goes on, and files are written meanwhile.
+"""Writes checkpoints beside training: the ranks copy their shards, then files are written while training goes on.
 
     stage (training waits) ─► ranks write ─► flush and rename ─► acknowledge
                               └────────── beside the next steps ──────────┘
 
-The copy, the ledger and the step are of the same moment. Groups are acknowledged after the rename, never before. One
+Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, never before. One
 checkpoint is written at a time.
 """
 
@@ -20,11 +20,11 @@ from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState, shar
 from penstock_learner.loop.ledger import Ledger
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.placement import SAVE_LANE
-from penstock_learner.roles.role_group import RoleGroup, all_ended
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 
 class CheckpointWriter:
-    """Of one term. `begin` when a step has ended, `settle` when nothing may be left open."""
+    """Writes the checkpoints of one term. `on_durable` is called after each rename."""
 
     def __init__(
         self,
@@ -44,23 +44,26 @@ class CheckpointWriter:
         self._writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
-        """Copy the shards; the rest goes on beside training. `prompt_ids` are those trained since the last one."""
-        await self.settle()
+        """Copy the shards; the files are written beside training.
+
+        `prompt_ids` are the prompts that were trained since the last checkpoint."""
+        await self.wait_until_written()
         started = time.monotonic()
-        partial = self.store.partial_folder(state.step, state.term)
+        partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
         with self.store.writing(partial):
             staging = (role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items())
-            await all_ended(*staging)
+            await gather_all(*staging)
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
-    async def settle(self) -> None:
-        """Wait for the checkpoint being written, if any: it is durable and acknowledged, or its error is raised."""
+    async def wait_until_written(self) -> None:
+        """Wait for the checkpoint that is being written, if any. It is then durable and acknowledged; a failure is
+        raised. Every call that it makes has a deadline of its own."""
         if self._writing is not None:
             await self._writing
             self._writing = None
 
     def raise_if_failed(self) -> None:
-        """Between steps: a checkpoint that cannot be written must not stay unnoticed until the next."""
+        """Called between steps, so that a checkpoint that cannot be written is noticed before the next one is due."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -71,7 +74,7 @@ class CheckpointWriter:
     async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
         partial = self.store.partial_path(state.step, state.term)
         with self.store.writing(partial):
-            await all_ended(*(role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values()))
+            await gather_all(*(role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values()))
         crash_point("before_flush")
         await asyncio.to_thread(self.store.finish, partial, state)
         self.ledger.mark_durable(prompt_ids)

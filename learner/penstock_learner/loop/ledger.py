@@ -1,7 +1,7 @@
-"""The ledger: which prompts the weights of a checkpoint have been trained on.
+"""The ledger: the prompts that the weights were trained on.
 
-Kept as disjoint, sorted, inclusive ranges of prompt ids. Prompts finish nearly in order, so a run of millions stays a
-handful of ranges.
+It is stored as disjoint, sorted, inclusive ranges of prompt ids. Prompts finish nearly in order, so a handful of ranges
+is enough for millions of prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Ledger:
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._ranges = [(int(first), int(last)) for first, last in ranges]
         self._volatile: set[int] = set()
-        """Added since the last checkpoint."""
+        """Prompts that no durable checkpoint covers yet."""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -30,15 +30,15 @@ class Ledger:
         return sum(last - first + 1 for first, last in self._ranges)
 
     def is_durable(self, prompt_id: int) -> bool:
-        """A checkpoint covers the prompt, so its group may be acknowledged."""
+        """Whether a durable checkpoint covers the prompt, so that its group may be acknowledged."""
         return prompt_id in self and prompt_id not in self._volatile
 
     def mark_durable(self, prompt_ids: Iterable[int]) -> None:
-        """A checkpoint that covers these is on disk."""
+        """Called when a checkpoint that covers these prompts is on disk."""
         self._volatile.difference_update(prompt_ids)
 
     def add(self, prompt_ids: Iterable[int]) -> None:
-        """Adding an id twice is an error of the caller: a group would have been trained twice."""
+        """Add prompts that were trained. Adding one twice is a bug: its group would have been trained twice."""
         fresh = sorted(prompt_ids)
         assert len(set(fresh)) == len(fresh) and not any(prompt_id in self for prompt_id in fresh), "trained twice"
         merged: list[tuple[int, int]] = []

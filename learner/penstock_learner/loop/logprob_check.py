@@ -1,10 +1,10 @@
-"""The start-up check: do the rollout engines and the learner mean the same by the same weights?
+"""The start-up check: do the rollout engines and the learner compute the same log-probs from the same weights?
 
-The engine's log-probs of what it sampled are compared with the learner's own teacher-forced forward, on trajectories
-that one version made whole and that the learner trains while it holds that version. Where they disagree, every ratio
-of the loss is wrong from the first step, and nothing else says so. So the first step that can be compared decides
-whether the learner goes on. Its update has changed the weights in memory by then, but nothing of it was published,
-saved or acknowledged.
+The engine's log-probs of its samples are compared with the learner's own forward pass. Only trajectories count that one
+version sampled from start to end and that the learner trains while it holds that version. Where the two disagree, every
+ratio in the loss is wrong from the first step, and nothing else shows it. So the first step that can be compared
+decides whether the learner continues. By then its update has changed the weights in memory, but nothing of it was
+published, saved or acknowledged.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ METRIC = "logprob_mismatch"
 
 
 class LogProbCheck:
-    """Decides once. `max_mismatch_nats` 0 never refuses."""
+    """Decides once. With `max_mismatch_nats` 0 it never refuses."""
 
     def __init__(self, max_mismatch_nats: float) -> None:
         self.max_mismatch_nats = max_mismatch_nats
         self.decided = max_mismatch_nats == 0
         self.last: dict[str, float] = {}
-        """The metric of the last step that had it. A version's record carries it: where every batch is a step old, none
-        has it for long."""
+        """The metric of the last step that had it. It goes into every version's record, because in a run whose batches
+        are all a step old, few steps have it."""
 
     def check(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Raise ConfigError when the step's mismatch is past the limit; a step that has none decides nothing."""
+        """Raise ConfigError when the step's mismatch exceeds the limit. A step without one decides nothing."""
         mismatch = metrics.get(METRIC)
         if mismatch is None:
             return
@@ -47,10 +47,10 @@ class LogProbCheck:
             f"rollout engines and learner disagree by {mismatch:.3g} nats a token on the same weights, more than "
             f"{limit:.3g}, so every ratio of the loss is wrong; usual causes: another model folder, the dtype, "
             "quantisation or attention of the engine, a sampling option in rollout.engine.extra; "
-            "mend it, or raise learner.max_logprob_mismatch_nats"
+            "correct it, or raise learner.max_logprob_mismatch_nats"
         )
 
 
 def _nucleus_nats(group: Group) -> float:
-    """What top-p alone accounts for: the engine's probabilities are of the nucleus, which holds at least top_p."""
+    """The mismatch that top-p alone explains: the engine renormalises over the nucleus, which holds at least top_p."""
     return -math.log(group.sampling.top_p)

@@ -1,14 +1,16 @@
-"""Bringing versions to the fleet: after each step, and to servers that have none or an old one.
+"""Brings versions to the fleet: after each step, and to servers that have none or an old one.
 
 | loop             | waits for                             | unblocked by                        |
 |------------------|---------------------------------------|-------------------------------------|
-| publish_loop     | an offer: a version that is gathered  | the controller, after each step     |
+| publish_loop     | an offer: a version that is gathered  | the step loop, after each step      |
 | catch_up_loop    | a STALE server, every POLL_S          | the fleet registry                  |
 
-An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun, or would have
-to begin again without a member that failed: training never waits for a push, and no push is ever behind by more than
-one version. A late joiner is served in a lane of its own, so that it delays nobody; it takes part in the next push if
-that comes first.
+An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun, or whose push
+would have to start again without a member that failed. So training never waits for a push, and no push is ever behind
+by more than one version. A late joiner is served in a lane of its own, so it delays nobody; if the next push comes
+first, it takes part in that.
+
+Only `publish_loop` waits without a deadline, for work to do. Every other wait has one and raises DeadlineExceeded.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
+from penstock.errors import DeadlineExceeded
 from penstock.replay.contract import GroupConsumer
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
@@ -40,16 +43,16 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(frozen=True)
 class Offer:
-    """A version on its way out."""
+    """A version that is to be published."""
 
     policy_version: int
     step: int
     metrics: asyncio.Future[Mapping[str, float]]
-    """Of the step that made it; its record waits for them."""
+    """Numbers of the step that made the version. Its record in the policy registry holds them."""
     trace_parents: tuple[str, ...] = ()
-    """Of the groups that it is the first version to contain."""
+    """Trace contexts of the groups that were first trained into this version."""
     parent_version: int | None = None
-    """Whose weights it began from, where that is not the version before."""
+    """The version whose weights this one started from, if it is not the version before."""
 
 
 class PolicyPublication:
@@ -78,20 +81,20 @@ class PolicyPublication:
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
         self._offer: Offer | None = None
-        """The newest, until its push begins."""
+        """The newest offer, until its push begins."""
         self._pushing: int | None = None
         self._catching_up: dict[str, int] = {}
-        """Servers in the catch-up lane, and the version each is getting."""
+        """The version that each server in the catch-up lane is getting."""
         self._changed = asyncio.Condition()
         self._snapshot_step: int | None = None
         self._kept_version: int | None = None
         self._failures: dict[str, tuple[int, float]] = {}
-        """Failed pushes in a row of a server, and when it may be tried again."""
+        """For each server its failed pushes in a row, and when it may be tried again."""
 
     async def gather(
         self, policy_version: int, step: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
     ) -> Offer:
-        """Stage the policy's weights as a version and offer it. Returns when training may change them again."""
+        """Stage the policy's weights as a version and offer it. Returns when training may change the weights again."""
         if self._offer is not None:
             trace_parents += self._offer.trace_parents
         offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
@@ -105,13 +108,25 @@ class PolicyPublication:
         await self.policy.call_all("gather_weights", policy_version, self.term, keep)
         return offer
 
-    async def settle(self) -> None:
-        """Wait until everything that was offered is published."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._offer is None and self._pushing is None)
+    async def wait_until_published(self) -> None:
+        """Wait until every version that was offered is published or superseded.
+
+        The deadline covers two publications, each with its push and its snapshot: the one that runs, and the newest
+        offer behind it."""
+        num_servers = len(await self.fleet.servers())
+        timeout_s = 2 * (self._push_timeout_s(num_servers) + self.config.learner.rank_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._offer is None and self._pushing is None)
+        except TimeoutError as error:
+            version = self._pushing if self._offer is None else self._offer.policy_version
+            raise DeadlineExceeded(
+                f"version {version} was not published in {timeout_s:.0f} s; see the log of policy rank 0 and of the "
+                "rollout servers"
+            ) from error
 
     async def publish_loop(self) -> None:
-        """For ever: push the newest offer to every serving member, then make it the run's current version."""
+        """Runs for ever: pushes the newest offer to every serving member, then makes it the run's current version."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._offer is not None)
@@ -123,7 +138,7 @@ class PolicyPublication:
                 if is_published:
                     self.current = offer.policy_version
                 else:
-                    assert self._offer is not None, "it gave way to this one"
+                    assert self._offer is not None, "a push is superseded only by a newer offer"
                     self._count_skipped(offer.policy_version, self._offer.policy_version)
                     parents = self._offer.trace_parents + offer.trace_parents
                     self._offer = replace(self._offer, trace_parents=parents)
@@ -131,15 +146,15 @@ class PolicyPublication:
                 self._changed.notify_all()
 
     async def catch_up_loop(self) -> None:
-        """For ever: bring the current version to servers that are STALE, without disturbing the others."""
+        """Runs for ever: brings the current version to servers that are STALE, without disturbing the others."""
         by_snapshot = self.config.weights.catch_up == "snapshot"
         transport = "snapshot" if by_snapshot else None
         while True:
             await asyncio.sleep(POLL_S)
             if self.current is None or self._pushing is not None:
-                continue  # the push that runs takes STALE servers along
+                continue  # the running push serves STALE servers too
             if by_snapshot and self._kept_version == self.current:
-                continue  # servers load it on their own
+                continue  # servers load the snapshot themselves
             version = self.current
             behind = [server for server in await self._followers(("STALE",)) if server.policy_version != version]
             if behind and self._pushing is None:
@@ -151,11 +166,11 @@ class PolicyPublication:
                     self._catching_up = {}
 
     def _count_skipped(self, policy_version: int, newer_version: int) -> None:
-        logger.info("version %d is skipped: %d follows it already", policy_version, newer_version)
+        logger.info("version %d is skipped: version %d is newer", policy_version, newer_version)
         self.metrics.syncs.labels("superseded").inc()
 
     async def _publish(self, offer: Offer) -> bool:
-        """False where it gave way to a newer offer: nobody has it, and it is not published."""
+        """Push and register the version. False if a newer offer superseded it: then no server has it."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
         followers = await self._followers(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if server.server_id not in self._catching_up]
@@ -172,13 +187,25 @@ class PolicyPublication:
             weights_digest=report.weights_digest,
             snapshot_path=str(snapshot) if snapshot else "",
             state=policies_pb2.Policy.PUBLISHED,
-            metrics=await offer.metrics,
+            metrics=await self._metrics_of(offer),
         )
         await self.queue.publish(version, step, record.SerializeToString())
         for trace_parent in offer.trace_parents:
             self.tracing.record("publish", trace_parent, started_s, time.time(), policy_version=version, step=step)
         self.metrics.version.labels("learner").set(version)
         return True
+
+    async def _metrics_of(self, offer: Offer) -> Mapping[str, float]:
+        """The numbers of the offer's step. Two calls to the ranks, gather and usage, may come before them."""
+        timeout_s = 2 * self.config.learner.rank_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await offer.metrics
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"step {offer.step} gave no metrics for version {offer.policy_version} in {timeout_s:.0f} s; a rank "
+                "hangs or is overloaded (see its log, or raise learner.rank_timeout_s)"
+            ) from error
 
     async def _push(
         self,
@@ -189,9 +216,9 @@ class PolicyPublication:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push what is staged. Members that fail are evicted; they come back as STALE, and wait longer each time.
+        """Push a staged version. Members that fail are evicted; they come back as STALE, and wait longer each time.
 
-        A STALE server stays so until it has loaded: LOADING is for those that serve, and go on serving."""
+        A STALE server stays STALE until it has loaded. LOADING is the state of servers that go on serving."""
         for server in servers:
             if server.state == "READY":
                 await self.fleet.set_state(server.server_id, "LOADING", self.term)
@@ -199,11 +226,10 @@ class PolicyPublication:
             PushTarget(server.server_id, server.address, server.devices, server.host_id, server.transports)
             for server in servers
         ]
-        weights = self.config.weights
-        timeout_s = (weights.ready_timeout_s + 2 * weights.push_timeout_s) * (len(targets) + 1)
         report: PushReport = await self.policy.call_beside(
-            lane, "push", policy_version, targets, transport, base_version, lane, timeout_s=timeout_s
-        )
+            lane, "push", policy_version, targets, transport, base_version, lane,
+            timeout_s=self._push_timeout_s(len(targets)),
+        )  # fmt: skip
         for server_id in report.committed:
             state: ServerState = "READY" if policy_version == self._newest else "STALE"
             await self.fleet.set_state(server_id, state, self.term)
@@ -218,9 +244,15 @@ class PolicyPublication:
         self.metrics.record_push(report)
         return report
 
+    def _push_timeout_s(self, num_servers: int) -> float:
+        """Upper bound on a push. Each server can fail, and the push then starts again without it."""
+        weights = self.config.weights
+        return (weights.ready_timeout_s + 2 * weights.push_timeout_s) * (num_servers + 1)
+
     async def _followers(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable that take new versions: not those that an operator has pinned to one, and none at all where the
-        servers are rolled back."""
+        """The reachable servers that take new versions.
+
+        A server that an operator has pinned to a version does not, and while the servers are rolled back none does."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []
@@ -229,18 +261,18 @@ class PolicyPublication:
 
     @property
     def _newest(self) -> int | None:
-        """What a serving member has: the version being pushed, else the current one."""
+        """The version that a READY member has: the one being pushed, else the current one."""
         return self.current if self._pushing is None else self._pushing
 
     def _common_base(self, servers: Sequence[ServerRecord]) -> int | None:
-        """The version that every member serves, where deltas are wanted."""
+        """The version that every member serves, if `weights.delta` is on and all serve the same."""
         is_common = all(server.policy_version == self.current for server in servers)
         return self.current if self.config.weights.delta and is_common else None
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """Servers in one of the states, with a fresh heartbeat, that have not just failed.
 
-        One that should serve and is silent is evicted: should it wake up, it must load before it leases again."""
+        A serving server without heartbeats is evicted. If it wakes up, it must load a version before it leases."""
         limit_ms = self.config.replay.lease_ttl_s * 1000
         reachable = []
         for server in await self.fleet.servers():
@@ -254,7 +286,7 @@ class PolicyPublication:
         return reachable
 
     async def _snapshot(self, policy_version: int, step: int) -> Path | None:
-        """Keep the version, if none was kept for long enough, or it is the first or the last."""
+        """Write a snapshot of the version if one is due: every so many steps, and of the first and last version."""
         every, last = self.config.weights.snapshot_every_steps, self._snapshot_step
         is_due = last is None or step // every > last // every or step == self.config.learner.num_steps
         if not is_due:
@@ -265,7 +297,12 @@ class PolicyPublication:
         await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
         self._snapshot_step, self._kept_version = step, policy_version
         kept = {f"version-{version:08d}" for version in await self.policies.kept_versions()}
-        for old in sorted(folder.glob("version-*"))[: -self.config.weights.keep_snapshots]:
-            if old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+        await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
         return target
+
+
+def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[str]) -> None:
+    """Remove all snapshots but the newest ones and those named in `kept`."""
+    for old in sorted(folder.glob("version-*"))[:-num_newest]:
+        if old.name not in kept:
+            shutil.rmtree(old, ignore_errors=True)

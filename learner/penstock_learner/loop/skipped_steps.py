@@ -1,4 +1,4 @@
-"""The end of a run that no longer learns: too many steps in a row whose loss or gradient was not finite."""
+"""Ends a run that no longer learns: too many steps in a row had a loss or gradient that was not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 
 
 class SkippedSteps:
-    """Counts each role's skipped steps in a row; at the limit the batch is kept for inspection and the run ends."""
+    """Counts the skipped steps in a row of each role. At the limit it saves the batch for inspection and ends the run.
+
+    With a limit of 0 the run never ends for this reason."""
 
     def __init__(self, limit: int, folder: Path) -> None:
         self.limit = limit
@@ -33,7 +35,7 @@ class SkippedSteps:
         shards: Sequence[RankShard],
         reports: Sequence[UpdateReport | CriticReport],
     ) -> None:
-        """After every step, for each role that trains; `shards` and `reports` are in the same order."""
+        """Call after every update of a trained role. `shards` and `reports` are in the same order."""
         taken = reports[0].step
         if not taken.skipped:
             self.in_a_row[role] = 0
@@ -51,12 +53,12 @@ class SkippedSteps:
         prompts = sorted({int(batch.group_ids[sequence]) for sequence in guilty})
         where = f"loss of prompts {_listed(prompts)}" if guilty else f"gradient norm ({taken.grad_norm})"
         raise TrainingDiverged(
-            f"the {role}'s {where} was not finite at step {step}, the {self.in_a_row[role]}. such step in a row; look "
-            f"at the batch in {path}, then go on from a checkpoint with a lower {_RATES[role]} or without these prompts"
+            f"the {role}'s {where} was not finite at step {step} ({self.in_a_row[role]} such steps in a row); look at "
+            f"the batch in {path}, then continue from a checkpoint with a lower {_RATES[role]} or without these prompts"
         )
 
     def _save(self, step: int, batch: SequenceBatch, guilty: list[int]) -> Path:
-        """The whole batch as arrays, with the numbers of the sequences whose loss was not finite."""
+        """Write the whole batch as arrays, with the indices of the sequences whose loss was not finite."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:08d}.npz"
         arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}

@@ -1,4 +1,4 @@
-"""One step's numbers: computed once, and the same for the log, the policy record, the loggers and Prometheus."""
+"""The numbers of one step. They are computed once, for the log, the policy record, the loggers and Prometheus."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock_learner.roles.policy_update import UpdateReport
 
 
 def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:
-    """What the data of a step looked like. Staleness is in steps, of tokens (mean) and the oldest token (max).
+    """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
 
-    Groups are compared with their baselines; all else is of the samples that train."""
+    Reward spread within groups includes their baseline samples. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
     staleness = policy_version - in_steps(trained.token_versions, roll_backs)
     _, first = np.unique(batch.group_ids, return_index=True)
@@ -42,7 +42,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
 
 
 def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
-    """Mean reward of a batch's samples by data source. `rewards` are those that train, one a trajectory."""
+    """Mean reward of a batch's samples by data source. `rewards` has one entry a trajectory."""
     by_source: dict[str, list[float]] = {}
     samples = ((group.data_source, trajectory) for group in groups for trajectory in group.trajectories)
     for (data_source, trajectory), reward in zip(samples, rewards.tolist(), strict=True):
@@ -52,12 +52,14 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
 
 
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
-    """What the updates of a step did, each over all ranks; all of them together have trained `num_tokens`."""
+    """Numbers about the policy's updates of a step. `updates` has the reports of all ranks for each update.
+
+    All updates together trained `num_tokens` tokens."""
     reports = [report for ranks in updates for report in ranks]
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
-    # Of the first alone: what later ones compute with is the weights of no version.
+    # Only the first update counts: the weights of later ones are of no version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     metrics = _optimizer_metrics(updates) | {
         "kl_reference": sum(report.kl for report in reports) / num_tokens,
@@ -82,8 +84,9 @@ def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -
 def critic_metrics(
     updates: Sequence[Sequence[CriticReport]], batch: SequenceBatch, num_tokens: int
 ) -> dict[str, float]:
-    """What the critic's updates of a step did, each over all ranks, and how good its values of the start were. All of
-    them together have trained `num_tokens`."""
+    """Numbers about the critic's updates of a step, and how good its values were at the start of the step.
+
+    `updates` and `num_tokens` are as in `update_metrics`."""
     assert batch.values is not None and batch.returns is not None
     num_clipped = sum(report.num_clipped for ranks in updates for report in ranks)
     trained = batch.loss_mask.astype(bool)
@@ -97,7 +100,7 @@ def critic_metrics(
 
 
 def _optimizer_metrics(updates: Sequence[Sequence[UpdateReport | CriticReport]]) -> dict[str, float]:
-    """Of the updates of a step, each over all ranks: a loss is the sum of the ranks', the rest is the same on all."""
+    """Numbers that policy and critic share. A loss is the sum over the ranks; the rest is the same on every rank."""
     taken = [ranks[0].step for ranks in updates]
     return {
         "loss": sum(report.loss for ranks in updates for report in ranks) / len(updates),
@@ -108,12 +111,12 @@ def _optimizer_metrics(updates: Sequence[Sequence[UpdateReport | CriticReport]])
 
 
 def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
-    """Tokens by bucket of their importance ratio, over the ranks of an update, and the sum of the ratios."""
+    """How many tokens fall into each bucket of the importance ratio, over all ranks, and the sum of the ratios."""
     counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
     return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
 
 
 def _mixed_version_ratio(batch: SequenceBatch) -> float:
-    """Share of trajectories whose tokens come from more than one version: updated in flight."""
+    """Share of trajectories with tokens of more than one version, because weights changed while they were sampled."""
     starts = np.cumsum(batch.response_lengths) - batch.response_lengths
     return float((batch.unmixed_versions[starts] == -1).mean())

@@ -5,9 +5,9 @@
     proximal log-probs  ├─► advantages ─► ┤
     critic values       ┘                 └► policy update
 
-What stands in one column runs at the same time; the first two lines may run ahead (batch_ahead.py). A role that only
-computes forwards is restarted where it dies, and its call is repeated; the death of one that trains is the
-controller's, since its weights are those of the checkpoint.
+The entries of a column run at the same time, and the first two may run a step ahead (batch_ahead.py). A role that only
+computes forward passes is restarted here when it dies, and its call is repeated. The death of a trained role is left to
+the controller, which must go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
-from penstock_learner.roles.role_group import RoleGroup, all_ended
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
 
 TRAINED_ROLES = ("policy", "critic")
-Computed = dict[str, NDArray[np.float32]]
-"""Fields of a `SequenceBatch` that a forward pass gives."""
+ForwardOutputs = dict[str, NDArray[np.float32]]
+"""Fields of a `SequenceBatch` that forward passes compute, by name."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Update:
     shards: list[RankShard]
     denominators: Denominators
     reports: list[Any]
-    """Of each shard."""
+    """One report for each shard."""
 
 
 class TrainingStep:
@@ -64,15 +64,15 @@ class TrainingStep:
         self.metrics = metrics
         self.skipped = skipped
         self.recomputed: NDArray[np.float32] | None = None
-        """[T] log-probs of the last batch before its update, where they were computed."""
+        """[T] the policy's log-probs of the last batch before its update, if they were computed."""
         self.rewards: NDArray[np.float32] = np.zeros(0, np.float32)
-        """[S] rewards of the last batch, those of the reward model included."""
+        """[S] rewards that the last batch was trained with, including the reward model's."""
         self._one_batch = asyncio.Lock()
 
-    async def frozen_forwards(self, groups: Sequence[Group]) -> Computed:
-        """What the roles that never change compute of the groups, at the same time; it may run beside earlier steps.
+    async def frozen_forwards(self, groups: Sequence[Group]) -> ForwardOutputs:
+        """The forward passes of the frozen roles. They run at the same time, and may run beside earlier steps.
 
-        One batch after another: a role that dies is restarted by one caller."""
+        One batch is computed at a time, so that a role that dies is restarted by one caller."""
         batch = batch_of(groups)
         async with self._one_batch:
             calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
@@ -80,7 +80,7 @@ class TrainingStep:
                 calls["rewards"] = self._rewards(batch, groups, self.config.reward_model)
             if "reference" in self.roles:
                 calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
-            return dict(zip(calls, await all_ended(*calls.values()), strict=True))
+            return dict(zip(calls, await gather_all(*calls.values()), strict=True))
 
     async def run(
         self,
@@ -88,13 +88,12 @@ class TrainingStep:
         step: int,
         version: int,
         kl_coefficient: float,
-        frozen: Awaitable[Computed] | None = None,
+        frozen: Awaitable[ForwardOutputs] | None = None,
         roll_backs: Sequence[RollBack] = (),
     ) -> dict[str, float]:
-        """Train on the groups; the policy holds the new weights afterwards, unpublished. Returns the step's numbers.
+        """Train on the groups and return the step's numbers. The policy then holds new weights, not yet published.
 
-        `frozen` are `frozen_forwards` of the groups that have begun before; `roll_backs` those that the weights have
-        followed."""
+        `frozen` is a call to `frozen_forwards` for these groups that was begun before."""
         started = time.monotonic()
         batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
@@ -110,22 +109,22 @@ class TrainingStep:
             "time": time.time(),
         }
 
-    async def _with_forwards(self, batch: SequenceBatch, frozen: Awaitable[Computed]) -> SequenceBatch:
-        """The batch with everything that advantages and losses need of the roles, all computed at the same time."""
+    async def _with_forwards(self, batch: SequenceBatch, frozen: Awaitable[ForwardOutputs]) -> SequenceBatch:
+        """The batch with all forward passes that advantages and losses need. They run at the same time."""
         correction = self.config.algorithm.correction
         calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
         if correction.mode != "bypass" and correction.proximal == "recomputed":
             calls["old_log_probs"] = self._per_token("policy", "log_probs", batch)
         if "critic" in self.roles:
             calls["values"] = self._per_token("critic", "values", batch)
-        of_frozen, *of_trained = await all_ended(frozen, *calls.values())
+        of_frozen, *of_trained = await gather_all(frozen, *calls.values())
         computed: dict[str, Any] = of_frozen | dict(zip(calls, of_trained, strict=True))
         return replace(batch, **computed)
 
     async def _rewards(
         self, batch: SequenceBatch, groups: Sequence[Group], config: RewardModelConfig
     ) -> NDArray[np.float32]:
-        """[S] the batch's rewards with those of the reward model, for the data sources that it scores."""
+        """[S] the batch's rewards, combined with the reward model's for the data sources that it scores."""
         sources = [group.data_source for group in groups for _ in group.trajectories]
         patterns = config.data_sources or ("*",)
         scored = [i for i, source in enumerate(sources) if any(fnmatchcase(source, pattern) for pattern in patterns)]
@@ -143,7 +142,7 @@ class TrainingStep:
     async def _forward(
         self, role: str, method: str, batch: SequenceBatch
     ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
-        """What each rank of the role computed of its shard."""
+        """The result of each rank for its shard, and the shards."""
         group = self.roles[role]
         shards, share = self._partition(role, batch)
         while True:
@@ -156,18 +155,18 @@ class TrainingStep:
                 await self.recovery.restart(group, error)
 
     async def _update(self, batch: SequenceBatch, step: int, version: int, kl_coefficient: float) -> dict[str, float]:
-        """Policy and critic learn from the batch at the same time, each from one of its mini-batches after another."""
+        """Update policy and critic at the same time, each with one mini-batch after another."""
         algorithm = self.config.algorithm
         parts = batch.split(self.config.minibatches_per_step) * self.config.epochs_per_step
         learning = [self._learn("policy", parts, algorithm.loss.constant_length, step, version, kl_coefficient)]
         if "critic" in self.roles:
             learning.append(self._learn("critic", parts, algorithm.value_loss.constant_length, step))
-        policy, *critic = await all_ended(*learning)
+        policy, *critic = await gather_all(*learning)
         for role, updates in zip(TRAINED_ROLES, (policy, *critic), strict=False):
             for update in updates:
                 self.skipped.check(role, step, update.batch, update.shards, update.reports)
         for update in policy:
-            if not update.reports[0].step.skipped:  # the sum of a counter would never be a number again
+            if not update.reports[0].step.skipped:  # adding NaN would spoil the counter for ever
                 self.metrics.importance_ratio.add(*ratio_counts(update.reports))
         metrics = update_metrics([update.reports for update in policy], _num_tokens(policy))
         metrics["kl_coefficient"] = kl_coefficient
@@ -189,12 +188,12 @@ class TrainingStep:
         return updates
 
     def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
-        """A shard for each group of ranks that share sequences, and how many ranks such a group has."""
+        """One shard for each group of ranks that share sequences, and the number of ranks in a group."""
         share = self.config.sequence_parallel if role == "policy" else 1
         num_shards = self.roles[role].num_ranks // share
         return partition(batch, num_shards, self.config.micro_batch_tokens * share), share
 
 
 def _num_tokens(updates: Sequence[_Update]) -> int:
-    """That all of them have trained."""
+    """Trained tokens of all updates together."""
     return sum(update.denominators.num_tokens for update in updates)

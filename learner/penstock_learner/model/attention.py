@@ -1,15 +1,16 @@
 """Attention over packed sequences: each token sees the earlier tokens of its own sequence, and nothing else.
 
-The linear layers run on the packed tokens without padding. Attention has two ways, which agree:
+The linear layers run on the packed tokens without padding. Attention has two implementations with the same result:
 
-| way    | where                      | how                                                                          |
+| name   | used                       | how                                                                          |
 |--------|----------------------------|------------------------------------------------------------------------------|
-| varlen | CUDA in half precision     | `torch.nn.attention.varlen`: flash attention over the packed tokens          |
-| padded | everywhere else, and where | tokens go into a right-padded [sequences, longest] block, where plain causal |
-|        | sequences are about as     | attention is exact (no token looks right, so none sees padding), and back;   |
-|        | long as each other         | on a Hopper cuDNN's, which takes two thirds of the time of torch's flash     |
+| varlen | on CUDA in half precision  | `torch.nn.attention.varlen`: flash attention over the packed tokens          |
+| padded | everywhere else, and where | Tokens are copied into a right-padded [sequences, longest] block and back.   |
+|        | sequences are of about     | Causal attention is exact there: no token looks right, so none sees padding. |
+|        | equal length               | On Hopper it runs on cuDNN, in two thirds of the time of torch's flash.      |
 
-Under sequence parallelism a rank holds a slice of the tokens; `sequence_parallel.py` trades it for one of the heads.
+Under sequence parallelism a rank holds a slice of the tokens. `sequence_parallel.py` exchanges it for a slice of the
+heads.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from penstock_learner.model.sequence_parallel import SequenceParallel
 varlen_attn: Callable[..., Any] | None
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a torch built without flash attention: the padded way is always there
+except ImportError:  # a torch that was built without flash attention
     varlen_attn = None
 
 NAME = "penstock_packed"
 _BLOCK_TOKENS = 512
-"""A block's width on a GPU is a multiple of it."""
+"""On a GPU the width of a padded block is a multiple of this."""
 _FULL = 1.1
-"""A block with no more than this many times the tokens is full."""
+"""A padded block counts as full if its size is at most this many times the tokens."""
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -47,13 +48,13 @@ _FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
-"""They differ between releases of torch."""
+"""The parameters differ between releases of torch."""
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a micro-batch lie. Built once, used by every layer."""
+    """Where the sequences of a micro-batch lie: N tokens of S sequences. Built once, used by every layer."""
 
     gather: Tensor
     """[S, L] index of the packed token; padding points at token 0."""
@@ -62,23 +63,24 @@ class Packing:
     rows: Tensor
     """[N] sequence of each packed token."""
     columns: Tensor
-    """[N] position of each packed token in its sequence: also its position id."""
+    """[N] position of each packed token in its sequence, which is also its position id."""
     offsets: Tensor
-    """[S + 1] where each sequence begins, and the end."""
+    """[S + 1] where each sequence begins, followed by N."""
     longest: int
     """Tokens of the longest sequence."""
     is_full: bool
     """Whether the padded block has little padding."""
     is_even: bool
-    """Whether it has none: then it is the packed tokens as they lie."""
+    """Whether the padded block has no padding at all: it is then the packed tokens as they are."""
     parallel: SequenceParallel | None = None
-    """Set where each rank holds a slice of the tokens."""
+    """Set if each rank holds a slice of the tokens."""
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], device: torch.device, parallel: SequenceParallel | None = None) -> Packing:
-        """`lengths` are the tokens of each sequence, with their prompts. Made on the host: no wait for the device."""
+        """`lengths` counts the tokens of each sequence, prompt included. Computed on the host, without waiting for the
+        device."""
         num_sequences, num_tokens, longest = len(lengths), int(lengths.sum()), int(lengths.max())
-        # cuDNN makes a plan for every shape that it has not seen, so it shall see few.
+        # cuDNN makes a plan for every new shape. Rounding up keeps the number of shapes low.
         width = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS if device.type == "cuda" else longest
         starts = np.cumsum(lengths) - lengths
         rows = np.repeat(np.arange(num_sequences), lengths)
@@ -109,7 +111,7 @@ def packed_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention signature: query [1, heads, N, dim] to output [1, N, heads, dim]."""
+    """Attention with Hugging Face's signature: from query [1, heads, N, dim] to output [1, N, heads, dim]."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if packing.parallel is not None:
         q, k, v = packing.parallel.scatter_heads(q, k, v, len(packing.rows))
@@ -121,9 +123,9 @@ def packed_attention(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """[N, heads, dim] each."""
+    """Inputs and output are [N, heads, dim]."""
     options = dict(_CAUSAL)
-    if "enable_gqa" in _VARLEN_PARAMETERS:  # releases without it need no word of it
+    if "enable_gqa" in _VARLEN_PARAMETERS:  # releases without the parameter do it by themselves
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     if scaling is not None:
         if "scale" in _VARLEN_PARAMETERS:
@@ -137,7 +139,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """[N, heads, dim] each."""
+    """Inputs and output are [N, heads, dim]."""
     q, k, v = (_to_block(states, packing).transpose(1, 2) for states in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         output = functional.scaled_dot_product_attention(
@@ -164,7 +166,7 @@ def _from_block(block: Tensor, packing: Packing) -> Tensor:
 
 
 class _ToBlock(torch.autograd.Function):
-    """Padding gets no gradient: only queries that are padding themselves see it."""
+    """Padding gets no gradient, because only queries that are padding themselves see it."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, gather: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class _FromBlock(torch.autograd.Function):
 
 
 def register() -> None:
-    """Make the name known to Hugging Face models."""
+    """Register packed attention with Hugging Face under `NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -1,4 +1,4 @@
-"""Host arrays to the device."""
+"""Copies of host arrays on the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device. From pinned memory where that is a GPU, so that the host does not wait for the work that
-    is under way there."""
+    """Copy the array to the device. For a GPU it goes through pinned memory, so the host does not wait for running
+    kernels."""
     tensor = torch.as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def filled_to_device(array: NDArray[Any] | None, device: torch.device) -> Tensor:
-    """A batch's field that the controller fills in for the algorithms that need it, on the device."""
-    assert array is not None, "the controller filled in what the algorithm needs"
+def required_to_device(array: NDArray[Any] | None, device: torch.device) -> Tensor:
+    """Copy a field of a batch that the controller must have filled in, because the algorithm needs it."""
+    assert array is not None, "the controller did not fill in a field that the algorithm needs"
     return to_device(array, device)

@@ -1,9 +1,10 @@
 """Log-probs and entropies straight from hidden states: the [tokens, vocabulary] logits are never whole in memory.
 
-They are made, used and dropped a part at a time. Forward takes all of the vocabulary for a chunk of tokens, and keeps
-one number a token: the log of the softmax's denominator. Backward takes all tokens for a block of the vocabulary of the
-same size, makes their logits again, and from these their gradient: one product gives the block's rows of the weight's
-gradient, whole, and another adds, in float32, to that of the hidden states.
+Logits are computed, used and dropped a part at a time. The forward pass takes the whole vocabulary for a chunk of
+tokens, and keeps one number a token: the log of the softmax's denominator. The backward pass takes all tokens for a
+block of the vocabulary, with as many logits as a chunk has. It computes the logits again and their gradient from them.
+One product then gives the complete gradient of the block's weight rows, and another is added, in float32, to the
+gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 128
-"""Blocks of the vocabulary are multiples of it: products of odd sizes are slow."""
+"""The size of a vocabulary block is a multiple of this: products of odd sizes are slow."""
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,7 +32,8 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [T] of each target, with gradient to `hidden` [T, H] and `weight` [V, H], and entropy [T], without.
 
-    Both are float32, of the logits divided by `temperatures` [T]. `compiled` fuses what is between the products."""
+    Both are float32 and use the logits divided by `temperatures` [T]. `compiled` fuses the operations between the
+    matrix products."""
     log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperatures, chunk_tokens, compiled
     )
@@ -39,13 +41,13 @@ def log_probs_and_entropy(
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy, and the log of the denominator; [C] each."""
+    """Log-prob of the target, entropy, and log of the softmax's denominator, each [C] for a chunk of C tokens."""
     scaled = logits.float() / temperatures.unsqueeze(1)
     highest = scaled.amax(dim=1)
     exponentials = (scaled - highest.unsqueeze(1)).exp()
     denominator = exponentials.sum(dim=1)
     log_denominator = highest + denominator.log()
-    # Entropy is log Z - E[logit]; taken relative to the highest logit, so that large logits cost no digits.
+    # Entropy is log Z - E[logit]. Both are taken relative to the highest logit, so large logits lose no precision.
     mean = (exponentials * (scaled - highest.unsqueeze(1))).sum(dim=1) / denominator
     chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float() / temperatures
     return chosen - log_denominator, denominator.log() - mean, log_denominator
@@ -54,15 +56,16 @@ def _statistics(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[
 def _logit_gradient(
     logits: Tensor, targets: Tensor, temperatures: Tensor, log_denominator: Tensor, gradient: Tensor
 ) -> Tensor:
-    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature. Targets count from the block's
-    first entry."""
+    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature.
+
+    `targets` are relative to the first entry of the block."""
     probabilities = (logits.float() / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == targets.unsqueeze(1)
     return ((is_target.float() - probabilities) * (gradient / temperatures).unsqueeze(1)).to(logits.dtype)
 
 
 _compiled: dict[str, Any] = {}
-"""The fused forms, made when first asked for."""
+"""The compiled functions, made on first use."""
 
 
 def _functions(compiled: bool) -> tuple[Statistics, Gradient]:
@@ -118,13 +121,13 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _block_size(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
-    """Entries of the vocabulary whose logits, of all tokens, are as many as all logits of a chunk."""
+    """Vocabulary entries of a block. Its logits for all tokens are about as many as the logits of one chunk."""
     num_blocks = max(1, -(-num_tokens // chunk_tokens))
     return -(-vocabulary // num_blocks // _ALIGNED) * _ALIGNED
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, in the type of `total` even where a and b have fewer bits."""
+    """total += a · b, summed in the type of `total` even if a and b have fewer bits."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

@@ -1,4 +1,4 @@
-"""Batches of whole sequences, concatenated without padding, and their split over ranks and micro-batches."""
+"""Batches of whole sequences, concatenated without padding, and how they are split over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.trajectory import Group
 
 BY_SEQUENCE = ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids", "is_baseline")
-"""The [S] arrays of a batch."""
+"""The fields of a batch with one entry a sequence."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SequenceBatch:
     prompt_lengths: NDArray[np.int64]
     """[S]"""
     temperatures: NDArray[np.float32]
-    """[S] the learner divides its logits by what the engine sampled with."""
+    """[S] the engine's sampling temperature, by which the learner divides its logits."""
     rewards: NDArray[np.float32]
     """[S]"""
     group_ids: NDArray[np.int64]
@@ -44,15 +44,15 @@ class SequenceBatch:
     advantages: NDArray[np.float32] | None = None
     """[T]"""
     old_log_probs: NDArray[np.float32] | None = None
-    """[T] of the proximal policy, where the correction mode wants it recomputed."""
+    """[T] log-probs of the proximal policy, if the correction recomputes them."""
     reference_log_probs: NDArray[np.float32] | None = None
     """[T]"""
     values: NDArray[np.float32] | None = None
-    """[T] of the critic, at the start of the step."""
+    """[T] the critic's values at the start of the step."""
     returns: NDArray[np.float32] | None = None
-    """[T] what the critic learns."""
+    """[T] the targets of the critic."""
     is_baseline: NDArray[np.bool_] | None = None
-    """[S] the greedy samples that others are compared with; None where no group has one."""
+    """[S] true for the greedy sample that the others of a group are compared with; None if no group has one."""
 
     @property
     def num_sequences(self) -> int:
@@ -64,21 +64,21 @@ class SequenceBatch:
 
     @property
     def sequence_ids(self) -> NDArray[np.int64]:
-        """[T] which sequence each response token belongs to."""
+        """[T] the sequence of each response token."""
         return np.repeat(np.arange(self.num_sequences), self.response_lengths)
 
     @property
     def response_index(self) -> NDArray[np.int64]:
-        """[T] where each response token lies among the N tokens."""
+        """[T] the index of each response token among the N tokens."""
         starts = np.cumsum(self.lengths) - self.lengths + self.prompt_lengths
         return _ranges(starts, self.response_lengths)
 
     @property
     def unmixed_versions(self) -> NDArray[np.int64]:
-        """[T] the version of each token, -1 in trajectories of several versions.
+        """[T] the version of each token, or -1 in trajectories of several versions.
 
-        Where the weights changed in flight, the engine went on with keys and values of the old ones, so its log-probs
-        are not those of a forward pass under one version."""
+        When weights change while a trajectory is sampled, the engine continues with keys and values of the old weights,
+        so its log-probs are not those of a forward pass under one version."""
         starts = np.cumsum(self.response_lengths) - self.response_lengths
         low = np.minimum.reduceat(self.token_versions, starts)
         high = np.maximum.reduceat(self.token_versions, starts)
@@ -86,7 +86,7 @@ class SequenceBatch:
         return versions
 
     def select(self, sequences: Sequence[int]) -> SequenceBatch:
-        """The batch of these sequences, in this order."""
+        """A batch of these sequences, in this order."""
         chosen = np.asarray(sequences, dtype=np.int64)
         token_index = _ranges((np.cumsum(self.lengths) - self.lengths)[chosen], self.lengths[chosen])
         responses = self.response_lengths
@@ -103,23 +103,23 @@ class SequenceBatch:
         return SequenceBatch(**selected)
 
     def split(self, num_parts: int) -> list[SequenceBatch]:
-        """Neighbours stay together, so that most groups stay whole; no more parts than sequences."""
+        """Split into parts of neighbouring sequences, so that most groups stay whole. There are no empty parts."""
         if num_parts == 1:
             return [self]
         parts = np.array_split(np.arange(self.num_sequences), min(num_parts, self.num_sequences))
         return [self.select(part.tolist()) for part in parts]
 
     def without_baselines(self) -> SequenceBatch:
-        """The sequences that are trained."""
+        """The batch without its greedy samples, which are not trained."""
         return self if self.is_baseline is None else self.select(np.flatnonzero(~self.is_baseline).tolist())
 
     def without_loss(self) -> SequenceBatch:
-        """The same forward pass with nothing to learn: it evens out ranks that have no sequence of their own."""
+        """The same forward pass with nothing to learn, for a rank that has no sequence of its own."""
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
 def batch_of(groups: Sequence[Group]) -> SequenceBatch:
-    """All trajectories of the groups, in order."""
+    """A batch of all trajectories of the groups, in order."""
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     is_baseline = np.array([t.is_baseline for _, t in pairs], dtype=np.bool_)
     return SequenceBatch(
@@ -140,15 +140,15 @@ def batch_of(groups: Sequence[Group]) -> SequenceBatch:
 
 @dataclass(frozen=True)
 class RankShard:
-    """A rank's part of a batch. All ranks have the same number of micro-batches, so that collectives match."""
+    """A rank's part of a batch. All ranks have equally many micro-batches, so their collectives match."""
 
     micro_batches: list[SequenceBatch]
     sequences: list[list[int]]
-    """Which sequences of the whole batch each micro-batch holds; empty for one that only evens out."""
+    """The sequences of the whole batch in each micro-batch. Empty for one that only makes the count equal."""
 
 
 def partition(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> list[RankShard]:
-    """Split over ranks, balanced by tokens, then into micro-batches of at most about `max_tokens`."""
+    """Split over ranks, balanced by tokens, then into micro-batches of about `max_tokens` at most."""
     lengths = batch.lengths.tolist()
     by_rank = _balance(list(range(batch.num_sequences)), lengths, num_ranks)
     heaviest = max(sum(lengths[i] for i in part) for part in by_rank)
@@ -159,7 +159,9 @@ def partition(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> list[Ran
 def unpermute(
     parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
 ) -> NDArray[np.float32]:
-    """Put per-token results of each rank (its micro-batches concatenated) back into the batch's order."""
+    """Put the per-token results of all ranks back into the batch's order.
+
+    A rank's result is that of its micro-batches, concatenated."""
     responses = batch.response_lengths
     starts = np.cumsum(responses) - responses
     result = np.zeros(int(responses.sum()), dtype=np.float32)
@@ -176,7 +178,7 @@ def unpermute(
 def unpermute_sequences(
     parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
 ) -> NDArray[np.float32]:
-    """`unpermute` of results that are one a sequence."""
+    """As `unpermute`, for results with one entry a sequence."""
     result = np.zeros(batch.num_sequences, dtype=np.float32)
     for values, shard in zip(parts, shards, strict=True):
         offset = 0
@@ -193,7 +195,7 @@ def _shard(batch: SequenceBatch, parts: list[list[int]]) -> RankShard:
 
 
 def _balance(items: list[int], weights: list[int], num_parts: int) -> list[list[int]]:
-    """Longest first, each to the lightest part; the items of a part keep their order."""
+    """Give the heaviest items first, each to the lightest part. The items of a part keep their order."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0, part) for part in range(num_parts)]
     for item in sorted(items, key=lambda i: -weights[i]):

@@ -1,4 +1,4 @@
-"""Hugging Face backbones that give one number: the models of the critic and of the reward model."""
+"""Hugging Face backbones with one number as output: the models of the critic and of the reward model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from penstock_learner.model.causal_lm import load_model
 
 
 class PackedScalarModel(nn.Module):
-    """Wraps a sequence classifier so that the sharded root covers embedding, layers and head in one forward."""
+    """Wraps a sequence classifier so that the sharded root covers embedding, layers and head in one forward pass."""
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
         self.lm: Any = lm
 
     def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
-        """[len(positions)] the head's number at these of the packed tokens."""
+        """The head's number at each of these positions of the packed tokens."""
         hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
         return self._numbers(hidden[positions])
 
     def _numbers(self, hidden: Tensor) -> Tensor:
         numbers: Tensor = self.lm.score(hidden)
-        return numbers.float().sum(dim=1)  # of one column; the root's output must not be a view
+        return numbers.float().sum(dim=1)  # sums one column: FSDP's root must not return a view
 
 
 class PackedJudge(PackedScalarModel):
-    """A causal model whose number is the probability of one next token against another."""
+    """A causal model whose number is the probability of `yes` against `no` as the next token."""
 
     def __init__(self, lm: nn.Module, yes_id: int, no_id: int) -> None:
         super().__init__(lm)
@@ -47,10 +47,10 @@ class PackedJudge(PackedScalarModel):
 
 
 def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> PackedScalarModel:
-    """Load a checkpoint folder with packed attention; `key` is what the config calls it. Never reaches the network.
+    """Load a Hugging Face folder with packed attention. Never reaches the network. Errors name the config's `key`.
 
-    The folder must hold a sequence classifier with one label, unless `make_head`: then any other model will do, and
-    gets a head of zeros, which is the same on every rank."""
+    The folder must hold a sequence classifier with one label. With `make_head` any other decoder will do: it gets a
+    head of zeros, which is the same on every rank."""
     has_head = _has_head(path, key)
     if not has_head and not make_head:
         raise ConfigError(
@@ -70,7 +70,7 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
 
 
 def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[PackedJudge, list[int]]:
-    """A causal model from a checkpoint folder, and the tokens of the question that it is asked."""
+    """Load a causal model as judge. Also returns the tokens of the question that it is asked."""
     from transformers import AutoTokenizer
 
     lm = load_model(path, dtype, chunk_tokens=1).lm
@@ -87,9 +87,9 @@ def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:
-    """Refuse a folder whose tokenizer has other words than the policy's: it would read other text in the same ids.
+    """Refuse a folder whose vocabulary differs from the policy's: the same ids would be other text.
 
-    A folder without a `tokenizer.json` says nothing, and passes."""
+    A folder without a `tokenizer.json` passes."""
     own, wanted = (_vocabulary(folder) for folder in (path, policy_path))
     if own is not None and wanted is not None and own != wanted:
         raise ConfigError(

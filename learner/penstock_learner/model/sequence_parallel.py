@@ -1,13 +1,13 @@
 """Ulysses sequence parallelism: the ranks of a group hold slices of the same packed tokens.
 
-Everything but attention works on one token at a time, so each rank does its slice. Around attention two all-to-alls
-trade slices of tokens (all heads) for slices of heads (all tokens) and back:
+Everything but attention works on one token at a time, so each rank computes its slice. Around attention two all-to-alls
+exchange slices of tokens (all heads) for slices of heads (all tokens) and back:
 
     [N/P tokens, H heads] ─► [N tokens, H/P heads] ─► attention ─► [N tokens, H/P heads] ─► [N/P tokens, H heads]
 
-Where there are fewer key heads than ranks, each key head is repeated so that every rank gets the one its queries use.
-Every rank sees the results of all tokens (`whole`), and so computes the same loss; backward, each follows its own slice
-only, so that the ranks' gradients add up to those of one rank.
+With fewer key heads than ranks, each key head is repeated so that every rank gets the one that its queries use. Every
+rank sees the results of all tokens (`whole`) and computes the same loss. In the backward pass each rank follows its own
+slice only, so the gradients of the ranks add up to those of a single rank.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class SequenceParallel:
     size: int
 
     def own(self, num_tokens: int) -> slice:
-        """This rank's tokens. The last ranks' slices may be shorter; `pad` makes all equally long."""
+        """The slice of this rank. Those of the last ranks may be shorter; `pad` makes them equally long."""
         share = -(-num_tokens // self.size)
         return slice(min(self.rank * share, num_tokens), min((self.rank + 1) * share, num_tokens))
 
     def pad(self, tokens: Tensor, num_tokens: int) -> Tensor:
-        """A slice of 1-d `tokens`, filled up with zeros to the length that all ranks have."""
+        """Fill a slice of 1-d `tokens` with zeros to the length that all ranks have."""
         share = -(-num_tokens // self.size)
         return torch.nn.functional.pad(tokens, (0, share - len(tokens)))
 
     def scatter_heads(self, q: Tensor, k: Tensor, v: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[N / P, heads, dim] to [N, heads / P, dim] each."""
+        """Each from [N / P, heads, dim] to [N, heads / P, dim]."""
         if q.shape[1] % self.size:
             raise ConfigError(
                 f"{q.shape[1]} attention heads cannot be split over {self.size} ranks; "
@@ -53,7 +53,7 @@ class SequenceParallel:
         return q, k, v
 
     def gather_heads(self, output: Tensor) -> Tensor:
-        """[N, heads / P, dim] to [N / P, heads, dim]."""
+        """From [N, heads / P, dim] to [N / P, heads, dim]."""
         num_tokens, heads, dim = output.shape
         share = -(-num_tokens // self.size)
         padded = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, share * self.size - num_tokens))
@@ -61,12 +61,12 @@ class SequenceParallel:
         return traded.view(self.size, share, heads, dim).transpose(0, 1).reshape(share, self.size * heads, dim)
 
     def whole(self, own: Tensor, index: Tensor, num_entries: int) -> Tensor:
-        """Every rank's `own` entries at their `index` in one tensor; the gradient goes to `own` alone."""
+        """One tensor with every rank's `own` entries at their `index`. The gradient goes to `own` alone."""
         result: Tensor = _Whole.apply(own, index, num_entries, self.group)  # type: ignore[no-untyped-call]
         return result
 
     def _spread(self, states: Tensor, num_heads: int) -> Tensor:
-        """Key heads, repeated as often as a slice for every rank needs."""
+        """Repeat key heads as often as needed to give every rank a slice."""
         heads = states.shape[1]
         if heads % self.size == 0:
             return states
@@ -81,7 +81,7 @@ class SequenceParallel:
 
 
 def make_sequence_parallel(size: int) -> SequenceParallel | None:
-    """Groups of `size` neighbouring ranks of the default process group. Collective. None for groups of one."""
+    """Make groups of `size` neighbouring ranks of the default process group. None for groups of one. Collective."""
     if size == 1:
         return None
     world_size, rank = dist.get_world_size(), dist.get_rank()

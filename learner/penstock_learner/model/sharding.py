@@ -68,8 +68,9 @@ def shard(
         and offload == OffloadPolicy()
     ):
         return
+    layers = list(model.lm.model.layers)
     assert isinstance(model, nn.Module)
-    for layer in model.lm.model.layers:
+    for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
 

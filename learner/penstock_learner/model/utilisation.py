@@ -1,4 +1,4 @@
-"""What the ranks use of their devices: memory, and the share of the FLOPs that they could do."""
+"""How much of their devices the ranks use: peak memory, and model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bfloat16, by a part of the device's name; the first that fits."""
+"""Dense bfloat16 FLOPs a second, by a part of the device's name. The first match counts."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class RankUsage:
     """Memory and device of one rank at one moment."""
 
     memory_peak_bytes: int
-    """Most that the device's allocator has held; on a CPU, that the process has."""
+    """Peak of the device's allocator; on a CPU, of the process."""
     device_name: str
     num_parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
 
 
 def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
@@ -41,13 +41,14 @@ def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
 
 
 def peak_flops(device_name: str, configured: float) -> float:
-    """Of one rank: as configured, else by the device's name; 0 where neither says."""
+    """Peak FLOPs a second of one rank: as configured, else by the device's name, else 0."""
     if configured:
         return configured
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
 
 
 def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation: 6 FLOPs a parameter and token, forward and backward of the update only. 0 where `peak`,
-    the FLOPs that all ranks could do in a second, is not known."""
+    """Model FLOPs utilisation: 6 FLOPs for each parameter and token, for the update's forward and backward passes only.
+
+    `peak` is the FLOPs a second of all ranks together. The result is 0 if it is not known."""
     return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0

@@ -1,1 +1,1 @@
-"""Role workers: the Ray actors that hold model shards. One class a role, one actor a rank."""
+"""The roles: Ray actors that hold model shards. Each role has a class, each rank is an actor of it."""

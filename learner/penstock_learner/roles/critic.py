@@ -1,4 +1,4 @@
-"""The critic role: learns what a state is worth, with FSDP2 and an optimizer of its own."""
+"""The critic role: learns the value of a state, with FSDP2 and an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.value_loss import value_loss
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.device_copies import filled_to_device, to_device
+from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.scalar_model import check_tokenizer, load_scalar_model
@@ -24,21 +24,22 @@ KEY = "learner.critic.path"
 
 @dataclass(frozen=True)
 class CriticReport:
-    """Sums over one rank's part of a step; the controller adds the ranks' and divides once."""
+    """Sums over one rank's part of an update. The controller adds those of all ranks and divides once."""
 
     loss: float
     """This rank's share of the value loss."""
     num_clipped: int
-    """Trained tokens at which the clipped value gave the larger error."""
+    """Trained tokens for which the clipped value gave the larger error."""
     step: OptimizerStep
-    """Of the whole model: the same on every rank."""
+    """The step of the whole model, the same on every rank."""
     nonfinite: tuple[int, ...] = ()
-    """The micro-batches whose loss was not finite."""
+    """Indices of the micro-batches whose loss was not finite."""
 
 
 class CriticWorker(TrainerRank):
-    """One rank of the critic. The value of a response token is that of the state in which it was chosen: the head's
-    number at the token before it."""
+    """One rank of the critic.
+
+    The value of a response token is that of the state before it: the head's number at the previous token."""
 
     role = "critic"
 
@@ -53,14 +54,14 @@ class CriticWorker(TrainerRank):
         self.prepare(self.model, config.lr)
 
     def values(self, part: RankShard) -> NDArray[np.float32]:
-        """[T] under the current weights, of this rank's micro-batches, concatenated."""
+        """[T] values of this rank's micro-batches under the current weights, concatenated."""
         with torch.no_grad():
             results = [self._forward(micro).cpu().numpy() for micro in part.micro_batches]
         joined: NDArray[np.float32] = np.concatenate(results)
         return joined
 
     def update(self, part: RankShard, denominators: Denominators, step: int) -> CriticReport:
-        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         on_device = torch.stack([self._accumulate(micro, denominators) for micro in part.micro_batches])
@@ -72,15 +73,16 @@ class CriticWorker(TrainerRank):
         return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
     def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> torch.Tensor:
-        """Forward and backward of one micro-batch; gradients add up to those of the whole batch. Its loss and how many
-        of its tokens were clipped, [2], on the device: nothing is read back, so that the host has the next micro-batch
-        ready when this one ends."""
+        """Forward and backward pass of one micro-batch; gradients add up to those of the whole batch.
+
+        Returns its loss and its number of clipped tokens as a [2] tensor on the device. Nothing is read back, so the
+        host prepares the next micro-batch while this one runs."""
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
-        old, returns = filled_to_device(micro.values, self.device), filled_to_device(micro.returns, self.device)
+        old, returns = required_to_device(micro.values, self.device), required_to_device(micro.returns, self.device)
         outputs = value_loss(self._forward(micro), old, returns, mask, config)
         loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
-        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (loss * self.world_size).backward()
         return torch.stack([loss.detach(), outputs.num_clipped.to(loss.dtype)])
 

@@ -1,6 +1,6 @@
-"""Placements: which roles share a resource group, as Ray placement groups.
+"""Placements: which roles share a Ray placement group.
 
-    standalone         policy | reference | critic | reward model     a group each
+    standalone         policy | reference | critic | reward model     one group each
     split-collocate    policy + reference | critic + reward model     two groups
 
 Rank i of every role of a resource group sits in bundle i of its placement group. The controller does not know which
@@ -31,17 +31,17 @@ RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 SAVE_LANE = "save"
 LANES = ("push", "catch_up", SAVE_LANE)
-"""Pushes of either kind, and the writing of a checkpoint, get a thread of their own in each rank."""
+"""Each rank has a thread for pushes, one for catch-up pushes and one for writing checkpoints, beside training."""
 
 
 def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
-    """The resource groups of the placement, each with those of its roles that this run needs."""
+    """The resource groups of the placement, with the roles that this run needs. Empty groups are left out."""
     groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[learner.placement]]
     return [group for group in groups if group]
 
 
 def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
-    """What each bundle must hold: the ranks of all roles that share it."""
+    """The resources of each bundle: those of the ranks of all roles that share it."""
     num_bundles = max(role.num_ranks for role in group.values())
     result = []
     for rank in range(num_bundles):
@@ -55,13 +55,13 @@ def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
 
 
 def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
-    """Logical CPUs that a private Ray must offer for everything to fit."""
+    """Logical CPUs that a private Ray must offer so that everything fits."""
     groups = active_resource_groups(learner, roles)
     return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
 def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
-    """A private Ray gets no more nodes: what it lacks is not worth waiting for."""
+    """Raise ConfigError if this machine has too few GPUs. A private Ray never gets more nodes."""
     groups = active_resource_groups(learner, roles)
     num_needed = sum(bundle.get("GPU", 0) for group in groups for bundle in bundles(group))
     if num_needed > num_here:
@@ -74,7 +74,7 @@ def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here
 async def place_roles(
     config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
 ) -> dict[str, RoleGroup]:
-    """Reserve resources for all roles, which are then ready to start. Raises DeadlineExceeded when they do not fit."""
+    """Reserve the resources of all roles. They can then be started. Raises DeadlineExceeded if they do not fit."""
     placed: dict[str, RoleGroup] = {}
     if not config.learner.ray_address:
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
@@ -97,7 +97,7 @@ async def place_roles(
 def _make_actors(
     config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup, number: int
 ) -> list[Any]:
-    """One actor a rank."""
+    """Make one actor a rank. `number` keeps the names of successive sets apart."""
     remote: Any = ray.remote(concurrency_groups=dict.fromkeys(LANES, 1))(worker)
     return [
         remote.options(

@@ -44,20 +44,20 @@ class PolicyWorker(TrainerRank):
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
-        """[T] under the current weights: the proximal policy of the step."""
+        """[T] log-probs under the current weights, which are the proximal policy of the step."""
         return self.policy_update.log_probs(part)
 
     def update(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
-        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
         self.crash_point()
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> None:
-        """Stage the current weights as a version; `keep` are those that pushes still read. Collective.
+        """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.
 
-        A push of the version may begin meanwhile: it takes each bucket when it is filled."""
+        A push of the version may begin meanwhile: it takes each bucket once it is filled."""
         lora = self.config.learner.lora
         staged = None
         if self.publisher is not None:
@@ -69,7 +69,7 @@ class PolicyWorker(TrainerRank):
                 staged.put(name, weight)
 
     def load_snapshot(self, folder: Path) -> None:
-        """Take over the weights of a snapshot; the optimizer begins anew. Collective."""
+        """Load the weights of a snapshot and reset the optimizer. Collective."""
         read_manifest(folder)
         with safe_open(folder / FILE_NAME, framework="pt") as kept:
             load_gathered(self.model, kept.get_tensor)
@@ -78,7 +78,7 @@ class PolicyWorker(TrainerRank):
     def push(
         self, policy_version: int, targets: list[PushTarget], transport: str | None, base_version: int | None, lane: str
     ) -> PushReport:
-        """Rank 0, in a thread of the lane beside training: bring a staged version to the targets."""
+        """Bring a staged version to the targets. Called on rank 0, in the lane's thread, beside training."""
         assert self.publisher is not None
         return self.publisher.push(policy_version, targets, transport=transport, base_version=base_version, lane=lane)
 

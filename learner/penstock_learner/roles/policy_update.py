@@ -1,6 +1,6 @@
-"""One training step of the policy on one rank: micro-batches forward and backward, then the optimizer.
+"""One update of the policy on one rank: forward and backward passes of the micro-batches, then the optimizer.
 
-Knows nothing of Ray, the queue or publication: it needs a model that `prepare` made, and a process group.
+Knows nothing of Ray, the queue or publication. It needs a process group and a model from `prepare_for_training`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock_learner.algorithms.losses import LossInputs, LossStatistics, polic
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import PackedCausalLM
-from penstock_learner.model.device_copies import filled_to_device, to_device
+from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
@@ -42,26 +42,26 @@ T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Sums over one rank's part of a step; the controller adds the ranks' and divides once."""
+    """Sums over one rank's part of an update. The controller adds those of all ranks and divides once."""
 
     loss: float
     """This rank's share of the policy loss."""
     kl: float
-    """Sum over trained tokens of the penalty."""
+    """Sum of the KL penalty over trained tokens."""
     entropy: float
-    """Sum over trained tokens."""
+    """Sum of the entropy over trained tokens."""
     statistics: LossStatistics
     correction: CorrectionStatistics
     mismatch: Mismatch
     step: OptimizerStep
-    """Of the whole model: the same on every rank."""
+    """The step of the whole model, the same on every rank."""
     nonfinite: tuple[int, ...]
-    """The micro-batches whose loss was not finite."""
+    """Indices of the micro-batches whose loss was not finite."""
 
 
 @dataclass(frozen=True)
 class _MicroReport:
-    """Of one micro-batch, on the device: nothing has waited for it."""
+    """The results of one micro-batch, as tensors on the device that nobody has waited for."""
 
     sums: Tensor
     """[3] loss, penalty and entropy."""
@@ -71,7 +71,7 @@ class _MicroReport:
 
 
 class PolicyUpdate:
-    """The policy's model and optimizer as something that takes steps."""
+    """Updates the policy's model with its optimizer."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PolicyUpdate:
     def run(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
-        """One optimizer step over this rank's part. Collective: all ranks call it with the same step."""
+        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
         on_device = torch.stack([report.sums for report in reports])
@@ -113,20 +113,20 @@ class PolicyUpdate:
         )
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
-        """[T] of every micro-batch under the current weights, without gradient."""
+        """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
     def _accumulate(
         self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
     ) -> _MicroReport:
-        """Forward and backward of one micro-batch; gradients add up to those of the whole batch.
+        """Forward and backward pass of one micro-batch; gradients add up to those of the whole batch.
 
-        Nothing is read back, so that the host has the next micro-batch ready for the device when this one ends."""
+        Nothing is read back, so the host prepares the next micro-batch while this one runs."""
         config = self.learner.algorithm
         log_probs, entropy = self.model(ModelInputs.of(micro, self.device, self.parallel))
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         behaviour = to_device(micro.behaviour_log_probs, self.device)
-        advantages = filled_to_device(micro.advantages, self.device)
+        advantages = required_to_device(micro.advantages, self.device)
         old = self._proximal(micro, log_probs, behaviour)
         outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
         numerator = log_probs.detach() if config.correction.mode == "bypass" else old
@@ -141,7 +141,7 @@ class PolicyUpdate:
             kl_sum = kl.detach().sum()
             if config.kl.placement == "loss":
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
-        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (total * dist.get_world_size()).backward()
         versions = to_device(micro.unmixed_versions, self.device)
         mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
@@ -149,24 +149,24 @@ class PolicyUpdate:
         return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch)
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
-        """`old` of the configured mode."""
+        """Log-probs of the proximal policy under the configured correction mode."""
         config = self.learner.algorithm.correction
         if config.mode == "bypass":
             return behaviour
         if config.proximal == "interpolated":
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
-        return filled_to_device(micro.old_log_probs, self.device)
+        return required_to_device(micro.old_log_probs, self.device)
 
 
 def _on_host(statistics: T) -> T:
-    """A dataclass of tensors, where the controller can read it, which may have no GPU."""
+    """Move a dataclass of tensors to the host: the controller may have no GPU."""
     return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
 
 
 def forward_log_probs(
     model: PackedCausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
 ) -> NDArray[np.float32]:
-    """A forward pass without gradient over every micro-batch."""
+    """[T] log-probs of every micro-batch, concatenated, without gradient."""
     with torch.no_grad():
         results = [
             model(ModelInputs.of(micro, device, parallel))[0].float().cpu().numpy() for micro in part.micro_batches

@@ -1,4 +1,4 @@
-"""What every rank of every role does first: join its role's process group and bind its device."""
+"""The base of all role workers: a rank joins its role's process group and binds its device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Base of the role workers. Ranks never read the queue: the controller hands each its part."""
+    """Base of the role workers. Ranks never read the queue: the controller sends each its part of a batch."""
 
     role = "rank"
 
@@ -33,7 +33,7 @@ class Rank:
         self.profiler = RankProfiler(self.role, rank)
 
     def rendezvous(self) -> str:
-        """Called on rank 0: opens the store at which the others meet it, on a port that it binds itself."""
+        """Called on rank 0: opens the store through which the other ranks join, on a free port. Returns its address."""
         timeout = timedelta(seconds=self.config.learner.rank_timeout_s)
         self.store = TCPStore(
             self.node_address, 0, self.world_size, is_master=True, timeout=timeout, wait_for_workers=False
@@ -41,7 +41,7 @@ class Rank:
         return f"{self.node_address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:
-        """Join the role's process group: NCCL for what is on a GPU, gloo for what is not."""
+        """Join the role's process group: NCCL for tensors on a GPU, gloo for the others."""
         setup_logging(f"{self.role}[{self.rank}]", self.config.run)
         learner = self.config.learner
         set_up_torch(learner.threads_per_rank, compiles=learner.compile)
@@ -71,7 +71,7 @@ class Rank:
         crash_point(f"{self.role}.{self.rank}")
 
     def wait_idle(self) -> None:
-        """Called in a lane: returns when what the lane was doing has ended."""
+        """Called in a lane: returns once the call that ran there before has ended."""
 
     @property
     def node_address(self) -> str:

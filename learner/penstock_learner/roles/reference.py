@@ -13,7 +13,7 @@ from penstock_learner.roles.rank import Rank
 
 
 class ReferenceWorker(Rank):
-    """Holds the initial weights and never changes them."""
+    """One rank of the reference. Holds the initial weights and never changes them."""
 
     role = "reference"
 
@@ -26,6 +26,6 @@ class ReferenceWorker(Rank):
             shard(self.model)
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
-        """[T] of this rank's micro-batches, concatenated."""
+        """[T] log-probs of this rank's micro-batches, concatenated."""
         self.crash_point()
         return forward_log_probs(self.model, part, self.device)

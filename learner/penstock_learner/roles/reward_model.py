@@ -1,4 +1,4 @@
-"""The reward model role: a number for each trajectory, from a classifier or a judge over exactly its tokens."""
+"""The reward model role: scores each trajectory with a classifier or a judge that reads exactly its tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "learner.reward_model.path"
 
 
 class RewardModelWorker(Rank):
-    """Holds the classifier or the judge and never changes it."""
+    """One rank of the reward model. Holds the classifier or judge and never changes it."""
 
     role = "reward_model"
 
@@ -38,8 +38,9 @@ class RewardModelWorker(Rank):
             shard(self.model)
 
     def scores(self, part: RankShard) -> NDArray[np.float32]:
-        """One for each sequence of this rank's micro-batches, in order: the number at its last token, or at the end of
-        the question that follows it."""
+        """[S] one score for each sequence of this rank's micro-batches, in order.
+
+        It is the model's number at the sequence's last token, or for a judge at the end of the question after it."""
         self.crash_point()
         results = []
         with torch.no_grad():
@@ -52,7 +53,7 @@ class RewardModelWorker(Rank):
 
 
 def followed_by(batch: SequenceBatch, token_ids: Sequence[int]) -> SequenceBatch:
-    """The same sequences, each with these tokens at its end. For a forward pass alone: [T] arrays stay as they are."""
+    """The same sequences, each followed by these tokens. Only for a forward pass: the [T] arrays do not change."""
     ends = np.repeat(np.cumsum(batch.lengths), len(token_ids))
     extended = np.insert(batch.token_ids, ends, np.tile(np.asarray(token_ids, dtype=np.int64), batch.num_sequences))
     return replace(batch, token_ids=extended, lengths=batch.lengths + len(token_ids))

@@ -1,4 +1,4 @@
-"""A role's ranks as one thing to call: every rank at once, one deadline, one error that names the role."""
+"""Calls to a role's ranks: all ranks at once, with one deadline and one error that names the role."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from penstock.errors import PenstockError, ProcessDied, RoleDied
 
 logger = logging.getLogger(__name__)
-SETTLE_S = 5.0
-"""When a call failed on one rank, so long the others get to say why: a rank whose peer died says only that it lost its
-connection, and may say so first."""
+OTHER_ERRORS_S = 5.0
+"""How long to wait for the errors of other ranks after one has failed. A rank whose peer died reports only a lost
+connection, and may report it first."""
 
 
-async def all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """The results, once every call has ended; the first error where there was one. None is left running."""
+async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
+    """The results of all calls. Waits for every call to end, then raises the first error if there was one."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -28,9 +28,9 @@ async def all_ended(*calls: Awaitable[Any]) -> list[Any]:
 
 
 class RoleGroup:
-    """Handles of the actors of one role, rank by rank.
+    """The actors of one role, rank by rank.
 
-    `make_actors` makes a whole new set, of which there may be only one at a time; it is given the set's number."""
+    `make_actors` makes a complete new set and is given the set's number. Only one set may exist at a time."""
 
     def __init__(self, name: str, make_actors: Callable[[int], list[Any]], timeout_s: float) -> None:
         self.name = name
@@ -39,14 +39,14 @@ class RoleGroup:
         self.actors: list[Any] = []
         self.num_sets = 0
         self.is_up = False
-        """Whether the newest set has been started to the end. Its ranks may have died since."""
+        """Whether the newest set was started completely. Its ranks may have died since."""
 
     @property
     def num_ranks(self) -> int:
         return len(self.actors)
 
     async def start(self) -> None:
-        """Make the actors, form their process group, then load the model, on every rank. Ends those there are."""
+        """Kill the actors of an earlier set, make new ones, form their process group and load the model."""
         self.is_up = False
         for actor in self.actors:
             ray.kill(actor)
@@ -58,11 +58,11 @@ class RoleGroup:
         self.is_up = True
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same call to every rank."""
+        """Make the same call to every rank."""
         return await self.call_each(method, [arguments] * self.num_ranks)
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Rank i gets arguments[i]. All succeed, or one error is raised."""
+        """Call every rank, rank i with arguments[i]. All succeed, or one error is raised."""
         references = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
         return await self._gather(method, references, self.timeout_s)
 
@@ -71,12 +71,12 @@ class RoleGroup:
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Rank 0, in the lane's thread, which runs beside its training."""
+        """Call rank 0 in the lane's thread, which runs beside training."""
         reference = getattr(self.actors[0], method).options(concurrency_group=lane).remote(*arguments)
         return (await self._gather(method, [reference], timeout_s))[0]
 
     async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
-        """Every rank, in the lane's thread, which runs beside its training."""
+        """Call every rank in the lane's thread, which runs beside training."""
         references = [
             getattr(actor, method).options(concurrency_group=lane).remote(*arguments) for actor in self.actors
         ]
@@ -88,7 +88,7 @@ class RoleGroup:
             _, running = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = [error for call in calls if call.done() and (error := call.exception())]
             if running and errors:
-                await asyncio.wait(running, timeout=SETTLE_S)
+                await asyncio.wait(running, timeout=OTHER_ERRORS_S)
                 errors = [error for call in calls if call.done() and (error := call.exception())]
             elif running:
                 raise RoleDied(
@@ -104,7 +104,7 @@ class RoleGroup:
                 call.cancel()
 
     def _explained(self, method: str, errors: list[BaseException]) -> BaseException:
-        """The one error that explains them all: a death before what it did to the other ranks."""
+        """The error that explains the others. The death of a rank comes before the errors that it caused elsewhere."""
         if any(isinstance(error, RayActorError) for error in errors):
             return RoleDied(self.name, f"a rank of the {self.name} role died in {method}")
         error = errors[0]

@@ -1,4 +1,4 @@
-"""Restarts of roles whose ranks died or hang. How often is bounded; what is done about the step is the caller's."""
+"""Restarts roles whose ranks died or hang, a limited number of times. The caller decides what becomes of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoleRecovery:
-    """Counts each role's restarts in a row: those since `made_progress`."""
+    """Counts the restarts of each role since `made_progress` was last called."""
 
     def __init__(self, max_restarts: int, metrics: LearnerMetrics) -> None:
         self.max_restarts = max_restarts
@@ -21,14 +21,14 @@ class RoleRecovery:
         self._in_a_row: Counter[str] = Counter()
 
     async def start(self, role: RoleGroup) -> None:
-        """The first set of ranks, or the first that lives."""
+        """Start the role. If a rank dies while it starts, restart it."""
         try:
             await role.start()
         except RoleDied as error:
             await self.restart(role, error)
 
     async def restart(self, role: RoleGroup, error: RoleDied) -> None:
-        """A new set of ranks, loaded from the model folder. Raises ProcessDied when it was restarted too often."""
+        """Start a new set of ranks from the model folder. Raises ProcessDied after too many restarts in a row."""
         while True:
             if self._in_a_row[role.name] >= self.max_restarts:
                 raise ProcessDied(
@@ -45,5 +45,5 @@ class RoleRecovery:
                 error = again
 
     def made_progress(self) -> None:
-        """A checkpoint is durable: what comes after cannot fail for the same reason for ever without being seen."""
+        """Called when a checkpoint is durable: restarts before it no longer count."""
         self._in_a_row.clear()

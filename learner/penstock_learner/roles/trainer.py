@@ -1,4 +1,4 @@
-"""What the roles that train share: FSDP2, AdamW, and their part of the checkpoint."""
+"""What policy and critic share: FSDP2, AdamW, and their part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock_learner.roles.rank import Rank
 
 
 class TrainerRank(Rank):
-    """A rank whose model changes. `prepare` is called by its `load`."""
+    """A rank whose model is trained. Its `load` calls `prepare`."""
 
     def prepare(self, model: PackedCausalLM | PackedScalarModel, lr: float) -> None:
         """Shard the model over the role's ranks and give it an optimizer of its own."""
@@ -33,18 +33,18 @@ class TrainerRank(Rank):
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")
-        """Of the thread that writes checkpoints, whose collectives must not meet those of training."""
+        """Process group of the thread that writes checkpoints, so its collectives do not mix with those of training."""
 
     def usage(self) -> RankUsage:
         """Peak memory and device of this rank."""
         return measure_usage(self.trained, self.device)
 
     def stage(self, folder: Path) -> None:
-        """Copy this rank's shards to host memory and begin to write them. Collective; training may go on at once."""
+        """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue."""
         self.saving = async_save(self._state(), checkpoint_id=folder, process_group=self.saving_group)
 
     def finish_saving(self) -> None:
-        """In a lane of its own: returns when the shards are written. The controller's rename makes them count."""
+        """Called in a lane: returns when the shards are written. They count once the controller renames the folder."""
         assert isinstance(self.saving, Future)
         self.saving.result()
 

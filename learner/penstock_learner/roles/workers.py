@@ -1,4 +1,4 @@
-"""The class of every role."""
+"""The worker class of every role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `penstock sft`: supervised fine-tuning, so that a run starts from a model that knows the format."""
+"""`penstock sft`: supervised fine-tuning, so that a run can start from a model that knows the format."""
 
 from __future__ import annotations
 

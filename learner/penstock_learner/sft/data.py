@@ -1,4 +1,4 @@
-"""Supervised examples: rows of a Parquet file as token ids, of which the last part is trained.
+"""Supervised examples: rows of a Parquet file as token ids. The last part of each row is trained.
 
 | columns                | trained                                                                             |
 |------------------------|-------------------------------------------------------------------------------------|
@@ -24,11 +24,11 @@ from penstock_learner.model.packing import SequenceBatch
 class Example:
     token_ids: list[int]
     prompt_length: int
-    """Tokens at the start that are read, not trained; at least 1."""
+    """Number of tokens at the start that are not trained; at least 1."""
 
 
 def read_examples(path: Path, tokenizer: Any) -> list[Example]:
-    """Every row, in the file's order. Raises InvalidInput with the row's number where one does not fit."""
+    """Every row, in the file's order. Raises InvalidInput with the row's number if a row cannot be used."""
     import pyarrow
     from pyarrow import parquet
 
@@ -43,7 +43,7 @@ def read_examples(path: Path, tokenizer: Any) -> list[Example]:
 
 
 def batch_of_examples(examples: Sequence[Example]) -> SequenceBatch:
-    """As the learner packs trajectories; what only reinforcement learning needs is zero."""
+    """Pack examples as the learner packs trajectories. Fields that only reinforcement learning needs are zero."""
     lengths = np.array([len(example.token_ids) for example in examples], dtype=np.int64)
     prompt_lengths = np.array([example.prompt_length for example in examples], dtype=np.int64)
     num_responses = int((lengths - prompt_lengths).sum())
@@ -70,19 +70,19 @@ def _example(where: str, row: dict[str, Any], tokenizer: Any) -> Example:
         whole = [*tokenizer.encode(row["text"]), tokenizer.eos_token_id]
         prompt = whole[:1]
     else:
-        raise InvalidInput(where, "has none of `messages`, `prompt` with `response`, and `text`; name its columns so")
+        raise InvalidInput(where, "has none of `messages`, `prompt` with `response`, and `text`; rename its columns")
     if not prompt or len(whole) <= len(prompt):
-        raise InvalidInput(where, "leaves no token to train, or none before it; remove it")
+        raise InvalidInput(where, "has no token to train, or none before the first trained one; remove it")
     return Example(whole, len(prompt))
 
 
 def _chat(where: str, messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[int]]:
     if messages[-1].get("role") != "assistant":
-        raise InvalidInput(where, "ends with another message than the assistant's, which is what is trained")
+        raise InvalidInput(where, "does not end with a message of the assistant, which is the one that is trained")
     prompt = _templated(tokenizer, messages[:-1], add_generation_prompt=True)
     whole = _templated(tokenizer, messages, add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
-        raise InvalidInput(where, "changes its start in the chat template with its answer; use `prompt`, `response`")
+        raise InvalidInput(where, "has another prompt in the chat template with its answer; use `prompt`, `response`")
     return prompt, whole
 
 

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning by the learner's own packed FSDP2 trainer, without Ray: a process is a rank.
+"""Supervised fine-tuning with the learner's own packed FSDP2 model, without Ray: each process is a rank.
 
-`penstock sft` is one rank; `torchrun --nproc-per-node N -m penstock.cli.main sft …` makes N, which share the batches.
-Model, optimizer, schedule, precision and memory are as the run's config says.
+`penstock sft` runs one rank. `torchrun --nproc-per-node N -m penstock.cli.main sft …` runs N, which share the batches.
+Model, optimizer, schedule, precision and memory settings come from the run's config.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batch_size: int) -> None:
-    """Train over the file's rows, shuffled anew each epoch by `seed`, and write the model as a Hugging Face folder."""
+    """Train on the file's rows and write the model as a Hugging Face folder.
+
+    The rows are shuffled for each epoch, by `seed`."""
     from transformers import AutoTokenizer
 
     examples = read_examples(data, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
@@ -54,7 +56,7 @@ def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batc
         weights = {name: full_weight(p.detach()).cpu() for name, p in trainer.model.lm.named_parameters()}
         if dist.get_rank() == 0:
             plain = load_model(config.model.path, torch.float32, learner.logprob_chunk_tokens).lm
-            # Tied weights have one parameter and two names.
+            # Not strict, because tied weights have two names and one parameter.
             plain.load_state_dict(weights, strict=False)
             write_folder(plain, config.model.path, out, config.model.dtype)
     finally:
@@ -62,7 +64,7 @@ def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batc
 
 
 class SupervisedTrainer:
-    """Takes steps of cross-entropy, averaged over the trained tokens of the whole batch."""
+    """Minimises the cross-entropy, averaged over the trained tokens of the whole batch."""
 
     def __init__(self, config: RunConfig, learner: LearnerConfig, device: torch.device) -> None:
         self.learner = learner
@@ -81,7 +83,7 @@ class SupervisedTrainer:
         self.num_skipped = 0
 
     def step(self, batch: SequenceBatch) -> float:
-        """One optimizer step; every rank is given the whole batch and takes its part. Returns the batch's loss."""
+        """One optimizer step. Every rank gets the whole batch and trains its part. Returns the batch's loss."""
         self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
@@ -91,7 +93,7 @@ class SupervisedTrainer:
             log_probs, _ = self.model(ModelInputs.of(micro, self.device))
             mask = to_device(micro.loss_mask, self.device).bool()
             loss = -apply_mask(log_probs, mask).sum() / num_tokens
-            # FSDP averages gradients over ranks; the count of tokens is of all, so the sum is wanted.
+            # FSDP averages gradients over ranks. The count of tokens is global, so the sum is needed.
             (loss * num_ranks).backward()
             total += loss.detach()
         taken = apply_gradients(
@@ -100,15 +102,15 @@ class SupervisedTrainer:
         self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
         if self.num_skipped and self.num_skipped == self.learner.max_skipped_steps:
             raise TrainingDiverged(
-                f"loss or gradient was not finite at step {self.num_steps}, the {self.num_skipped}. in a row; lower "
-                "learner.lr, or look at the data"
+                f"loss or gradient was not finite at step {self.num_steps} ({self.num_skipped} such steps in a row); "
+                "lower learner.lr, or look at the data"
             )
         dist.all_reduce(total)
         return float(total)
 
 
 def _join(learner: LearnerConfig) -> torch.device:
-    """The process group of torchrun, or one of this process alone."""
+    """Join torchrun's process group, or make one of this process alone. Returns the device."""
     set_up_torch(learner.threads_per_rank, compiles=learner.compile)
     use_gpu = torch.cuda.is_available()
     timeout = timedelta(seconds=learner.rank_timeout_s)

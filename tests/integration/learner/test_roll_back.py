@@ -81,7 +81,7 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         run.ask(lambda client: control(client).hold(oldest))
         run.ask(lambda client: control(client).release())
         run.until(lambda: returned_to(run, oldest), f"the learner to return to version {oldest}, of no checkpoint")
-        assert "the optimizer begins anew" in again.output()
+        assert "the optimizer starts anew" in again.output()
         assert not any(run.watch.conservation_errors)
 
 

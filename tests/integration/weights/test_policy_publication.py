@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from conftest import RedisProcess
 from learner_runs import make_config
 from penstock.cancellation import end_task
+from penstock.errors import DeadlineExceeded
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
@@ -67,6 +68,7 @@ class Setting:
     policy: ScriptedPolicy
     fleet: Fleet
     policies: PolicyRegistry
+    publish_loop: asyncio.Task[None]
 
     async def offer(self, version: int) -> None:
         (await self.publication.gather(version, version)).metrics.set_result({})
@@ -95,7 +97,7 @@ async def setting(tmp_path: Path, redis_process: RedisProcess) -> AsyncIterator[
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
     publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
     loops = [asyncio.create_task(publication.publish_loop()), asyncio.create_task(publication.catch_up_loop())]
-    yield Setting(publication, policy, fleet, PolicyRegistry(client, config.run))
+    yield Setting(publication, policy, fleet, PolicyRegistry(client, config.run), loops[0])
     for loop in loops:
         await end_task(loop)
     await client.aclose()
@@ -111,7 +113,7 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     assert [version for version, _ in setting.policy.gathered] == [1, 2, 3], "training did not wait for the push"
     assert setting.policy.gathered[1][1] == setting.policy.gathered[2][1] == [1], "what is being pushed is kept"
     held.set()
-    await setting.publication.settle()
+    await setting.publication.wait_until_published()
     assert [version for _, version, _ in setting.policy.pushed] == [1, 3]
     assert setting.publication.current == 3
     published = await setting.policies.newest_first(None, 10)
@@ -126,7 +128,7 @@ async def test_a_version_whose_push_gave_way_is_not_published(setting: Setting) 
     await eventually(lambda: len(setting.policy.pushed) == 1)
     await setting.offer(2)
     held.set()
-    await setting.publication.settle()
+    await setting.publication.wait_until_published()
     assert [(version, names) for _, version, names in setting.policy.pushed] == [(1, ["a"]), (2, ["a"])]
     assert [policy.policy_version for policy in await setting.policies.newest_first(None, 10)] == [2]
     assert setting.publication.current == 2
@@ -136,12 +138,12 @@ async def test_a_version_whose_push_gave_way_is_not_published(setting: Setting) 
 async def test_a_late_joiner_that_hangs_delays_no_push(setting: Setting) -> None:
     await setting.join("a", "READY", 0)
     await setting.offer(1)
-    await setting.publication.settle()
+    await setting.publication.wait_until_published()
     held = setting.policy.hold("catch_up")
     await setting.join("late", "STALE", 0)
     await eventually(lambda: ("catch_up", 1, ["late"]) in setting.policy.pushed)
     await setting.offer(2)
-    await setting.publication.settle()
+    await setting.publication.wait_until_published()
     assert ("push", 2, ["a"]) in setting.policy.pushed
     assert setting.policy.gathered[-1] == (2, [1]), "the version that the late joiner is getting is kept"
     held.set()
@@ -155,7 +157,31 @@ async def test_a_member_that_fails_is_evicted_and_the_version_published(setting:
     await setting.join("b", "READY", 0)
     setting.policy.failures["b"] = "it hung"
     await setting.offer(1)
-    await setting.publication.settle()
+    await setting.publication.wait_until_published()
     assert await setting.state("a") == "READY"
     assert await setting.state("b") == "EVICTED"
     assert setting.publication.current == 1
+
+
+def with_short_deadlines(publication: PolicyPublication) -> None:
+    """Deadlines that pass within the test."""
+    config = publication.config
+    weights = config.weights.model_copy(update={"ready_timeout_s": 0.05, "push_timeout_s": 0.05})
+    learner = config.learner.model_copy(update={"rank_timeout_s": 0.1})
+    publication.config = config.model_copy(update={"weights": weights, "learner": learner})
+
+
+async def test_waiting_for_a_push_that_hangs_has_a_deadline(setting: Setting) -> None:
+    with_short_deadlines(setting.publication)
+    setting.policy.hold("push")
+    await setting.offer(1)
+    await eventually(lambda: len(setting.policy.pushed) == 1)
+    with pytest.raises(DeadlineExceeded, match="version 1 was not published in"):
+        await setting.publication.wait_until_published()
+
+
+async def test_a_step_that_never_gives_its_metrics_ends_the_publication(setting: Setting) -> None:
+    with_short_deadlines(setting.publication)
+    await setting.publication.gather(1, 7)
+    with pytest.raises(DeadlineExceeded, match="step 7 gave no metrics for version 1 in"):
+        await asyncio.wait_for(asyncio.shield(setting.publish_loop), 20)

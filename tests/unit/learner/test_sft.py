@@ -51,7 +51,7 @@ def test_each_shape_trains_what_it_says(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"question": "1"}, "row 0: has none of `messages`"),
-        ({"messages": [{"role": "user", "content": "1"}]}, "ends with another message"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "does not end with a message of the assistant"),
         ({"prompt": "", "response": "1"}, "has none of"),
     ],
 )

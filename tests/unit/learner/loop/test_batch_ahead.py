@@ -57,7 +57,7 @@ class Way:
 
     def roll_back(self, ahead: BatchAhead, roll_back: RollBack) -> BatchAhead:
         self.roll_backs.append(roll_back)
-        return ahead.again(self.reader, self.training, roll_back.new_version)
+        return ahead.after_roll_back(self.reader, self.training, roll_back.new_version)
 
     async def answer_anew(self, *versions: int) -> None:
         """Every pending prompt is answered, by these versions in turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
+from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batch_reader import BatchReader
 from penstock_learner.loop.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack, oldest_version
@@ -41,6 +43,30 @@ async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -
     wanted.set()
     with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups"):
         await reading
+
+
+async def test_groups_are_decoded_without_blocking_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, released, decode_group = threading.Event(), threading.Event(), batch_reader.decode_group
+
+    def held(payload: bytes) -> Group:
+        started.set()
+        assert released.wait(10), "the event loop was blocked"
+        return decode_group(payload)
+
+    monkeypatch.setattr(batch_reader, "decode_group", held)
+    reader = reader_of(await queue_with(REPLAY, [make_group(1), make_group(2)]))
+    reading = asyncio.create_task(reader.read(1, 0))
+    assert await asyncio.to_thread(started.wait, 10)
+    released.set()
+    assert (await reading).prompt_ids == [1, 2]
+
+
+async def test_a_batch_larger_than_one_decoding_call_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_reader, "DECODED_AT_ONCE", 2)
+    replay = ReplayConfig(groups_per_step=5, max_staleness=10)
+    queue = await queue_with(replay, [make_group(1), make_group(2), b"rubbish", *map(make_group, (4, 5, 6))])
+    assert (await reader_of(queue, replay).read(1, 0)).prompt_ids == [1, 2, 4, 5, 6]
+    assert await queue.dead_letter_reasons() == {"corrupt": 1}
 
 
 async def test_poison_is_dead_lettered_and_the_batch_is_filled_from_the_rest() -> None:
@@ -100,9 +126,9 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
     batch = await reader.read(1, 4)
     assert batch.prompt_ids == [1, 2]
     roll_backs.append(RollBack(policy_version=3, new_version=9))
-    batch = await reader.read_again(batch, 9)
+    batch = await reader.replace_outdated(batch, 9)
     assert batch.prompt_ids == [3, 4], "version 3 is no older than 9, whose weights are its own"
-    assert await reader.read_again(batch, 9) is batch
+    assert await reader.replace_outdated(batch, 9) is batch
     stat = await queue.stat()
     assert (stat.pending, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
 

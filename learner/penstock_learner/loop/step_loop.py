@@ -1,0 +1,189 @@
+"""The loop over steps within one term: a group enters with `read` and leaves with `commit`.
+
+    read batch ─► training step (training_step.py) ─► gather ─► publish ┐
+        ▲  (the next batch is read,      (the push runs beside the next │
+        │   scored and compared with      step's forward and update)    │
+        │   the reference meanwhile)                                    │
+        └──────── every N steps: checkpoint ─► commit (acknowledge) ◄───┘
+
+A group is acknowledged only after a durable checkpoint whose ledger holds its prompt. Every call to the queue carries
+the term, so a learner that was replaced cannot acknowledge anything.
+
+A roll back is followed between two steps (roll_back.py). The weights of the older version get a new number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config.run import RunConfig
+from penstock.logs import bind
+from penstock.replay.contract import GroupConsumer
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.store.policies import PolicyRegistry
+from penstock.store.run_control import Orders
+from penstock_learner.crash_points import crash_point
+from penstock_learner.loggers.opening import StepLoggers
+from penstock_learner.loop.batch_ahead import BatchAhead
+from penstock_learner.loop.batch_reader import Batch, BatchReader
+from penstock_learner.loop.checkpoint import CheckpointStore
+from penstock_learner.loop.checkpoint_writer import CheckpointWriter
+from penstock_learner.loop.logprob_check import LogProbCheck
+from penstock_learner.loop.operator_orders import OperatorOrders
+from penstock_learner.loop.policy_publication import PolicyPublication
+from penstock_learner.loop.roll_back import RollBack, load_version
+from penstock_learner.loop.step_records import StepRecords
+from penstock_learner.loop.term import Term
+from penstock_learner.loop.training_step import ForwardOutputs, TrainingStep
+from penstock_learner.profiling import StepProfiles
+from penstock_learner.roles.role_group import RoleGroup
+
+STARVED_SHARE = 0.25
+"""Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """Trains one step after another, until the last one or until the operator stops the learner."""
+
+    config: RunConfig
+    term: Term
+    queue: GroupConsumer
+    orders: OperatorOrders
+    reader: BatchReader
+    training: TrainingStep
+    profiles: StepProfiles
+    log_prob_check: LogProbCheck
+    recomputed: RecomputedLogProbs
+    """Where `penstock` tools find the log-probs that the learner computed of a group."""
+    publication: PolicyPublication
+    records: StepRecords
+    loggers: StepLoggers
+    writer: CheckpointWriter
+    trained: Mapping[str, RoleGroup]
+    """The roles whose weights change."""
+    checkpoints: CheckpointStore
+    policies: PolicyRegistry
+
+    async def run(self) -> None:
+        """Train. Ends with a checkpoint that covers every group that was trained."""
+        await self._publish_start()
+        current: BatchAhead | None = None
+        following: BatchAhead | None = None
+        try:
+            while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
+                if (orders := await self.orders.new_roll_back()) is not None:
+                    await self._roll_back(orders)
+                    following = following and following.after_roll_back(
+                        self.reader, self.training, self.term.policy_version
+                    )
+                started = time.monotonic()
+                current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
+                batch = await self._batch_unless_interrupted(current)
+                if batch is None:
+                    continue
+                wait_s = time.monotonic() - started
+                crash_point("after_read")
+                is_last = self._is_last(batch.step)
+                following = None if is_last else self._read_ahead(batch.step + 1, self.term.policy_version + 1)
+                metrics = {"wait_s": wait_s} | await self._train(batch, current.forwards)
+                crash_point("mid_step")
+                await self._publish(batch, metrics, started)
+                self.writer.raise_if_failed()
+                if batch.step % self.config.learner.checkpoint.every_steps == 0:
+                    await self._checkpoint()
+            if self.orders.stopping.is_set():
+                await self._checkpoint()  # first: whoever stops the learner may not wait for a push as well
+            await self.publication.wait_until_published()
+            await self._checkpoint()
+            await self.writer.wait_until_written()
+        finally:
+            for unused in (current, following):
+                if unused is not None:
+                    await unused.end()
+
+    def _is_last(self, step: int) -> bool:
+        """Whether no step follows this one. With `num_steps` 0 there is always a next one."""
+        return 0 < self.config.learner.num_steps <= step
+
+    def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
+        return BatchAhead.begin(self.reader, self.training, step, policy_version)
+
+    async def _publish_start(self) -> None:
+        """Publish the weights that the term starts from.
+
+        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version."""
+        was_published = (await self.queue.stat()).policy_version > 0
+        is_new = self.term.step == 0 and not was_published
+        version = 0 if is_new else await self.queue.allocate_version(self.term.policy_version + 1)
+        self.term.policy_version = version
+        offer = await self.publication.gather(version, self.term.step)
+        offer.metrics.set_result({})
+        await self.publication.wait_until_published()
+
+    async def _roll_back(self, orders: Orders) -> None:
+        """Go back to the ordered version, if its weights still exist. An order is handled once."""
+        self.term.num_roll_backs = orders.roll_backs
+        target = orders.roll_back_version
+        if not await load_version(target, self.trained, self.checkpoints, self.policies):
+            return
+        version = await self.queue.allocate_version(self.term.policy_version + 1)
+        self.term.policy_version = version
+        self.term.roll_backs.append(RollBack(target, version))
+        offer = await self.publication.gather(version, self.term.step, parent_version=target)
+        offer.metrics.set_result({})
+        # Wait, or the next step's version could replace this one, whose record says where the weights came from.
+        await self.publication.wait_until_published()
+
+    async def _batch_unless_interrupted(self, ahead: BatchAhead) -> Batch | None:
+        """The batch, or None when the operator orders a stop or a roll back while it is awaited.
+
+        Groups that no checkpoint covers stay in Redis, and producers may be waiting for the memory they take. So when
+        no batch is complete for long, a checkpoint is made before its time."""
+        ahead.wanted.set()
+        await self.orders.wait_for_either(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
+        if not ahead.reading.done() and not self.orders.interrupts:
+            await self._checkpoint()
+            await self.writer.wait_until_written()
+            await self.orders.wait_for_either(ahead.reading, None)  # the reader has a deadline
+        return ahead.reading.result() if ahead.reading.done() else None
+
+    async def _train(self, batch: Batch, forwards: asyncio.Task[ForwardOutputs]) -> dict[str, float]:
+        """Train on the batch. Afterwards the policy's ranks hold the new weights, which are not published yet."""
+        bind(step=batch.step, policy_version=self.term.policy_version)
+        started_s = time.time()
+        async with self.profiles.of_step(batch.step):
+            metrics = await self.training.run(
+                batch.groups, batch.step, self.term.policy_version, self.term.kl.coefficient, forwards,
+                self.term.roll_backs,
+            )  # fmt: skip
+        self.log_prob_check.check(metrics, batch.groups)
+        if self.training.recomputed is not None:
+            await self.recomputed.keep(batch.groups, self.training.recomputed)
+        self.term.add_trained(batch, metrics)
+        self.records.trace(batch, started_s, self.term)
+        return metrics
+
+    async def _publish(self, batch: Batch, metrics: dict[str, float], started: float) -> None:
+        """Give the new weights a version, offer it to the servers, and record the step that began at `started`."""
+        version = await self.queue.allocate_version(self.term.policy_version + 1)
+        self.term.policy_version = version
+        gather_started = time.monotonic()
+        offer = await self.publication.gather(version, batch.step, batch.trace_parents)
+        ended = time.monotonic()
+        metrics |= {"gather_s": ended - gather_started, "step_s": ended - started, "policy_version": float(version)}
+        metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
+        metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
+        await self.records.record(batch, metrics, self.training.rewards, self.term, self.loggers)
+        offer.metrics.set_result(self.log_prob_check.last | metrics)
+
+    async def _checkpoint(self) -> None:
+        """Begin a checkpoint of everything trained so far. Its groups are acknowledged once it is durable."""
+        if not self.term.uncommitted:
+            return
+        state = self.term.trainer_state(await self.queue.feed_positions())
+        covered, self.term.uncommitted = self.term.uncommitted, []
+        await self.writer.begin(state, covered)

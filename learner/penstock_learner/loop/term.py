@@ -1,0 +1,88 @@
+"""A term: the time for which one learner, and no other, trains a run from a checkpoint on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.config.run import RunConfig
+from penstock.replay.contract import GroupConsumer
+from penstock_learner.algorithms.kl import KLController, make_kl_controller
+from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.checkpoint import TrainerState
+from penstock_learner.loop.ledger import Ledger
+from penstock_learner.loop.roll_back import RollBack
+
+
+@dataclass
+class Term:
+    """The state of training that no role holds. A checkpoint stores it as a `TrainerState`."""
+
+    number: int
+    store_id: str
+    """Identifies the queue whose prompt ids the ledger holds."""
+    step: int
+    """The last step that was trained."""
+    policy_version: int
+    """The version of the weights that the policy's ranks hold."""
+    ledger: Ledger
+    kl: KLController
+    resumed_from: str
+    """The checkpoint that `checkpoint.resume` named when this line of checkpoints began, or empty."""
+    num_roll_backs: int
+    """How many of the operator's roll back orders were handled, including those that could not be followed."""
+    roll_backs: list[RollBack]
+    manifests: dict[int, list[int]]
+    """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
+    uncommitted: list[int] = field(default_factory=list)
+    """Prompts that were trained since the last checkpoint."""
+
+    def add_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """The batch was trained: `metrics` are the numbers of its step."""
+        self.step = batch.step
+        self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
+        self.ledger.add(batch.prompt_ids)
+        self.uncommitted += batch.prompt_ids
+
+    def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
+        return TrainerState(
+            self.step,
+            self.policy_version,
+            self.number,
+            self.ledger.ranges,
+            self.kl.coefficient,
+            feed_positions=feed_positions,
+            store_id=self.store_id,
+            resumed_from=self.resumed_from,
+            num_roll_backs=self.num_roll_backs,
+            roll_backs=[(each.policy_version, each.new_version) for each in self.roll_backs],
+        )
+
+
+async def begin_term(config: RunConfig, queue: GroupConsumer, state: TrainerState) -> Term:
+    """Fence every earlier learner, acknowledge what the checkpoint covers, and get the open batches back.
+
+    `state` is that of the checkpoint from which the roles were restored."""
+    ledger = state.make_ledger()
+    store_id = await queue.store_id()
+    state.check_store(store_id)
+    number = await queue.take_term(state.term)
+    # Redis could still lose the new term, and the one before would be valid again. So wait before acting under it.
+    await asyncio.sleep(config.replay.settle_s)
+    manifests = await queue.restore(state.step)
+    covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
+    if covered:
+        await queue.commit(state.step, covered)
+    return Term(
+        number=number,
+        store_id=store_id,
+        step=state.step,
+        policy_version=state.policy_version,
+        ledger=ledger,
+        kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
+        resumed_from=state.resumed_from,
+        num_roll_backs=state.num_roll_backs,
+        roll_backs=[RollBack(*versions) for versions in state.roll_backs],
+        manifests={step: ids for step, ids in manifests.items() if step > state.step},
+    )

@@ -43,8 +43,7 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import batch_of
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.start import start_engine
+from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

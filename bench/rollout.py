@@ -21,7 +21,7 @@ from harness import Bar, Measurement, report
 from penstock.config.service import RedisConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_rollout.engines.start import start_engine
+from penstock_rollout.engines.factory import start_engine
 from replay import Server
 from rollout_model import ModelShape, make_model
 from rollout_paths import REPLAY, Contenders, Load, Paths, engine_config

@@ -16,8 +16,8 @@ from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
-from penstock_rollout.engines.choose import create_engine
 from penstock_rollout.engines.engine import Engine, GenerateRequest
+from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
 from penstock_rollout.weights.member import WeightMember

@@ -25,12 +25,12 @@ from cuda_stand_in import RuntimeStandIn
 from nccl_stand_in import NcclStandIn
 from penstock.config.loading import load_config
 from penstock.errors import WeightPushFailed
-from penstock.v1 import weights_pb2_grpc
+from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.available import available_transports
@@ -79,11 +79,11 @@ class StagingEngine:
         loaded = self.loaded[0]
         return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
 
-    async def stage_weights(self, request: StageRequest) -> None:
+    async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         self.fault.at("announce")
         await self.abort_weights()
         self.stages = [
-            WeightStage(request, self.model_path, worker=worker, last=self.loaded[worker])
+            WeightStage(announcement, self.model_path, worker=worker, last=self.loaded[worker])
             for worker in range(len(self.devices))
         ]
         for stage in self.stages:
@@ -114,10 +114,6 @@ class StagingEngine:
         self.stages = []
 
     async def start(self, policy_version: int) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
 
     async def stop(self) -> None: ...
 

@@ -16,7 +16,7 @@ from cuda_stand_in import RuntimeStandIn
 from nccl_stand_in import NcclStandIn
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock_rollout.weights.receivers.nccl import receive
 from penstock_rollout.weights.reception import Reception
 
@@ -29,12 +29,14 @@ def main(manifest: str, rendezvous: str, rank: str, world_size: str) -> None:
     libraries.runtime = lambda: runtime
     libraries.nccl = lambda: nccl
     reception = Reception(
-        manifest=weights_pb2.WeightManifest.FromString(bytes.fromhex(manifest)),
-        rendezvous=rendezvous,
-        rank=int(rank),
-        world_size=int(world_size),
+        weights_pb2.AnnounceRequest(
+            manifest=weights_pb2.WeightManifest.FromString(bytes.fromhex(manifest)),
+            rendezvous=rendezvous,
+            rank=int(rank),
+            world_size=int(world_size),
+        ),
         device=torch.device("cpu"),
-        patience=Patience(LIFETIME_S, "receiving"),
+        deadline=Deadline(LIFETIME_S, "receiving"),
     )
     print("ready", flush=True)
     sys.stdin.readline()

@@ -17,8 +17,8 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from cuda_stand_in import RuntimeStandIn
-from penstock.weights.patience import Patience
-from penstock_rollout.weights.receivers.gloo import PatientStore, break_connections
+from penstock.weights.deadline import Deadline
+from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_connections
 
 IN_PROGRESS = 7
 NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
@@ -96,8 +96,8 @@ class _Communicator:
         try:
             host, _, port = unique_id.rstrip(b"\0").decode().partition(":")
             inner = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=10))
-            patience = Patience(FOR_EVER.total_seconds(), "the start of a communicator", self._aborted)
-            store = PatientStore(PrefixStore("nccl", inner), patience)
+            deadline = Deadline(FOR_EVER.total_seconds(), "the start of a communicator", self._aborted)
+            store = InterruptibleStore(PrefixStore("nccl", inner), deadline)
             self._group = ProcessGroupGloo(store, self.rank, num_ranks, FOR_EVER)
         except Exception:
             self._failure = 2

@@ -1,7 +1,8 @@
-"""An engine that serves a tiny model, and that model as plain Hugging Face computes it: what every engine test asks."""
+"""An engine that serves a tiny model, and the same model in plain Hugging Face to compare with."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib.util
 import threading
@@ -22,9 +23,10 @@ from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import Engine, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
+from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.engines.vllm import engine as vllm_engine
 from penstock_rollout.engines.vllm import stamps as vllm_stamps
 from tests.engine_answers import Answer
@@ -87,9 +89,12 @@ class Publisher:
         self._group: Any = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def request(self, timeout_s: float = 20.0) -> StageRequest:
+    def announcement(self, timeout_s: float = 20.0) -> weights_pb2.AnnounceRequest:
         rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}"
-        return StageRequest(self._push.manifest, "gloo", rendezvous, rank=1, world_size=2, timeout_s=timeout_s)
+        return weights_pb2.AnnounceRequest(
+            manifest=self._push.manifest, transport="gloo", rendezvous=rendezvous, rank=1, world_size=2,
+            deadline_s=timeout_s,
+        )  # fmt: skip
 
     def start(self) -> None:
         self._thread.start()
@@ -136,7 +141,7 @@ class Served:
         version = self.engine.policy_version + 1
         push = Push.of(model, version)
         publisher = Publisher(push)
-        await self.engine.stage_weights(publisher.request())
+        await self.engine.stage_weights(publisher.announcement())
         publisher.start()
         report = await self.engine.commit_weights(version, push.checksums, timeout_s=20)
         publisher.join()
@@ -153,8 +158,36 @@ class Served:
         assert_log_probs(self.model, answer)
 
 
+async def hold_decoding(engine: Engine) -> None:
+    """Stop decoding until the next commit, after which every engine goes on. Requests that come meanwhile wait."""
+    if isinstance(engine, vllm_engine.VllmEngine):
+        await engine._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    elif isinstance(engine, SglangEngine):
+        engine._open.clear()
+        await engine._calls.pause("in_place")
+    elif isinstance(engine, TorchEngine):
+        _hold_thread(engine)
+
+
+def _hold_thread(engine: TorchEngine) -> None:
+    def run_the_next_actions() -> None:
+        with engine._changed:
+            engine._changed.wait_for(lambda: bool(engine._actions) or engine._stopping)
+            actions = [engine._actions.popleft() for _ in range(len(engine._actions))]
+        for action in actions:
+            action()
+
+    engine._change(lambda: engine._actions.append(run_the_next_actions))
+
+
+async def until_submitted(engine: Engine, num_requests: int) -> None:
+    async with asyncio.timeout(20):
+        while (stats := engine.stats()).running_requests + stats.waiting_requests < num_requests:
+            await asyncio.sleep(0.005)
+
+
 class ComparedStamps:
-    """Our stamps and vLLM's of the same tokens. Raises where they differ."""
+    """Our stamps and vLLM's stamps of the same tokens. Raises if they differ."""
 
     def __init__(self, llm: Any) -> None:
         self._own = vllm_stamps.OwnStamps(llm)

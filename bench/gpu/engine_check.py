@@ -30,11 +30,12 @@ from typing import Any
 from harness import Bar, Measurement, report
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
+from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, StageRequest, TokenChunk
+from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, TokenChunk
+from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.start import honours_seeds
 from tests.engine_answers import Answer
 
@@ -168,7 +169,7 @@ def make_policies(size: Size, folder: Path, device: str) -> tuple[Policy, Policy
     return Policy.load(folder / "old", device), Policy.load(folder / "new", device)
 
 
-def write_update(policy: Policy, folder: Path) -> tuple[StageRequest, list[str]]:
+def write_update(policy: Policy, folder: Path) -> tuple[weights_pb2.AnnounceRequest, list[str]]:
     import numpy as np
     import torch
 
@@ -181,7 +182,10 @@ def write_update(policy: Policy, folder: Path) -> tuple[StageRequest, list[str]]
         np.copyto(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes], raw)
     checksums = [host_checksum(XXH3, bucket) for bucket in buckets]
     write_snapshot(folder, manifest, buckets, checksums)
-    return StageRequest(manifest, "snapshot", str(folder), 0, 1, 60.0), checksums
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=manifest, transport="snapshot", rendezvous=str(folder), rank=0, world_size=1, deadline_s=60.0
+    )
+    return announcement, checksums
 
 
 class Client:
@@ -228,7 +232,7 @@ class Check:
         self._old = old
         self._new = new
 
-    async def run(self, model: Path, request: StageRequest, checksums: list[str]) -> None:
+    async def run(self, model: Path, announcement: weights_pb2.AnnounceRequest, checksums: list[str]) -> None:
         config = EngineConfig(
             name=self._arguments.engine,
             max_model_len=1024,
@@ -247,7 +251,7 @@ class Check:
         self._say("the engine is ready")
         try:
             before = await self._before(client)
-            await self._through(engine, client, request, checksums, before)
+            await self._through(engine, client, announcement, checksums, before)
             await self._after(client, before)
         finally:
             await engine.stop()
@@ -268,13 +272,18 @@ class Check:
         return errors
 
     async def _through(
-        self, engine: Engine, client: Client, request: StageRequest, checksums: list[str], before: Errors
+        self,
+        engine: Engine,
+        client: Client,
+        announcement: weights_pb2.AnnounceRequest,
+        checksums: list[str],
+        before: Errors,
     ) -> None:
         decoding = asyncio.Event()
         running = asyncio.ensure_future(client.answers(self._size.long, decoding))
         await asyncio.wait_for(decoding.wait(), 60)
         self._say(f"{NUM_REQUESTS} requests decode; updating")
-        await engine.stage_weights(request)
+        await engine.stage_weights(announcement)
         commit = await engine.commit_weights(NEW, checksums, timeout_s=60)
         self._report_commit(commit)
         answers = await running
@@ -353,11 +362,11 @@ async def check_all(arguments: argparse.Namespace, folder: Path, checks: list[Ch
     size = TINY if arguments.tiny else Size()
     say(f"making two versions of the model on {name}")
     old, new = make_policies(size, folder, device)
-    request, checksums = write_update(new, folder / "update")
-    say(f"{sum(bucket.num_bytes for bucket in request.manifest.buckets) / 1e6:,.0f} MB of weights are written")
+    announcement, checksums = write_update(new, folder / "update")
+    say(f"{sum(bucket.num_bytes for bucket in announcement.manifest.buckets) / 1e6:,.0f} MB of weights are written")
     for mode in arguments.modes.split(","):
         checks.append(Check(mode, arguments, size, old, new))
-        await checks[-1].run(folder / "old", request, checksums)
+        await checks[-1].run(folder / "old", announcement, checksums)
 
 
 def engine_version(name: str) -> str:

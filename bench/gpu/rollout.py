@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import Bar, report
-from penstock_rollout.engines.start import start_engine
+from penstock_rollout.engines.factory import start_engine
 from rollout_model import ModelShape, make_model
 from rollout_paths import Contenders, Load, Paths, engine_config, memory_queue
 

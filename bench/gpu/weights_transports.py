@@ -18,13 +18,12 @@ from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer, Mappings
 from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.patience import Patience
-from penstock_learner.weights.device_memory import DeviceMemory
+from penstock_learner.weights.memory_pool import MemoryPool
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.receivers import cuda_ipc
 from penstock_rollout.weights.reception import Reception, find_receiver
 from penstock_rollout.weights.stage import WeightStage, beside_the_engine, bucket_checksum
@@ -45,26 +44,28 @@ class IpcPublisher:
         self._shapes = [TensorShape(f"w{index}", "BF16", TENSOR_SHAPE) for index in range(num_tensors)]
         self._source = torch.rand(TENSOR_SHAPE, device=DEVICE, dtype=torch.bfloat16)
         self._sender = CudaIpcSender(DEVICE)
+        self._memory = MemoryPool(DEVICE)
         self._staged: StagedVersion | None = None
 
     def stage(self, version: int) -> tuple[float, bytes, list[str]]:
         """Seconds to stage and hash, the manifest and the checksums."""
         started = time.monotonic()
-        self._staged = None
+        if self._staged is not None:
+            self._memory.give_back(self._staged.memory)
         manifest = build_manifest("bench", version, 1, self._shapes, BUCKET_BYTES)
-        memory = DeviceMemory([bucket.num_bytes for bucket in manifest.buckets], DEVICE)
+        memory = self._memory.take("device", [bucket.num_bytes for bucket in manifest.buckets])
         manifest.checksum = checksum_name(memory)
         staged = self._staged = StagedVersion(manifest, memory, torch.bfloat16)
         for index, shape in enumerate(self._shapes):
             staged.put(shape.name, self._source * (version + index))
-        checksums = staged.checksums(Patience(TIMEOUT_S, "hashing"))
+        checksums = staged.checksums(Deadline(TIMEOUT_S, "hashing"))
         return time.monotonic() - started, manifest.SerializeToString(), checksums
 
     def offer(self) -> str:
         assert self._staged is not None
         shipment = Shipment(self._staged.manifest, self._staged)
-        rendezvous = self._sender.open(shipment, [], Patience(TIMEOUT_S, "opening"))
-        self._sender.send(shipment, [], Patience(TIMEOUT_S, "sending"))
+        rendezvous = self._sender.open(shipment, [], Deadline(TIMEOUT_S, "opening"))
+        self._sender.send(shipment, [], Deadline(TIMEOUT_S, "sending"))
         return rendezvous
 
 
@@ -89,8 +90,8 @@ class IpcMember:
     def transfer(self) -> float:
         """GB/s of the receiver alone, from the offer to the last bucket; unmapping comes after it."""
         rendezvous = self._publisher.call("offer")
-        patience = Patience(TIMEOUT_S, "receiving")
-        reception = Reception(self.manifest, rendezvous, 1, 2, DEVICE, patience, worker_device=DEVICE)
+        deadline = Deadline(TIMEOUT_S, "receiving")
+        reception = Reception(self._announcement(rendezvous), DEVICE, deadline, worker_device=DEVICE)
         self.received = []
         started = time.monotonic()
         with beside_the_engine(DEVICE):
@@ -122,9 +123,7 @@ class IpcMember:
         """Seconds from the offer to a received and verified stage."""
         started = time.monotonic()
         rendezvous = self._publisher.call("offer")
-        stage = WeightStage(
-            StageRequest(self.manifest, "cuda_ipc", rendezvous, 1, 2, TIMEOUT_S), Path("unused"), device=DEVICE
-        )
+        stage = WeightStage(self._announcement(rendezvous), Path("unused"), device=DEVICE)
         stage.start()
         stage.done.result(TIMEOUT_S)
         seconds = time.monotonic() - started
@@ -132,6 +131,12 @@ class IpcMember:
         assert not why, why
         assert stage.buckets[0].is_cuda
         return seconds
+
+    def _announcement(self, rendezvous: str) -> weights_pb2.AnnounceRequest:
+        return weights_pb2.AnnounceRequest(
+            manifest=self.manifest, transport="cuda_ipc", rendezvous=rendezvous, rank=1, world_size=2,
+            deadline_s=TIMEOUT_S,
+        )  # fmt: skip
 
 
 def copy_rate(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> float:
@@ -201,16 +206,16 @@ def bench_nccl() -> Results:
     torch.cuda.synchronize()
     starts, aborts, calls = [], [], []
     for _ in range(4):
-        patience = Patience(TIMEOUT_S, "an NCCL group of one")
+        deadline = Deadline(TIMEOUT_S, "an NCCL group of one")
         started = time.monotonic()
         group = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
-        group.open(patience)
+        group.open(deadline)
         starts.append(1e3 * (time.monotonic() - started))
-        group.wait(group.broadcast(bucket.data_ptr(), BUCKET_BYTES, patience), patience)
+        group.wait(group.broadcast(bucket.data_ptr(), BUCKET_BYTES, deadline), deadline)
         started = time.monotonic()
-        events = [group.broadcast(bucket.data_ptr(), BUCKET_BYTES, patience, hold=bucket) for _ in range(20)]
+        events = [group.broadcast(bucket.data_ptr(), BUCKET_BYTES, deadline, hold=bucket) for _ in range(20)]
         for event in events:
-            group.wait(event, patience)
+            group.wait(event, deadline)
         calls.append(1e3 * (time.monotonic() - started) / len(events))
         started = time.monotonic()
         group.abort()
@@ -230,7 +235,7 @@ def _bench_missing_rank(results: Results, nccl: Any) -> None:
     group = NcclGroup(nccl.get_unique_id(), 2, 0, 0)
     started = time.monotonic()
     try:
-        group.open(Patience(deadline_s, "meeting a rank that never comes"))
+        group.open(Deadline(deadline_s, "meeting a rank that never comes"))
         raise AssertionError("NCCL met a rank that does not exist")
     except WeightPushFailed as error:
         say(f"{error}")
@@ -240,9 +245,9 @@ def _bench_missing_rank(results: Results, nccl: Any) -> None:
     results.add("abort of a start that waits", "ms", 1e3 * (time.monotonic() - started))
     results.bar("a missing rank costs its deadline", waited_s / deadline_s, 1.5, at_most=True)
     again = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
-    patience = Patience(TIMEOUT_S, "a group after an abort")
-    again.open(patience)
+    deadline = Deadline(TIMEOUT_S, "a group after an abort")
+    again.open(deadline)
     tensor = torch.ones(1024, dtype=torch.uint8, device=DEVICE)
-    again.wait(again.broadcast(tensor.data_ptr(), 1024, patience, hold=tensor), patience)
+    again.wait(again.broadcast(tensor.data_ptr(), 1024, deadline, hold=tensor), deadline)
     again.abort()
     results.bar("a group works after that", float(int(tensor.sum()) == 1024), 1)

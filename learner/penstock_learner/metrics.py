@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram
 from penstock_learner.algorithms.corrections import RATIO_EDGES
-from penstock_learner.weights.publisher import PushReport
+from penstock_learner.weights.push_report import PushReport
 
 ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")

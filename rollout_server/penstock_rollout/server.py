@@ -26,8 +26,7 @@ from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, policies_pb2, weights_pb2_grpc
 from penstock.weights.transports import host_id
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.start import start_engine
+from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.generate_service import GenerateService
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer

@@ -7,7 +7,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.ports import is_loopback
 from penstock.weights.cluster_key import read_key
-from penstock_rollout.engines.choose import resolve_engine_name
+from penstock_rollout.engines.factory import resolve_engine_name
 
 
 def check(config: RunConfig) -> str:

@@ -26,13 +26,13 @@ from penstock.weights.checksums import MIX64, host_checksum
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.mix64 import device_mix64
 from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.patience import Patience
 from penstock_learner.weights.device_memory import DeviceMemory
+from penstock_learner.weights.memory_pool import MemoryPool
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.stage import WeightStage
 
@@ -41,8 +41,8 @@ TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 
 
-def patience(timeout_s: float = TIMEOUT_S) -> Patience:
-    return Patience(timeout_s, "a test")
+def deadline(timeout_s: float = TIMEOUT_S) -> Deadline:
+    return Deadline(timeout_s, "a test")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 16, 48, 4096 + 16, 16 * 65_537, 64 * 2**20 + 48])
@@ -54,14 +54,15 @@ def test_the_gpu_computes_the_same_checksum(num_bytes: int) -> None:
 
 
 def test_device_memory_is_zeroed_and_aligned() -> None:
+    pool = MemoryPool(DEVICE)
     for _ in range(2):
-        memory = DeviceMemory([48, 16, 1024 * 1024 + 16], DEVICE)
+        memory = pool.take("device", [48, 16, 1024 * 1024 + 16])
         assert all(bucket.is_cuda and bucket.data_ptr() % 512 == 0 for bucket in memory.buckets)
         assert all(not bucket.any() for bucket in memory.buckets)
         for bucket in memory.buckets:
             bucket.fill_(255)
         torch.cuda.synchronize()
-        del bucket, memory
+        pool.give_back(memory)
 
 
 class IpcPublisher:
@@ -77,17 +78,17 @@ class IpcPublisher:
         self._sender = CudaIpcSender(DEVICE)
 
     def offer(self) -> tuple[bytes, str]:
-        rendezvous = self._sender.open(self._shipment, [], patience())
+        rendezvous = self._sender.open(self._shipment, [], deadline())
         return self._staged.manifest.SerializeToString(), rendezvous
 
     def fill_and_send(self) -> list[str]:
         """While the member waits, so that buckets are copied as they become ready."""
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(self._sender.send, self._shipment, [], patience())
+            sent = pool.submit(self._sender.send, self._shipment, [], deadline())
             for spec in self._staged.manifest.tensors:
                 self._staged.put(spec.name, torch.rand(tuple(spec.shape), device=DEVICE))
             sent.result(TIMEOUT_S)
-        return self._staged.checksums(patience())
+        return self._staged.checksums(deadline())
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
@@ -96,8 +97,11 @@ def test_cuda_ipc_between_two_processes(where: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(stage_module, "SPARE_DEVICE_BYTES", 2**60)
     with child(IpcPublisher) as call:
         manifest, rendezvous = call("offer")
-        request = StageRequest(weights_pb2.WeightManifest.FromString(manifest), "cuda_ipc", rendezvous, 1, 2, TIMEOUT_S)
-        stage = WeightStage(request, Path("unused"), device=DEVICE)
+        announcement = weights_pb2.AnnounceRequest(
+            manifest=weights_pb2.WeightManifest.FromString(manifest), transport="cuda_ipc", rendezvous=rendezvous,
+            rank=1, world_size=2, deadline_s=TIMEOUT_S,
+        )  # fmt: skip
+        stage = WeightStage(announcement, Path("unused"), device=DEVICE)
         stage.start()
         checksums = call("fill_and_send")
         stage.done.result(TIMEOUT_S)
@@ -112,23 +116,23 @@ def test_nccl_can_be_made_nonblocking() -> None:
 
 def test_a_group_of_one_broadcasts_and_is_aborted() -> None:
     group = NcclGroup(libraries.nccl().get_unique_id(), 1, 0, 0)
-    group.open(patience())
+    group.open(deadline())
     tensor = torch.arange(2**20, device=DEVICE)
     torch.cuda.synchronize()
     for _ in range(3):
-        event = group.broadcast(tensor.data_ptr(), tensor.numel() * 8, patience(), hold=tensor)
-        group.wait(event, patience())
+        event = group.broadcast(tensor.data_ptr(), tensor.numel() * 8, deadline(), hold=tensor)
+        group.wait(event, deadline())
     assert torch.equal(tensor.cpu(), torch.arange(2**20))
     group.abort()
     with pytest.raises(WeightPushFailed, match="aborted"):
-        group.broadcast(tensor.data_ptr(), 8, patience())
+        group.broadcast(tensor.data_ptr(), 8, deadline())
 
 
 def test_a_missing_rank_costs_a_deadline_and_the_gpu_goes_on() -> None:
     group = NcclGroup(libraries.nccl().get_unique_id(), 2, 0, 0)
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 2 s"):
-        group.open(patience(2.0))
+        group.open(deadline(2.0))
     group.abort()
     assert time.monotonic() - started < 20
     test_a_group_of_one_broadcasts_and_is_aborted()

@@ -33,7 +33,7 @@ from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup
-from penstock_learner.weights.publisher import PushReport
+from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
 
 logger = logging.getLogger(__name__)

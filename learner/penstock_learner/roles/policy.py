@@ -18,7 +18,8 @@ from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.roles.policy_update import PolicyUpdate, UpdateReport
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import gathered_weights, load_gathered, pushed_shapes
-from penstock_learner.weights.publisher import PushReport, WeightPublisher
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
 
 

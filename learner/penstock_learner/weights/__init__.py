@@ -1,1 +1,1 @@
-"""The learner's side of the weight push: gathering, staging, senders, and the publisher that speaks to members."""
+"""The learner's side of the weight push: gather the weights, stage them as buckets, send them to rollout servers."""

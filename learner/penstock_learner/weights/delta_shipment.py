@@ -1,4 +1,4 @@
-"""A version as what changed since another, where that is smaller."""
+"""Make a shipment that contains only the changes since another version."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 from penstock.v1 import weights_pb2
 from penstock.weights import delta
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import item_bytes
-from penstock.weights.patience import Patience
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
 
 
-def delta_shipment(staged: StagedVersion, base: StagedVersion, patience: Patience) -> Shipment:
-    """Bucket by bucket a delta on `base`, or the whole bucket where that is no larger."""
-    if base is staged or not _fits(base.manifest, staged.manifest):
+def delta_shipment(staged: StagedVersion, base: StagedVersion, deadline: Deadline) -> Shipment:
+    """Send each bucket as a delta on `base`, or whole if the delta is not smaller."""
+    if base is staged or not _has_same_layout(base.manifest, staged.manifest):
         return Shipment(staged.manifest, staged)
-    staged.checksums(patience)
-    base.checksums(patience)
+    staged.checksums(deadline)
+    base.checksums(deadline)
     manifest = weights_pb2.WeightManifest()
     manifest.CopyFrom(staged.manifest)
     manifest.base_version = base.policy_version
@@ -31,6 +31,6 @@ def delta_shipment(staged: StagedVersion, base: StagedVersion, patience: Patienc
     return Shipment(manifest, staged, tuple(deltas))
 
 
-def _fits(base: weights_pb2.WeightManifest, manifest: weights_pb2.WeightManifest) -> bool:
-    """The same layout: the same tensors in the same buckets."""
+def _has_same_layout(base: weights_pb2.WeightManifest, manifest: weights_pb2.WeightManifest) -> bool:
+    """Return whether both have the same tensors in the same buckets."""
     return list(base.tensors) == list(manifest.tensors)

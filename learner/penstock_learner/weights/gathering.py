@@ -1,4 +1,4 @@
-"""Weights out of FSDP2 shards: one all-gather a layer, under their Hugging Face names."""
+"""Gather weights from FSDP2 shards, with one all-gather per layer. Names are those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_learner.model.causal_lm import PackedCausalLM
 
 
 def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of every tensor that `gathered_weights` yields, in its order."""
+    """Return the name and the full shape of every tensor that `gathered_weights` yields, in the same order."""
     return [
         (pushed_name(name), tuple(parameter.shape))
         for _, prefix, module in _units(model)
@@ -22,9 +22,10 @@ def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight, whole. Collective: all ranks go through it together. A tensor is valid until the next is asked for.
+    """Yield every weight, unsharded. This is a collective: all ranks must iterate together.
 
-    A layer's gather has finished, on this rank's stream, when its first tensor is yielded."""
+    A tensor is valid until the next one is requested. When the first tensor of a layer is yielded, the layer's gather
+    has finished on this rank's stream."""
     for unit, prefix, module in _units(model):
         if isinstance(unit, FSDPModule):
             unit.unshard()
@@ -36,7 +37,7 @@ def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def load_gathered(model: PackedCausalLM, weight_of: Callable[[str], torch.Tensor]) -> None:
-    """The other way: each rank takes its shard of every weight. Collective."""
+    """Copy full weights into the model: each rank takes its shard. This is a collective."""
     for unit, prefix, module in _units(model):
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -48,7 +49,7 @@ def load_gathered(model: PackedCausalLM, weight_of: Callable[[str], torch.Tensor
 
 
 def _units(model: PackedCausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """The modules that `shard` in model.py shards, root first."""
+    """Yield the modules that are sharded separately, the root first."""
     yield model, "", model.lm
     for index, layer in enumerate(model.lm.model.layers):
         yield layer, f"model.layers.{index}.", layer
@@ -57,7 +58,7 @@ def _units(model: PackedCausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.
 def _own_parameters(
     prefix: str, module: torch.nn.Module, model: PackedCausalLM
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of one unit; the root's are those of no layer."""
+    """Yield the parameters of one unit. Those of the root are the parameters that belong to no layer."""
     is_root = module is model.lm
     for name, parameter in module.named_parameters():
         if is_pushed(model, prefix + name) and not (is_root and name.startswith("model.layers.")):

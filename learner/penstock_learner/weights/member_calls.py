@@ -1,4 +1,4 @@
-"""gRPC calls to the members of a push: one call to every member at once, each with a deadline."""
+"""gRPC calls to the members of a push. Each call goes to all members at once and has a deadline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.weights.cluster_key import call_metadata
 from penstock_learner.weights.senders.sender import PushTarget
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Manifests of models with many thousand tensors."""
+"""Large enough for the manifests of models with many thousand tensors."""
 
 
 class MemberCalls:
-    """Keeps a channel for each address. Failures come back as one line for each member, never as exceptions."""
+    """Keeps one channel per address. A failed call is returned as one line for its member and is never raised."""
 
     def __init__(self, config: WeightsConfig) -> None:
         self.config = config
@@ -35,7 +35,7 @@ class MemberCalls:
         return self._call_all(members, lambda stub: stub.Commit, requests, request.deadline_s, "commit")
 
     def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
-        """Returns those who did not answer."""
+        """Return the members that did not answer."""
         requests = [request] * len(members)
         return self._call_all(members, lambda stub: stub.Abort, requests, self.config.ready_timeout_s, "abort")[1]
 

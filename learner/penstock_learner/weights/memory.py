@@ -1,12 +1,12 @@
-"""Where the publisher's buckets lie. Every sender reads any of them; some senders want one of their own.
+"""The memory of the publisher's buckets. Every sender can read every kind, except that shm needs shared memory.
 
-| memory | for                    | a member                                                          |
-|--------|------------------------|-------------------------------------------------------------------|
-| host   | gloo, snapshot         | gets a copy over the network or a file                            |
-| shared | shm, and all of host's | maps the pages, which the kernel lets nobody but the publisher write |
-| device | nccl, cuda_ipc         | gets a copy from GPU to GPU                                       |
+| memory | transports             | what a member gets                                              |
+|--------|------------------------|-----------------------------------------------------------------|
+| host   | gloo, snapshot         | a copy, over the network or from a file                         |
+| shared | shm, gloo, snapshot    | with shm, the pages themselves; only the publisher can write them |
+| device | nccl, cuda_ipc         | a copy from GPU to GPU                                          |
 
-Memory is used again for a later version: touching new pages costs several times what copying into old ones does.
+DeviceMemory is in device_memory.py. memory_pool.py reuses memory for later versions.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ MemoryKind = Literal["host", "shared", "device"]
 
 
 class BucketMemory(Protocol):
-    """The buckets of one version at a time."""
+    """Holds the buckets of one version at a time."""
 
     kind: MemoryKind
     sizes: list[int]
     buckets: list[torch.Tensor]
     is_reusable: bool
-    """False once a member that may still read the bytes has fallen silent: it must never see another version's."""
+    """False if a member may still read the bytes without the publisher's knowledge. It must not see other bytes."""
 
     def clear(self) -> None:
-        """Called before the first byte of a version."""
+        """Called before the first byte of a version is written."""
         ...
 
     def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
-        """Called once every byte is in and hashed."""
+        """Called when every byte is written and hashed."""
         ...
 
 
 class HostMemory:
-    """Plain host memory; pinned where a GPU copies to and from it."""
+    """Plain host memory, pinned if there is a GPU."""
 
     kind: MemoryKind = "host"
 
@@ -62,10 +62,10 @@ class HostMemory:
 
 
 class SharedMemory:
-    """One anonymous file in memory, mapped by members of the same host through `path`.
+    """One anonymous file in memory, which members on the same host map by its `path`.
 
-    Sealed against writing by anyone but this object. Its header names a version exactly while the buckets hold that
-    version whole. Pages live until the last mapping goes, the publisher's death included."""
+    The kernel's seals let nobody but this object write to it. The header names a version only while the buckets hold
+    all of it. The pages live until the last mapping is gone, even after the publisher's death."""
 
     kind: MemoryKind = "shared"
 
@@ -85,7 +85,7 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Readable by processes of the same user and pid namespace."""
+        """A path that processes of the same user and pid namespace can open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def clear(self) -> None:
@@ -100,30 +100,3 @@ class SharedMemory:
 
     def __del__(self) -> None:
         os.close(self._fd)
-
-
-class MemoryPool:
-    """Memory of versions that are no longer needed, for the next ones."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._free: list[BucketMemory] = []
-
-    def take(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
-        """Cleared memory of this layout; what is free and does not fit is let go."""
-        fitting = [memory for memory in self._free if memory.kind == kind and memory.sizes == list(sizes)]
-        self._free = fitting[1:]
-        memory = fitting[0] if fitting else self._make(kind, sizes)
-        memory.clear()
-        return memory
-
-    def give_back(self, memory: BucketMemory) -> None:
-        if memory.is_reusable:
-            self._free.append(memory)
-
-    def _make(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
-        if kind == "device":
-            from penstock_learner.weights.device_memory import DeviceMemory
-
-            return DeviceMemory(sizes, self.device)
-        return SharedMemory(sizes) if kind == "shared" else HostMemory(sizes)

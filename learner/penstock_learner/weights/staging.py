@@ -1,4 +1,4 @@
-"""A version being gathered: filled bucket by bucket by the training thread, read bucket by bucket by the push."""
+"""A version that is being gathered. The training thread fills it bucket by bucket while the push reads it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from numpy.typing import NDArray
 
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import MIX64, XXH3, RunningChecksum
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import ALIGNMENT
-from penstock.weights.patience import Patience
 from penstock_learner.weights.memory import BucketMemory
 
-STAGED_POLL_S = 0.001
 PIECE_BYTES = 2**18
-"""Copied, then hashed while they are in the processor's cache."""
+"""Size of the pieces that are copied, and hashed while they are still in the processor's cache."""
 
 
 class StagedVersion:
-    """filling → complete. `put` in the manifest's order; a bucket may be sent as soon as its last tensor is in."""
+    """The buckets of one version: first filling, then complete, then sealed.
+
+    Call `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
 
     def __init__(self, manifest: weights_pb2.WeightManifest, memory: BucketMemory, dtype: torch.dtype) -> None:
         self.manifest = manifest
         self.memory = memory
-        self.complete = threading.Event()
-        """Every bucket is filled."""
-        self.sealed = threading.Event()
-        """Every bucket is hashed too, and none changes any more."""
         self._dtype = dtype
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._last_in_bucket = {spec.bucket: spec.name for spec in manifest.tensors}
+        self._progress = threading.Condition()
+        """Notified when a bucket is filled, and when the version is sealed."""
         self._num_filled = 0
+        self._is_sealed = False
         self._checksum = RunningChecksum(XXH3)
-        """Of the bucket being filled, over its first `_num_hashed` bytes."""
+        """Checksum of the first `_num_hashed` bytes of the bucket that is being filled."""
         self._num_hashed = 0
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._checksums: list[Future[str]] = []
@@ -46,8 +46,18 @@ class StagedVersion:
     def policy_version(self) -> int:
         return self.manifest.policy_version
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every bucket is filled."""
+        return self._num_filled == len(self.memory.buckets)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether every bucket is filled and hashed. None changes any more."""
+        return self._is_sealed
+
     def put(self, name: str, weight: torch.Tensor) -> None:
-        """Copy one whole weight to its place, cast to the engine's type."""
+        """Copy one full weight to its place in a bucket, cast to the engine's type."""
         spec = self._specs[name]
         bucket = self.memory.buckets[spec.bucket]
         view = bucket[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(self._dtype).view(weight.shape)
@@ -59,48 +69,54 @@ class StagedVersion:
         if self._last_in_bucket[spec.bucket] == name:
             self._finish_bucket(spec.bucket)
 
-    def bucket(self, index: int, patience: Patience) -> torch.Tensor:
-        """Wait for the bucket and return it."""
-        patience.until(lambda: self._num_filled > index, STAGED_POLL_S)
+    def bucket(self, index: int, deadline: Deadline) -> torch.Tensor:
+        """Wait until the bucket is filled, and return it."""
+        deadline.wait_for(self._progress, lambda: self._num_filled > index)
         return self.memory.buckets[index]
 
-    def checksums(self, patience: Patience) -> list[str]:
-        """Of every bucket, once all are filled."""
-        patience.until(self.sealed.is_set, STAGED_POLL_S)
+    def checksums(self, deadline: Deadline) -> list[str]:
+        """Wait until the version is sealed, and return the checksum of every bucket."""
+        self.wait_sealed(deadline)
         return [future.result() for future in self._checksums]
+
+    def wait_sealed(self, deadline: Deadline) -> None:
+        deadline.wait_for(self._progress, lambda: self._is_sealed)
 
     def _copy_and_hash(
         self, weight: torch.Tensor, view: torch.Tensor, bucket: NDArray[np.uint8], offset_bytes: int
     ) -> None:
-        """Piece by piece. What lies before the weight and has not been hashed is padding."""
-        assert offset_bytes - self._num_hashed < ALIGNMENT, "all weights of a version come from one kind of memory"
+        """Copy piece by piece, and hash each piece. Bytes before the weight that are not hashed yet are padding."""
+        assert offset_bytes - self._num_hashed < ALIGNMENT, "all weights of a version must come from one kind of memory"
         for num_copied in copied_pieces(weight, view):
             self._checksum.update(bucket[self._num_hashed : offset_bytes + num_copied])
             self._num_hashed = offset_bytes + num_copied
 
     def _finish_bucket(self, index: int) -> None:
-        assert index == self._num_filled, "weights come in the manifest's order"
+        assert index == self._num_filled, "weights must come in the manifest's order"
         bucket = self.memory.buckets[index]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self._checksums.append(self._hashing.submit(staged_checksum, bucket, self._checksum, self._num_hashed))
         self._checksum, self._num_hashed = RunningChecksum(XXH3), 0
-        self._num_filled += 1
-        if self._num_filled == len(self.memory.buckets):
-            self.complete.set()
+        with self._progress:
+            self._num_filled += 1
+            self._progress.notify_all()
+        if self.is_complete:
             self._hashing.submit(self._seal)
             self._hashing.shutdown(wait=False)
 
     def _seal(self) -> None:
-        """The last task of the hashing thread."""
+        """Mark the version as final. This is the last task of the hashing thread."""
         self.memory.seal(self.manifest, [future.result() for future in self._checksums])
-        self.sealed.set()
+        with self._progress:
+            self._is_sealed = True
+            self._progress.notify_all()
 
 
 def copied_pieces(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
-    """Copy a flat tensor piece by piece, cast where the types differ. Yields the bytes copied so far."""
+    """Copy a flat tensor piece by piece, with a cast if the types differ. Yields the number of bytes copied so far."""
     if weight.dtype == view.dtype:
-        # A third faster than torch's copy. By address: a numpy view would keep FSDP from freeing what it has gathered.
+        # A third faster than torch's copy. It uses addresses: a numpy view would keep FSDP from freeing the weight.
         for start in range(0, view.nbytes, PIECE_BYTES):
             num_bytes = min(PIECE_BYTES, view.nbytes - start)
             ctypes.memmove(view.data_ptr() + start, weight.data_ptr() + start, num_bytes)
@@ -118,7 +134,7 @@ def checksum_name(memory: BucketMemory) -> str:
 
 
 def staged_checksum(bucket: torch.Tensor, checksum: RunningChecksum, num_hashed: int) -> str:
-    """By the checksum that is fast where the bucket lies; in host memory, the rest of what is hashed up to there."""
+    """Return a bucket's checksum: mix64 on a GPU, else `checksum` continued over the bytes from `num_hashed` on."""
     if bucket.is_cuda:
         from penstock.weights.cuda.mix64 import device_mix64
 

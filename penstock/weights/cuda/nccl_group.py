@@ -1,7 +1,7 @@
 """One NCCL communicator with deadlines: the publisher is rank 0, every worker of every member one more.
 
 NCCL waits for its peers for ever. So its calls are made non-blocking where CuPy can say so, or else in a thread of
-their own, and every wait polls under a Patience. `abort` ends whatever is still going on.
+their own, and every wait polls under a Deadline. `abort` ends whatever is still going on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceStream
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock.weights.transports import PUBLISHER_RANK
 
 MAX_ENQUEUED = 32
@@ -80,7 +80,7 @@ class NcclGroup:
     def is_open(self) -> bool:
         return self._is_made and not self._is_aborted
 
-    def open(self, patience: Patience) -> None:
+    def open(self, deadline: Deadline) -> None:
         """Meet all other ranks."""
         self._stream = DeviceStream(self.device_index)
         self._copies = DeviceStream(self.device_index)
@@ -90,11 +90,11 @@ class NcclGroup:
         arguments = [self._world_size, self._unique_id, self._rank]
         if self._config is not None:
             arguments.append(self._config)
-        self._beside(lambda: communicator.__init__(*arguments), patience)
-        patience.until(self._is_settled, POLL_S)
+        self._beside(lambda: communicator.__init__(*arguments), deadline)
+        deadline.wait_until(self._is_settled, POLL_S)
         self._is_made = True
 
-    def broadcast(self, pointer: int, num_bytes: int, patience: Patience, hold: object = None) -> int:
+    def broadcast(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object = None) -> int:
         """Enqueue one broadcast, in place, from the publisher; returns the event of its end, for `wait`.
 
         `hold` owns the memory, and is kept as long as NCCL may touch it."""
@@ -104,10 +104,10 @@ class NcclGroup:
             self._communicator.bcast(pointer, num_bytes, self._nccl.NCCL_UINT8, PUBLISHER_RANK, stream)
 
         if self._config is None:
-            self._beside(call, patience)
+            self._beside(call, deadline)
         else:
             self._guarded(lambda: _is_finished(call))
-        patience.until(self._is_settled, POLL_S)
+        deadline.wait_until(self._is_settled, POLL_S)
         event = self._guarded(self._stream.record)
         self._held[event] = hold
         return event
@@ -123,9 +123,9 @@ class NcclGroup:
 
         return self._guarded(call)
 
-    def wait(self, event: int, patience: Patience) -> None:
+    def wait(self, event: int, deadline: Deadline) -> None:
         """Until the event has happened; then its memory is the caller's alone again."""
-        self._stream.wait(event, patience, self._is_settled)
+        self._stream.wait(event, deadline, self._is_settled)
         self._held.pop(event, None)
 
     def abort(self) -> None:
@@ -150,7 +150,7 @@ class NcclGroup:
         self._stream.close()
         self._copies.close()
 
-    def _beside(self, call: Callable[[], object], patience: Patience) -> None:
+    def _beside(self, call: Callable[[], object], deadline: Deadline) -> None:
         """Make an NCCL call that may never return."""
         failures: list[Exception] = []
 
@@ -163,7 +163,7 @@ class NcclGroup:
 
         thread = self._calling = threading.Thread(target=run, name="nccl-call", daemon=True)
         thread.start()
-        patience.until(lambda: not thread.is_alive(), POLL_S)
+        deadline.wait_until(lambda: not thread.is_alive(), POLL_S)
         self._calling = None
         if failures:
             raise failures[0]

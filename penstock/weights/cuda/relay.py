@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.cuda.stream import DeviceAllocation
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 
 NUM_SLOTS = 2
 
@@ -18,22 +18,22 @@ class Relay:
         self._slots = [DeviceAllocation(max_bytes, group.device_index) for _ in range(NUM_SLOTS)]
         self._num_used = 0
 
-    def send(self, pointer: int, num_bytes: int, patience: Patience) -> int:
+    def send(self, pointer: int, num_bytes: int, deadline: Deadline) -> int:
         """Copy, and enqueue the broadcast; returns its event. Earlier broadcasts run meanwhile."""
         slot = self._next_slot()
-        self._group.wait(self._group.copy(slot.pointer, pointer, num_bytes), patience)
-        return self._group.broadcast(slot.pointer, num_bytes, patience, hold=slot)
+        self._group.wait(self._group.copy(slot.pointer, pointer, num_bytes), deadline)
+        return self._group.broadcast(slot.pointer, num_bytes, deadline, hold=slot)
 
-    def receive(self, pointer: int, num_bytes: int, patience: Patience, hold: object) -> tuple[int, int]:
+    def receive(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object) -> tuple[int, int]:
         """Enqueue the broadcast and, after it, the copy to pinned memory, which `hold` owns. For `wait`."""
         slot = self._next_slot()
-        arrived = self._group.broadcast(slot.pointer, num_bytes, patience, hold=(slot, hold))
+        arrived = self._group.broadcast(slot.pointer, num_bytes, deadline, hold=(slot, hold))
         return arrived, self._group.copy(pointer, slot.pointer, num_bytes, after=arrived)
 
-    def wait(self, received: tuple[int, int], patience: Patience) -> None:
+    def wait(self, received: tuple[int, int], deadline: Deadline) -> None:
         arrived, copied = received
-        self._group.wait(copied, patience)
-        self._group.wait(arrived, patience)
+        self._group.wait(copied, deadline)
+        self._group.wait(arrived, deadline)
 
     def _next_slot(self) -> DeviceAllocation:
         slot = self._slots[self._num_used % NUM_SLOTS]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 
 SUCCESS, NOT_READY = 0, 600
 POLL_S = 0.0002
@@ -41,7 +41,7 @@ class DeviceStream:
         """What is enqueued from now on starts after the event, of whichever stream."""
         self._runtime.streamWaitEvent(self.handle, event)
 
-    def wait(self, event: int, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
+    def wait(self, event: int, deadline: Deadline, check: Callable[[], object] = lambda: None) -> None:
         """Until the event has happened. `check` is called at every poll and may raise."""
 
         def happened() -> bool:
@@ -53,7 +53,7 @@ class DeviceStream:
         spin_until = time.monotonic() + SPIN_S
         while not happened():  # CuPy lets other threads of this interpreter run while it asks
             if time.monotonic() > spin_until:
-                patience.until(happened, POLL_S)
+                deadline.wait_until(happened, POLL_S)
                 break
         self._runtime.eventDestroy(event)
 

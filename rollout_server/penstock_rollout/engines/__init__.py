@@ -1,0 +1,1 @@
+"""The engines that generate tokens, behind one protocol (engine.py)."""

@@ -1,12 +1,11 @@
-"""The engine contract: what a rollout server needs of whatever generates tokens.
+"""The engine protocol: what a rollout server needs from the library that generates tokens.
 
-Guarantees that every engine keeps (tests/integration/engines/test_engine_conformance.py runs them all):
-- every token is stamped by the engine with the policy version whose weights produced it;
-- log-probs are of the distribution really sampled: after temperature and top-p;
-- weights are staged beside the serving ones and flip in one commit; a request sees the old set or the new, and a token
-  is never produced by a mixture;
-- a failed or aborted stage leaves the serving weights and the version as they were;
-- KV computed by one version is never reused for a request that starts under another.
+Every engine guarantees the following (tests/integration/engines/test_engine_conformance.py checks each engine):
+- The engine stamps every token with the policy version whose weights produced it.
+- Log-probs are those of the distribution that was sampled, after temperature and top-p.
+- New weights are staged while the old ones serve, and one commit flips to them. No token comes from a mixture.
+- A stage that fails or is aborted changes neither the serving weights nor the version.
+- A request that starts under one version never reuses KV that another version computed.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from penstock.v1 import weights_pb2
 @dataclass(frozen=True)
 class GenerateRequest:
     request_id: str
-    """Unique among the requests that run."""
+    """Unique among the running requests."""
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
-    """`seed` is this sample's own."""
+    """`seed` is the seed of this sample."""
     stream: bool = False
-    """False: one chunk at the end, which is cheaper."""
+    """If False, all tokens come in one chunk at the end, which is cheaper."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A run of new tokens. Segment indices are absolute within the response."""
+    """New tokens of a response. Segment indices count from the start of the response."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -50,87 +49,71 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class StageRequest:
-    """Where the bytes of a new version come from."""
-
-    manifest: weights_pb2.WeightManifest
-    transport: str
-    """One of penstock.weights.transports."""
-    rendezvous: str
-    rank: int
-    """Of the engine's first worker; the others follow."""
-    world_size: int
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class CommitReport:
+    """How long a commit took, and how many requests it interrupted."""
+
     receive_s: float
     load_s: float
     paused_s: float
     running_requests: int
-    """Requests in flight while the version flipped."""
+    """Requests that were running while the version flipped."""
 
 
 class Engine(Protocol):
-    """One model on one or more devices. Not thread-safe: call it from the event loop it was started on."""
+    """One model on one or more devices. Not thread-safe: call it from the event loop that started it."""
 
     name: str
 
     @property
     def policy_version(self) -> int:
-        """The version that new tokens are stamped with."""
+        """The version whose weights serve."""
         ...
 
     @property
     def weights_digest(self) -> str:
-        """Of the buckets that were loaded as `policy_version`, as they were received; empty for the model folder."""
+        """Digest of the buckets that were loaded as `policy_version`; empty while the model folder serves."""
         ...
 
     @property
     def retained_version(self) -> int | None:
-        """The version whose buckets were kept, on which a delta may be staged."""
+        """The version whose buckets were kept as the base for a delta, if any."""
         ...
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where each worker's weights lie: `cpu`, or the GPU's UUID. Known once the engine was started."""
+        """The device of each worker's weights: `cpu`, or the GPU's UUID. Known once the engine has started."""
         ...
 
     async def start(self, policy_version: int) -> None:
-        """Load the model folder, which holds `policy_version`, and be ready to generate."""
+        """Load the model folder as `policy_version`. Returns when the engine can generate."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream the tokens of one sample. Closing the iterator aborts the request and frees it."""
+        """Stream the tokens of one sample. Closing the iterator aborts the request and frees its resources."""
         ...
 
-    async def pause(self) -> None:
-        """Stop decoding; running requests stay, with their KV cache."""
-        ...
+    async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        """Start to receive the announced version in the background and return at once. Replaces an earlier stage.
 
-    async def resume(self) -> None: ...
-
-    async def stage_weights(self, request: StageRequest) -> None:
-        """Begin receiving a version in the background and return at once. Replaces an earlier stage."""
+        The engine's first worker has the announcement's rank, and the others follow."""
         ...
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        """Wait for the staged buckets, verify their checksums, load them, flip the version.
+        """Wait for the staged buckets, verify their checksums, load them and flip the version.
 
-        Raises WeightPushFailed, and changes nothing, when the stage failed or a checksum differs."""
+        Raises WeightPushFailed and changes nothing if the stage failed or a checksum differs."""
         ...
 
     async def abort_weights(self) -> None:
-        """Forget the stage. Harmless when there is none."""
+        """Drop the stage, if there is one."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def check_health(self) -> None:
-        """Raise Unavailable when the engine can no longer generate."""
+        """Raise Unavailable if the engine can no longer generate."""
         ...
 
     async def stop(self) -> None:
-        """Free everything, child processes too. Requests that run end as aborted."""
+        """Free all resources and end child processes. Running requests end as aborted."""
         ...

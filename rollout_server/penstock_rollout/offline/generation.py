@@ -21,8 +21,7 @@ from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.episode import Scored
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.start import start_engine
+from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answer_rows import AnswerRow

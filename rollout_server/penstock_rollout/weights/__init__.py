@@ -1,1 +1,1 @@
-"""The receiving end of a weight push: the member service, its stage and its receivers."""
+"""The receiving side of a weight push: the member service, the stage, and a receiver for each transport."""

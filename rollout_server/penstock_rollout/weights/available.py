@@ -1,4 +1,4 @@
-"""Which transports a server can receive by."""
+"""The transports by which a server can receive weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.weights.transports import TRANSPORTS, has_cupy, host_id
 
 
 def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
-    """Of an engine whose workers hold their weights on these devices."""
-    can = {"gloo", "snapshot"}
+    """Return the transports for an engine whose workers keep their weights on `devices`."""
+    names = {"gloo", "snapshot"}
     if host_id():
-        can.add("shm")
+        names.add("shm")
     if "cpu" not in devices and has_cupy():
-        can |= {"nccl", "cuda_ipc"}
-    return tuple(name for name in TRANSPORTS if name in can)
+        names |= {"nccl", "cuda_ipc"}
+    return tuple(name for name in TRANSPORTS if name in names)

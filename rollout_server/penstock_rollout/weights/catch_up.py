@@ -1,4 +1,4 @@
-"""A server's own way to the current version: from a snapshot on the volume, with or without a learner."""
+"""Load the current version from a snapshot on the shared volume. This works without a learner."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import logging
 from pathlib import Path
 
 from penstock.errors import WeightPushFailed
-from penstock.v1 import policies_pb2
+from penstock.v1 import policies_pb2, weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.snapshot import read_manifest
-from penstock_rollout.engines.engine import Engine, StageRequest
+from penstock_rollout.engines.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
 async def load_snapshot(engine: Engine, policy: policies_pb2.Policy, timeout_s: float) -> None:
-    """Bring the engine to a published version that was kept. Raises WeightPushFailed, and changes nothing, when the
-    snapshot is not there or is not the one that was published."""
+    """Load a published version into the engine.
+
+    Raises WeightPushFailed and changes nothing if the snapshot is missing or is not the one that was published."""
     folder = Path(policy.snapshot_path)
-    kept = read_manifest(folder)
-    checksums = list(kept.bucket_checksums)
-    if kept.manifest.policy_version != policy.policy_version or weights_digest(checksums) != policy.weights_digest:
+    snapshot = read_manifest(folder)
+    checksums = list(snapshot.bucket_checksums)
+    if snapshot.manifest.policy_version != policy.policy_version or weights_digest(checksums) != policy.weights_digest:
         raise WeightPushFailed(f"{folder} is not the published version {policy.policy_version}")
-    request = StageRequest(kept.manifest, "snapshot", str(folder), rank=1, world_size=2, timeout_s=timeout_s)
-    await engine.stage_weights(request)
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=snapshot.manifest,
+        transport="snapshot",
+        rendezvous=str(folder),
+        rank=1,
+        world_size=2,
+        deadline_s=timeout_s,
+    )
+    await engine.stage_weights(announcement)
     await engine.commit_weights(policy.policy_version, checksums, timeout_s)
     logger.info("loaded version %d from %s", policy.policy_version, folder)

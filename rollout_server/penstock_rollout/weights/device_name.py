@@ -1,4 +1,4 @@
-"""How a worker's device is named among servers and publisher."""
+"""The name by which publisher and servers refer to a worker's device."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 
 @cache
 def device_uuid(device: torch.device) -> str:
-    """`cpu`, or the UUID of a GPU."""
+    """Return `cpu`, or the UUID of the GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

@@ -1,4 +1,4 @@
-"""The member's side of a weight push: the gRPC service on the internal port."""
+"""The gRPC service through which a rollout server takes part in weight pushes. It listens on the internal port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.config.weights import WeightsConfig
 from penstock.errors import PenstockError, Unavailable, WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import is_authorised
-from penstock_rollout.engines.engine import Engine, StageRequest
+from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
-    """Stages what is announced and flips on commit. Refuses a publisher whose term has passed.
+    """Stages the announced version and loads it on commit. Refuses a publisher with an outdated term.
 
-    `read_term` asks the registry for the current term: a server that has just started has seen none itself."""
+    `read_term` reads the current term from the registry: a server that has just started has seen no term yet."""
 
     def __init__(
         self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics,
@@ -42,28 +42,20 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
 
     @property
     def is_receiving(self) -> bool:
-        """A push is under way here. One whose publisher died is over at its deadline."""
+        """Whether a push is in progress. If its publisher died, the push counts as over at its deadline."""
         return time.monotonic() < self._receiving_until
 
     async def Announce(  # noqa: N802
         self, request: weights_pb2.AnnounceRequest, context: Context
     ) -> weights_pb2.AnnounceResponse:
-        await self._admit(request.manifest.run, request.manifest.term, context)
-        stage = StageRequest(
-            manifest=request.manifest,
-            transport=request.transport,
-            rendezvous=request.rendezvous,
-            rank=request.rank,
-            world_size=request.world_size,
-            timeout_s=request.deadline_s,
-        )
         manifest = request.manifest
+        await self._check_caller(manifest.run, manifest.term, context)
         if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
             return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
         self.announced_version = manifest.policy_version
         self._receiving_until = time.monotonic() + request.deadline_s
         try:
-            await self.engine.stage_weights(stage)
+            await self.engine.stage_weights(request)
         except PenstockError as error:
             self._receiving_until = 0.0
             await context.abort(grpc.StatusCode.ABORTED, str(error))
@@ -72,7 +64,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     async def Commit(  # noqa: N802
         self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
-        await self._admit(self.run, request.term, context)
+        await self._check_caller(self.run, request.term, context)
         self._receiving_until = time.monotonic() + request.deadline_s
         try:
             report = await self.engine.commit_weights(
@@ -85,7 +77,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             self._receiving_until = 0.0
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
-        logger.info("serves version %d, digest %s", request.policy_version, self.engine.weights_digest)
+        logger.info("serving version %d, digest %s", request.policy_version, self.engine.weights_digest)
         return weights_pb2.CommitResponse(
             policy_version=self.engine.policy_version,
             paused_s=report.paused_s,
@@ -97,14 +89,15 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     async def Abort(  # noqa: N802
         self, request: weights_pb2.AbortRequest, context: Context
     ) -> weights_pb2.AbortResponse:
-        await self._admit(self.run, request.term, context)
+        await self._check_caller(self.run, request.term, context)
         if request.policy_version == self.announced_version:
-            logger.info("the push of version %d was called off: %s", request.policy_version, request.reason)
+            logger.info("the push of version %d was aborted: %s", request.policy_version, request.reason)
             self._receiving_until = 0.0
             await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 
-    async def _admit(self, run: str, term: int, context: Context) -> None:
+    async def _check_caller(self, run: str, term: int, context: Context) -> None:
+        """Abort the call unless it carries the cluster key, names this run, and is of the newest term known."""
         if not is_authorised(self.config, tuple(context.invocation_metadata() or ())):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if run != self.run:
@@ -117,7 +110,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.highest_term = term
 
     async def _current_term(self) -> int:
-        """What the registry says; where it does not answer, the highest term that was seen has to do."""
+        """Return the registry's term, or 0 if the registry does not answer: the highest term seen decides then."""
         if self.read_term is None:
             return 0
         try:

@@ -1,7 +1,7 @@
-"""What a receiver is given and what it gives: the wire bytes of every bucket, in order, as they arrive.
+"""The interface of a receiver: what it is given, and the buckets it yields as they arrive.
 
-Nothing here knows an engine. Every wait has a deadline and ends early when the stage is aborted: a publisher that
-stalls or never comes costs a thread for a moment, no more.
+A receiver knows nothing about engines. Each of its waits has a deadline and ends early when the stage is aborted, so a
+publisher that stalls or never comes only costs a thread until then.
 """
 
 from __future__ import annotations
@@ -14,30 +14,41 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock.weights.transports import TRANSPORTS
 
 
 @dataclass(frozen=True)
 class Reception:
-    """One transfer, seen from one worker of a member."""
+    """One transfer, as one worker of a member sees it."""
 
-    manifest: weights_pb2.WeightManifest
-    rendezvous: str
-    """What the sender of the same transport made; its docstring says how it reads."""
-    rank: int
-    """This worker's; the publisher is 0."""
-    world_size: int
+    announcement: weights_pb2.AnnounceRequest
     device: torch.device
-    """Where the buckets shall lie: the engine's GPU when it has room for a second set, else host memory."""
-    patience: Patience
+    """Where to put the buckets: the engine's GPU if a second set of weights fits there, else host memory."""
+    deadline: Deadline
+    worker: int = 0
+    """Index of this worker within the member."""
     spare: list[torch.Tensor] = field(default_factory=list)
-    """Buffers of an earlier version, to be filled again: touching new memory costs more than filling old."""
+    """Buffers of an earlier version. Filling them again is cheaper than touching new memory."""
     worker_device: torch.device = torch.device("cpu")
-    """Where the engine's own weights lie. The calling thread has it as its current device, with a stream of its own."""
+    """Where the engine keeps its weights. It is the current device of the calling thread, which has its own stream."""
+
+    @property
+    def manifest(self) -> weights_pb2.WeightManifest:
+        return self.announcement.manifest
+
+    @property
+    def rendezvous(self) -> str:
+        """How to meet the publisher. The sender of the same transport documents the format."""
+        return self.announcement.rendezvous
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the transfer; the publisher is rank 0."""
+        return self.announcement.rank + self.worker
 
     def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised bucket; pinned in host memory that a GPU copies to or from."""
+        """Return an uninitialised bucket. Host memory is pinned if there is a GPU to copy from or to."""
         for index, tensor in enumerate(self.spare):
             if tensor.numel() == num_bytes and tensor.device == device:
                 return self.spare.pop(index)
@@ -47,13 +58,14 @@ class Reception:
 
 @dataclass(frozen=True)
 class Arrived:
-    """One bucket's bytes: flat uint8, of the size that the manifest says travels, on `device` or in host memory."""
+    """The bytes of one bucket, as they were sent."""
 
     wire: torch.Tensor
+    """Flat uint8 of the size that the manifest gives for the transfer, on `Reception.device` or in host memory."""
     checksum: str = ""
-    """Set where the receiver has it already: of bytes that it hashed as they came, or of `is_shared` ones."""
+    """Checksum of the bytes, if the receiver has it already: it hashed them as they came, or `is_shared` is set."""
     is_shared: bool = False
-    """The bytes are the publisher's own, sealed pages: they need no second hash, and cannot be filled again."""
+    """The bytes are the publisher's own sealed pages. They need no second hash, and cannot be reused as a buffer."""
 
 
 Receiver = Callable[[Reception], Iterator[Arrived]]
@@ -61,7 +73,7 @@ Receiver = Callable[[Reception], Iterator[Arrived]]
 
 
 def find_receiver(transport: str) -> Receiver:
-    """`receive` of the transport's module, imported late: most need something the others do not have."""
+    """Return `receive` of the transport's module. Transports have different dependencies, so it is imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
     receiver: Receiver = import_module(f"penstock_rollout.weights.receivers.{transport}").receive

@@ -1,4 +1,4 @@
-"""The stage: one version being received and verified by a thread of its own, beside the serving engine."""
+"""The stage of a push: a background thread receives and hashes one version while the engine keeps serving."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import delta
 from penstock.weights.checksums import MIX64, host_checksum
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import item_bytes
-from penstock.weights.patience import Patience
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.adapter import merged_weights
 from penstock_rollout.weights.reception import Arrived, Reception, find_receiver
 
@@ -34,41 +33,41 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 SPARE_DEVICE_BYTES = 512 * 2**20
-"""GPU memory that a stage leaves to the engine."""
+"""GPU memory that a stage leaves free for the engine."""
 
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
 
 
 class WeightStage:
-    """receiving → received, or → failed, in which case `failure` is one line.
+    """Receives one version. Its phase goes from `receiving` to `received`, or to `failed` with one line in `failure`.
 
-    The thread also decodes deltas, merges adapters and computes the checksums, so that what a commit has left to do is
-    to compare and to load. `last` is what the engine loaded last: a delta's base, or buffers to fill again."""
+    The thread also decodes deltas, merges adapters and computes the checksums. A commit only compares the checksums and
+    loads the tensors. `last` is the stage that the engine loaded last: the base of a delta, or buffers to refill."""
 
     def __init__(
         self,
-        request: StageRequest,
+        announcement: weights_pb2.AnnounceRequest,
         model_folder: Path,
         *,
         worker: int = 0,
         device: torch.device | None = None,
         last: WeightStage | None = None,
     ) -> None:
-        self.manifest = request.manifest
+        self.manifest = announcement.manifest
         self.done: Future[None] = Future()
-        """Resolved when the phase is no longer receiving, whatever it is then."""
+        """Resolved when the version was received or has failed."""
         self.phase: Phase = "receiving"
         self.failure = ""
         self.receive_s = 0.0
         self.buckets: list[torch.Tensor] = []
-        self._request = request
+        self._announcement = announcement
         self._model_folder = model_folder
         self._worker = worker
         self._device = device or torch.device("cpu")
         self._last = last
         self._buffers: list[torch.Tensor] = []
-        """Of the buckets, those that are this stage's own, not pages of the publisher."""
+        """The buckets that are memory of this process, not pages of the publisher."""
         self._aborted = threading.Event()
         self._checksums: list[str] = []
         self._tensors: Tensors = []
@@ -79,30 +78,30 @@ class WeightStage:
         self._thread.start()
 
     def abort(self) -> None:
-        """Make the thread end soon; does not wait for it."""
+        """Tell the thread to end. Does not wait for it."""
         self._aborted.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended."""
+        """Wait for the thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def mismatch(self, expected: Sequence[str]) -> str:
-        """Why the received buckets are not the announced ones; empty when they are."""
+        """Return why the buckets differ from the expected checksums, or an empty string if they do not."""
         if len(expected) != len(self._checksums):
-            return f"{len(self._checksums)} buckets were received but {len(expected)} checksums announced"
+            return f"{len(self._checksums)} buckets were received, but the commit has {len(expected)} checksums"
         for index, (found, wanted) in enumerate(zip(self._checksums, expected, strict=True)):
             if found != wanted:
                 return f"bucket {index} is corrupt: checksum {found}, expected {wanted}"
         return ""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine loads, under the names of the model folder. Views into the buckets."""
+        """Return the tensors to load, named as in the model folder. They are views into the buckets."""
         assert self.phase == "received"
         return iter(self._tensors)
 
     def release(self) -> list[torch.Tensor]:
-        """The buffers, for a later stage: this one's tensors are loaded and nobody asks for them again."""
+        """Give the buffers to a later stage. Call it once the tensors are loaded and not needed any more."""
         buffers, self._buffers = self._buffers, []
         self.buckets, self._tensors = [], []
         return buffers
@@ -123,21 +122,19 @@ class WeightStage:
             self.done.set_result(None)
 
     def _receive(self) -> None:
-        """Take in one bucket after the other; a second thread hashes each while the next arrives."""
-        request = self._request
+        """Receive bucket after bucket. A second thread hashes each one while the next arrives."""
+        announcement = self._announcement
         reception = Reception(
-            manifest=self.manifest,
-            rendezvous=request.rendezvous,
-            rank=request.rank + self._worker,
-            world_size=request.world_size,
-            device=self._roomy_device(),
-            patience=Patience(request.timeout_s, f"receiving weights by {request.transport}", self._aborted),
+            announcement,
+            device=self._bucket_device(),
+            deadline=Deadline(announcement.deadline_s, f"receiving weights by {announcement.transport}", self._aborted),
+            worker=self._worker,
             spare=self._last.release() if self._last and not self._last.manifest.retain else [],
             worker_device=self._device,
         )
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
             sums = []
-            for index, arrived in enumerate(find_receiver(request.transport)(reception)):
+            for index, arrived in enumerate(find_receiver(announcement.transport)(reception)):
                 self.buckets.append(self._decoded(index, arrived.wire).to(reception.device))
                 if not arrived.is_shared:
                     self._buffers.append(self.buckets[-1])
@@ -152,7 +149,7 @@ class WeightStage:
             return wire
         last = self._last
         if last is None or not last.manifest.retain or last.manifest.policy_version != self.manifest.base_version:
-            raise WeightPushFailed(f"version {self.manifest.base_version}, the base of a delta, was not kept")
+            raise WeightPushFailed(f"version {self.manifest.base_version}, the base of the delta, was not kept")
         base = last.buckets[index].cpu().numpy()
         return torch.from_numpy(delta.apply(base, wire.cpu().numpy(), item_bytes(self.manifest)))
 
@@ -162,12 +159,12 @@ class WeightStage:
             return named
         return merged_weights(self._model_folder, dict(named), self.manifest.adapter.scale)
 
-    def _roomy_device(self) -> torch.device:
-        """The engine's device when a second set of weights fits beside what it holds; else the host."""
+    def _bucket_device(self) -> torch.device:
+        """Return the engine's device if a second set of weights fits into its free memory, else the host."""
         if self._device.type != "cuda":
             return torch.device("cpu")
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        # What earlier stages left in torch's cache is as good as free.
+        # Memory that earlier stages left in torch's cache is available too.
         free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         needed = sum(bucket.num_bytes for bucket in self.manifest.buckets) + SPARE_DEVICE_BYTES
         return self._device if free_bytes >= needed else torch.device("cpu")
@@ -175,8 +172,9 @@ class WeightStage:
 
 @contextmanager
 def beside_the_engine(device: torch.device) -> Iterator[None]:
-    """Make `device` the thread's own, with a stream that neither waits for the engine's nor is waited for. At the end
-    everything enqueued on it is done, so that the engine's stream may read it."""
+    """Make `device` current in this thread, with a stream that is independent of the engine's streams.
+
+    On exit everything enqueued on the stream is done, so the engine's streams may read the results."""
     if device.type != "cuda":
         yield
         return
@@ -187,12 +185,12 @@ def beside_the_engine(device: torch.device) -> Iterator[None]:
 
 @cache
 def _stage_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: torch caches memory by stream, and every stage shall find what the last one left."""
+    """One stream per device, because torch caches memory by stream: each stage finds the memory of the last one."""
     return torch.cuda.Stream(device)
 
 
 def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
-    """The checksum where the bucket lies, if that has one; else of a copy in host memory."""
+    """Compute the checksum on the GPU if the bucket is there and the checksum is mix64; else from a host copy."""
     if bucket.is_cuda and name == MIX64:
         from penstock.weights.cuda.mix64 import device_mix64
 
@@ -203,7 +201,7 @@ def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
 def named_tensors(
     manifest: weights_pb2.WeightManifest, buckets: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into the buckets, in the manifest's order. Valid as long as the buckets are."""
+    """Yield views into the buckets, in the manifest's order. They are valid as long as the buckets are."""
     for spec in manifest.tensors:
         raw = buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, raw.view(TORCH_DTYPES[spec.dtype]).reshape(tuple(spec.shape))

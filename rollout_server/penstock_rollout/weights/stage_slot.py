@@ -1,4 +1,4 @@
-"""Where an engine that receives weights in its own process keeps them: at most one stage, and what was loaded last."""
+"""The stages of an engine that receives weights in its own process: at most one new stage, and the one loaded last."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 
 from penstock.errors import WeightPushFailed
-from penstock_rollout.engines.engine import StageRequest
+from penstock.v1 import weights_pb2
 from penstock_rollout.weights.stage import WeightStage
 
 
 class StageSlot:
-    """A newer stage takes the place of an older one, which is aborted."""
+    """Holds one stage. Beginning another aborts it."""
 
     def __init__(self, model_folder: Path) -> None:
         self.loaded: WeightStage | None = None
-        """Set by the engine when it has loaded a stage: the next delta's base, or buffers to fill again."""
+        """The stage that the engine loaded last, set by the engine: the base of a delta, or buffers to fill again."""
         self._model_folder = model_folder
         self._stage: WeightStage | None = None
 
@@ -26,14 +26,17 @@ class StageSlot:
         loaded = self.loaded
         return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
 
-    def begin(self, request: StageRequest, device: torch.device | None = None) -> None:
+    def begin(self, announcement: weights_pb2.AnnounceRequest, device: torch.device | None = None) -> None:
+        """Start to receive the announced version."""
         self.abort()
-        self._stage = WeightStage(request, self._model_folder, device=device, last=self.loaded)
+        self._stage = WeightStage(announcement, self._model_folder, device=device, last=self.loaded)
         self._stage.start()
 
     async def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
-        """The stage of that version, received and equal to what was announced. The slot is free afterwards, also when
-        WeightPushFailed says why there is none."""
+        """Wait for the stage of that version, compare its checksums and return it.
+
+        Raises WeightPushFailed if it is not staged, does not arrive in time, failed or differs. A stage that was waited
+        for leaves the slot either way."""
         stage = self._stage
         if stage is None or stage.manifest.policy_version != policy_version:
             staged = stage.manifest.policy_version if stage else None
@@ -54,7 +57,7 @@ class StageSlot:
             self._drop(self._stage)
 
     def _drop(self, stage: WeightStage) -> None:
-        """End a stage, and forget it unless another one has taken its place."""
+        """End the stage's thread. Empty the slot, unless another stage has taken its place."""
         stage.abort()
         if self._stage is stage:
             self._stage = None

@@ -17,9 +17,10 @@ import torch
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
+from penstock.v1 import weights_pb2
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.choose import create_engine
-from penstock_rollout.engines.engine import StageRequest, TokenChunk
+from penstock_rollout.engines.engine import TokenChunk
+from penstock_rollout.engines.factory import create_engine
 from tests.served_engines import (
     LONG,
     MAX_MODEL_LEN,
@@ -30,7 +31,9 @@ from tests.served_engines import (
     Served,
     assert_log_probs,
     expected_log_probs,
+    hold_decoding,
     start_engine,
+    until_submitted,
 )
 from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
 
@@ -139,19 +142,6 @@ async def test_closing_the_iterator_frees_the_request(served: Served) -> None:
     assert (stats.running_requests, stats.waiting_requests, stats.kv_cache_usage) == (0, 0, 0.0)
 
 
-async def test_pause_holds_tokens_back_and_resume_continues(served: Served) -> None:
-    chunks = served.chunks((4, 5, 6), Sampling(temperature=0, max_tokens=40))
-    first = [await anext(chunks)]
-    await served.engine.pause()
-    waiting = asyncio.ensure_future(_rest(chunks))
-    done, _ = await asyncio.wait([waiting], timeout=0.3)
-    assert not done
-    await served.engine.resume()
-    async with asyncio.timeout(10):
-        answer = Answer.of((4, 5, 6), first + await waiting)
-    assert_log_probs(served.model, answer)
-
-
 async def _rest(chunks: AsyncIterator[TokenChunk]) -> list[TokenChunk]:
     return [chunk async for chunk in chunks]
 
@@ -192,14 +182,13 @@ async def test_versions_are_right_across_an_in_flight_update(served: Served) -> 
 
 
 async def test_requests_that_did_not_start_see_the_new_version_only(served: Served) -> None:
-    """Their prompts lie in the prefix cache of the old version, which must not be used."""
+    """Their prompt is in the prefix cache of the old version, which must not be used."""
     prompt = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(300))
     await served.answer(prompt, Sampling(max_tokens=4))
-    await served.engine.pause()
+    await hold_decoding(served.engine)
     waiting = [asyncio.ensure_future(served.answer(prompt, Sampling(max_tokens=8))) for _ in range(4)]
-    await asyncio.sleep(0.05)
+    await until_submitted(served.engine, 4)
     version = await served.update(served.next_model())
-    await served.engine.resume()
     for answer in [*await asyncio.gather(*waiting), await served.answer(prompt, Sampling(max_tokens=8))]:
         assert set(answer.versions) == {version}
         assert_log_probs(served.model, answer)
@@ -211,7 +200,7 @@ async def test_corrupt_buckets_are_refused(served: Served) -> None:
     announced = push.checksums
     push.buckets[1][100] ^= 1
     publisher = Publisher(push)
-    await served.engine.stage_weights(publisher.request())
+    await served.engine.stage_weights(publisher.announcement())
     publisher.start()
     with pytest.raises(WeightPushFailed, match="bucket 1 is corrupt"):
         await served.engine.commit_weights(version + 1, announced, timeout_s=20)
@@ -224,7 +213,7 @@ async def test_weights_of_another_model_are_refused(served: Served) -> None:
     push = Push.of(served.next_model(), version + 1)
     push.manifest.tensors[3].name = "model.layers.7.mlp.up_proj.weight"
     with pytest.raises(WeightPushFailed, match="lacks 1 tensors"):
-        await served.engine.stage_weights(Publisher(push).request())
+        await served.engine.stage_weights(Publisher(push).announcement())
     with pytest.raises(WeightPushFailed, match="not staged"):
         await served.engine.commit_weights(version + 1, push.checksums, timeout_s=1)
     await served.check_serves(version)
@@ -235,7 +224,7 @@ async def test_publisher_that_fails_leaves_the_engine_healthy(served: Served, nu
     version = served.engine.policy_version
     push = Push.of(served.next_model(), version + 1)
     publisher = Publisher(push, num_buckets)
-    await served.engine.stage_weights(publisher.request(timeout_s=0.5))
+    await served.engine.stage_weights(publisher.announcement(timeout_s=0.5))
     if num_buckets is not None:
         publisher.start()
     started = time.monotonic()
@@ -248,7 +237,7 @@ async def test_publisher_that_fails_leaves_the_engine_healthy(served: Served, nu
 async def test_aborted_stage_is_forgotten(served: Served) -> None:
     version = served.engine.policy_version
     push = Push.of(served.next_model(), version + 1)
-    await served.engine.stage_weights(Publisher(push).request(timeout_s=30))
+    await served.engine.stage_weights(Publisher(push).announcement(timeout_s=30))
     await served.engine.abort_weights()
     await served.engine.abort_weights()
     with pytest.raises(WeightPushFailed, match="not staged"):
@@ -261,7 +250,7 @@ async def test_a_commit_whose_stage_was_replaced_fails_and_spares_the_new_one(se
     version = served.engine.policy_version
     model = served.next_model()
     replaced, push = Push.of(served.next_model(), version + 1), Push.of(model, version + 2)
-    await served.engine.stage_weights(Publisher(replaced).request(timeout_s=30))
+    await served.engine.stage_weights(Publisher(replaced).announcement(timeout_s=30))
     waiting = asyncio.create_task(served.engine.commit_weights(version + 1, replaced.checksums, timeout_s=20))
     await asyncio.sleep(0.1)
     await served.engine.stage_weights(in_snapshot(push, tmp_path))
@@ -299,9 +288,15 @@ async def test_a_stage_that_begins_under_a_commit_never_mixes_with_it(
     await served.check_serves(version + 2)
 
 
-def in_snapshot(push: Push, folder: Path) -> StageRequest:
+def in_snapshot(push: Push, folder: Path) -> weights_pb2.AnnounceRequest:
     write_snapshot(folder, push.manifest, push.buckets, push.checksums)
-    return StageRequest(push.manifest, "snapshot", str(folder), 0, 1, 10.0)
+    return snapshot_announcement(push, folder)
+
+
+def snapshot_announcement(push: Push, folder: Path) -> weights_pb2.AnnounceRequest:
+    return weights_pb2.AnnounceRequest(
+        manifest=push.manifest, transport="snapshot", rendezvous=str(folder), rank=0, world_size=1, deadline_s=10.0
+    )
 
 
 async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
@@ -309,7 +304,7 @@ async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
     model = served.next_model()
     push = Push.of(model, version)
     write_snapshot(tmp_path, push.manifest, push.buckets, push.checksums)
-    await served.engine.stage_weights(StageRequest(push.manifest, "snapshot", str(tmp_path), 0, 1, 10.0))
+    await served.engine.stage_weights(snapshot_announcement(push, tmp_path))
     await served.engine.commit_weights(version, push.checksums, timeout_s=20)
     served.model = model
     await served.check_serves(version)
@@ -318,7 +313,7 @@ async def test_snapshot_transport(served: Served, tmp_path: Path) -> None:
 async def test_snapshot_that_is_not_there_is_refused(served: Served, tmp_path: Path) -> None:
     version = served.engine.policy_version
     push = Push.of(served.next_model(), version + 1)
-    await served.engine.stage_weights(StageRequest(push.manifest, "snapshot", str(tmp_path), 0, 1, 10.0))
+    await served.engine.stage_weights(snapshot_announcement(push, tmp_path))
     with pytest.raises(WeightPushFailed, match="is not there"):
         await served.engine.commit_weights(version + 1, push.checksums, timeout_s=20)
     await served.check_serves(version)

@@ -28,7 +28,15 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang import calls as sglang_calls
 from penstock_rollout.engines.sglang.engine import SglangEngine
-from tests.served_engines import LONG, Answer, Served, assert_log_probs, load_model
+from tests.served_engines import (
+    LONG,
+    Answer,
+    Served,
+    assert_log_probs,
+    hold_decoding,
+    load_model,
+    until_submitted,
+)
 from tests.tiny_model import VOCAB_SIZE, make_tiny_qwen2
 
 STAND_IN = "tests.sglang_protocol.stand_in"
@@ -132,9 +140,8 @@ async def test_waiting_requests_are_submitted_again_and_see_the_new_version_only
     firsts = [await anext(chunks) for chunks in running]
     waiting = [asyncio.ensure_future(served.answer(prompt, Sampling(max_tokens=6))) for _ in range(5)]
     await until_logged(requests_log, "/generate", 8)
-    await served.engine.pause()
+    await hold_decoding(served.engine)
     version = await push(served)
-    await served.engine.resume()
     for chunks, first in zip(running, firsts, strict=True):
         answer = Answer.of((), [first, *[chunk async for chunk in chunks]])
         assert answer.versions[0] == version - 1
@@ -159,9 +166,8 @@ async def test_a_streamed_request_is_held_back_from_the_flip_to_its_end(served: 
     prompt = prompts_of_long_answers(served)[0]
     chunks = served.chunks(prompt, Sampling(temperature=0, max_tokens=200))
     got = [await anext(chunks), await anext(chunks)]
-    await served.engine.pause()
+    await hold_decoding(served.engine)
     version = await push(served)
-    await served.engine.resume()
     (last,) = [chunk async for chunk in chunks]
     assert {segment.policy_version for chunk in got for segment in chunk.segments} == {version - 1}
     assert last.segments[-1].policy_version == version
@@ -199,13 +205,13 @@ async def test_metrics_of_sglang_pass_through(served: Served) -> None:
     assert text.count("# TYPE python_info gauge") == 1, "only its own"
 
 
-async def test_stop_ends_all_that_sglang_started_and_paused_requests_too(tmp_path: Path, helper: Path) -> None:
+async def test_stop_ends_all_that_sglang_started_and_held_requests_too(tmp_path: Path, helper: Path) -> None:
     async with serving(tmp_path / "model") as served:
         streamed = served.chunks((3, 4, 6), LONG)
         first = await anext(streamed)
-        await served.engine.pause()
+        await hold_decoding(served.engine)
         held = asyncio.ensure_future(served.answer((3, 4, 5), LONG))
-        await asyncio.sleep(0.05)
+        await until_submitted(served.engine, 2)
         assert served.engine.stats().waiting_requests == 1
         child, pid = child_of(os.getpid()), int(helper.read_text())
         assert is_running(pid)

@@ -28,7 +28,7 @@ import asyncio, json, sys
 from pathlib import Path
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
-from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.engine import GenerateRequest
 
 async def main(folder, prompts, num_tokens):

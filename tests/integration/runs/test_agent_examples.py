@@ -20,7 +20,7 @@ from penstock.feed.datasets import read_prompts
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.choose import create_engine
+from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -19,17 +18,15 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
-from penstock.weights.cuda.stream import DeviceAllocation
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.patience import Patience
 from penstock_learner.weights import device_memory
-from penstock_learner.weights.device_memory import DeviceMemory
-from penstock_learner.weights.memory import BucketMemory, HostMemory
+from penstock_learner.weights.memory import MemoryKind
+from penstock_learner.weights.memory_pool import MemoryPool
 from penstock_learner.weights.senders import cuda_ipc as sending
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.receivers import cuda_ipc as receiving
 from penstock_rollout.weights.stage import WeightStage
 
@@ -42,25 +39,12 @@ def host_bytes(pointer: int, num_bytes: int, device: torch.device) -> torch.Tens
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pointer)))
 
 
-class OwnSpares(device_memory._Spares):
-    """A version of an earlier test may be collected only now: its memory is of another runtime."""
-
-    def __init__(self, runtime: RuntimeStandIn) -> None:
-        super().__init__()
-        self._runtime = runtime
-
-    def give_back(self, allocation: DeviceAllocation) -> None:
-        if allocation._runtime is self._runtime:
-            super().give_back(allocation)
-
-
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     stand_in = RuntimeStandIn()
     receiving._copy_stream.cache_clear()
     monkeypatch.setattr(libraries, "runtime", lambda: stand_in)
     monkeypatch.setattr(device_memory, "bytes_at", host_bytes)
-    monkeypatch.setattr(device_memory, "_spares", OwnSpares(stand_in))
     monkeypatch.setattr(sending, "device_uuid", lambda device: "GPU-1")
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-1")
     yield stand_in
@@ -68,12 +52,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     assert stand_in.num_mapped == 0, "every mapping is closed"
 
 
-def begin(version: int, memory: type[BucketMemory]) -> StagedVersion:
+def begin(version: int, kind: MemoryKind, pool: MemoryPool | None = None) -> StagedVersion:
     manifest = build_manifest("run", version, 1, [TensorShape(n, "F32", s) for n, s in SHAPES.items()], 1024)
     manifest.checksum = XXH3
-    sizes = [bucket.num_bytes for bucket in manifest.buckets]
-    held = DeviceMemory(sizes, CPU) if memory is DeviceMemory else HostMemory(sizes)
-    return StagedVersion(manifest, held, torch.float32)
+    memory = (pool or MemoryPool(CPU)).take(kind, [bucket.num_bytes for bucket in manifest.buckets])
+    return StagedVersion(manifest, memory, torch.float32)
 
 
 def fill(staged: StagedVersion, names: list[str]) -> None:
@@ -83,44 +66,47 @@ def fill(staged: StagedVersion, names: list[str]) -> None:
 
 
 def start_stage(manifest: weights_pb2.WeightManifest, rendezvous: str, timeout_s: float = DEADLINE_S) -> WeightStage:
-    stage = WeightStage(StageRequest(manifest, "cuda_ipc", rendezvous, 1, 2, timeout_s), Path("unused"))
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=manifest, transport="cuda_ipc", rendezvous=rendezvous, rank=1, world_size=2, deadline_s=timeout_s
+    )
+    stage = WeightStage(announcement, Path("unused"))
     stage.start()
     return stage
 
 
-def patience() -> Patience:
-    return Patience(DEADLINE_S, "sending")
+def deadline() -> Deadline:
+    return Deadline(DEADLINE_S, "sending")
 
 
 def assert_received(stage: WeightStage, staged: StagedVersion) -> None:
     stage.done.result(DEADLINE_S)
     assert stage.phase == "received", stage.failure
-    assert stage.mismatch(staged.checksums(patience())) == ""
+    assert stage.mismatch(staged.checksums(deadline())) == ""
 
 
-@pytest.mark.parametrize("memory", [DeviceMemory, HostMemory])
-def test_members_get_the_bytes(memory: type[BucketMemory]) -> None:
-    staged = begin(1, memory)
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_members_get_the_bytes(kind: MemoryKind) -> None:
+    staged = begin(1, kind)
     fill(staged, list(SHAPES))
     shipment, sender = Shipment(staged.manifest, staged), CudaIpcSender(CPU)
-    rendezvous = sender.open(shipment, [], patience())
+    rendezvous = sender.open(shipment, [], deadline())
     stages = [start_stage(staged.manifest, rendezvous) for _ in range(2)]
-    sender.send(shipment, [], patience())
+    sender.send(shipment, [], deadline())
     for stage in stages:
         assert_received(stage, staged)
     sender.close(failed=False)
 
 
 def test_buckets_are_copied_as_they_become_ready() -> None:
-    staged = begin(1, DeviceMemory)
+    staged = begin(1, "device")
     shipment, sender = Shipment(staged.manifest, staged), CudaIpcSender(CPU)
-    stage = start_stage(staged.manifest, sender.open(shipment, [], patience()))
+    stage = start_stage(staged.manifest, sender.open(shipment, [], deadline()))
     half = len(SHAPES) // 2
     fill(staged, list(SHAPES)[:half])
-    thread_patience = patience()
-    thread = threading.Thread(target=sender.send, args=(shipment, [], thread_patience))
+    thread_deadline = deadline()
+    thread = threading.Thread(target=sender.send, args=(shipment, [], thread_deadline))
     thread.start()
-    patience().until(lambda: len(stage.buckets) >= half // 3)
+    deadline().wait_until(lambda: len(stage.buckets) >= half // 3)
     assert stage.phase == "receiving"
     fill(staged, list(SHAPES)[half:])
     thread.join(DEADLINE_S)
@@ -128,9 +114,10 @@ def test_buckets_are_copied_as_they_become_ready() -> None:
 
 
 def test_nothing_is_read_before_the_publisher_says_so() -> None:
-    staged = begin(1, HostMemory)
+    staged = begin(1, "host")
     fill(staged, list(SHAPES))
-    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
+    sender = CudaIpcSender(CPU)
+    rendezvous = sender.open(Shipment(staged.manifest, staged), [], deadline())
     for num_claimed in (0, len(staged.manifest.buckets)):
         claim = replace(IpcOffer.from_json(rendezvous), num_ready=num_claimed)
         stage = start_stage(staged.manifest, claim.to_json(), timeout_s=0.3)
@@ -140,41 +127,40 @@ def test_nothing_is_read_before_the_publisher_says_so() -> None:
 
 
 def test_what_is_claimed_too_early_is_copied_again_once_it_is_ready() -> None:
-    staged = begin(1, HostMemory)
+    staged = begin(1, "host")
     fill(staged, list(SHAPES))
     shipment, sender = Shipment(staged.manifest, staged), CudaIpcSender(CPU)
-    offer = IpcOffer.from_json(sender.open(shipment, [], patience()))
+    offer = IpcOffer.from_json(sender.open(shipment, [], deadline()))
     stage = start_stage(staged.manifest, replace(offer, num_ready=len(staged.manifest.buckets)).to_json())
     time.sleep(0.05)
     assert stage.buckets == []
-    sender.send(shipment, [], patience())
+    sender.send(shipment, [], deadline())
     assert_received(stage, staged)
 
 
 def test_a_version_that_is_staged_whole_is_ready_when_it_is_offered() -> None:
-    staged = begin(1, DeviceMemory)
+    staged = begin(1, "device")
     fill(staged, list(SHAPES))
-    staged.checksums(patience())
-    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
+    staged.checksums(deadline())
+    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], deadline())
     assert_received(start_stage(staged.manifest, rendezvous), staged)
 
 
 def test_memory_that_now_holds_another_version_is_not_taken_for_it() -> None:
-    old = begin(1, DeviceMemory)
+    pool = MemoryPool(CPU)
+    old = begin(1, "device", pool)
     fill(old, list(SHAPES))
     old_manifest, sender = old.manifest, CudaIpcSender(CPU)
-    rendezvous = sender.open(Shipment(old.manifest, old), [], patience())
-    old.checksums(patience())
+    rendezvous = sender.open(Shipment(old.manifest, old), [], deadline())
+    old.checksums(deadline())
     sender.close(failed=True)
     pointer = old.memory.allocation.pointer  # type: ignore[attr-defined]
-    old._hashing.shutdown()
-    del old
-    gc.collect()
-    new = begin(2, DeviceMemory)
+    pool.give_back(old.memory)
+    new = begin(2, "device", pool)
     assert new.memory.allocation.pointer == pointer, "the next version uses the same memory"  # type: ignore[attr-defined]
     fill(new, list(SHAPES))
-    sender.open(Shipment(new.manifest, new), [], patience())
-    sender.send(Shipment(new.manifest, new), [], patience())
+    sender.open(Shipment(new.manifest, new), [], deadline())
+    sender.send(Shipment(new.manifest, new), [], deadline())
     stage = start_stage(old_manifest, rendezvous, timeout_s=0.3)
     stage.done.result(DEADLINE_S)
     assert stage.phase == "failed"
@@ -182,9 +168,9 @@ def test_memory_that_now_holds_another_version_is_not_taken_for_it() -> None:
 
 
 def test_a_worker_on_another_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = begin(1, DeviceMemory)
+    staged = begin(1, "device")
     fill(staged, list(SHAPES))
-    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
+    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], deadline())
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-2")
     stage = start_stage(staged.manifest, rendezvous)
     stage.done.result(DEADLINE_S)
@@ -192,8 +178,8 @@ def test_a_worker_on_another_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_dead_publisher_s_memory_cannot_be_mapped(runtime: RuntimeStandIn) -> None:
-    staged = begin(1, DeviceMemory)
-    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience())
+    staged = begin(1, "device")
+    rendezvous = CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], deadline())
     runtime.allocations.clear()
     stage = start_stage(staged.manifest, rendezvous)
     stage.done.result(DEADLINE_S)
@@ -202,36 +188,36 @@ def test_a_dead_publisher_s_memory_cannot_be_mapped(runtime: RuntimeStandIn) -> 
 
 
 def test_an_abort_ends_the_wait_for_buckets() -> None:
-    staged = begin(1, DeviceMemory)
-    stage = start_stage(staged.manifest, CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], patience()))
+    staged = begin(1, "device")
+    stage = start_stage(staged.manifest, CudaIpcSender(CPU).open(Shipment(staged.manifest, staged), [], deadline()))
     stage.abort()
     stage.done.result(DEADLINE_S)
     assert "aborted" in stage.failure
 
 
 def test_memory_of_versions_that_are_gone_is_used_again_and_zeroed(runtime: RuntimeStandIn) -> None:
+    pool = MemoryPool(CPU)
     for version in range(1, 6):
-        staged = begin(version, DeviceMemory)
+        staged = begin(version, "device", pool)
         assert all(not bucket.any() for bucket in staged.memory.buckets)
         fill(staged, list(SHAPES))
-        staged.checksums(patience())
-        staged._hashing.shutdown()
-        del staged
-        gc.collect()
+        staged.checksums(deadline())
+        staged.memory.is_reusable = version % 2 == 0  # GPU memory is used again either way
+        pool.give_back(staged.memory)
     assert len(runtime.allocations) == 1
 
 
 def push(version: int, term: int = 1, staged: StagedVersion | None = None) -> StagedVersion:
     """A whole push, in the memory of an earlier one if that is given."""
-    new = begin(version, DeviceMemory)
+    new = begin(version, "device")
     new.manifest.term = term
     if staged is not None:
         new.memory = staged.memory
         new.memory.clear()
     fill(new, list(SHAPES))
     sender, shipment = CudaIpcSender(CPU), Shipment(new.manifest, new)
-    stage = start_stage(new.manifest, sender.open(shipment, [], patience()))
-    sender.send(shipment, [], patience())
+    stage = start_stage(new.manifest, sender.open(shipment, [], deadline()))
+    sender.send(shipment, [], deadline())
     assert_received(stage, new)
     return new
 

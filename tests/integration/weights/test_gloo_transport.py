@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.patience import Patience
 from penstock.weights.transports import GLOO_PIECE_BYTES
 from penstock_learner.weights.memory import HostMemory
 from penstock_learner.weights.senders.gloo import GlooSender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.stage import WeightStage
 
 DEADLINE_S = 60.0
@@ -40,8 +40,10 @@ def stage_version(dtype: torch.dtype, name: str) -> tuple[StagedVersion, dict[st
 
 
 def start_stage(staged: StagedVersion, rendezvous: str) -> WeightStage:
-    request = StageRequest(staged.manifest, "gloo", rendezvous, rank=1, world_size=2, timeout_s=DEADLINE_S)
-    stage = WeightStage(request, Path("unused"))
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=staged.manifest, transport="gloo", rendezvous=rendezvous, rank=1, world_size=2, deadline_s=DEADLINE_S
+    )
+    stage = WeightStage(announcement, Path("unused"))
     stage.start()
     return stage
 
@@ -50,14 +52,14 @@ def start_stage(staged: StagedVersion, rendezvous: str) -> WeightStage:
 def test_a_bucket_of_several_pieces_is_hashed_whole_on_both_sides(dtype: torch.dtype, name: str) -> None:
     staged, weights = stage_version(dtype, name)
     assert any(bucket.num_bytes > GLOO_PIECE_BYTES for bucket in staged.manifest.buckets)
-    patience = Patience(DEADLINE_S, "sending")
-    checksums = staged.checksums(patience)
+    deadline = Deadline(DEADLINE_S, "sending")
+    checksums = staged.checksums(deadline)
     assert checksums == [host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets]
 
     sender, members = GlooSender(HOST), [PushTarget("member", "unused")]
     shipment = Shipment(staged.manifest, staged)
-    stage = start_stage(staged, sender.open(shipment, members, patience))
-    sender.send(shipment, members, patience)
+    stage = start_stage(staged, sender.open(shipment, members, deadline))
+    sender.send(shipment, members, deadline)
     stage.done.result(DEADLINE_S)
     sender.close(failed=False)
     assert stage.phase == "received", stage.failure

@@ -21,14 +21,13 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries, nccl_group
 from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.patience import Patience
 from penstock_learner.weights.memory import HostMemory
 from penstock_learner.weights.senders import nccl as sending
 from penstock_learner.weights.senders.nccl import NcclSender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.stage import WeightStage
 
@@ -77,8 +76,11 @@ def staged_version(version: int, term: int = 1, num_items: int = 97) -> StagedVe
 def start_stage(
     manifest: weights_pb2.WeightManifest, rendezvous: str, rank: int, world_size: int, timeout_s: float = DEADLINE_S
 ) -> WeightStage:
-    request = StageRequest(manifest, "nccl", rendezvous, rank, world_size, timeout_s)
-    stage = WeightStage(request, Path("unused"))
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=manifest, transport="nccl", rendezvous=rendezvous, rank=rank, world_size=world_size,
+        deadline_s=timeout_s,
+    )  # fmt: skip
+    stage = WeightStage(announcement, Path("unused"))
     stage.start()
     return stage
 
@@ -87,13 +89,13 @@ def push(
     sender: NcclSender, staged: StagedVersion, members: list[PushTarget], timeout_s: float = DEADLINE_S
 ) -> list[WeightStage]:
     """A whole transfer to every worker; returns the stages when they are done."""
-    shipment, patience = Shipment(staged.manifest, staged), Patience(timeout_s, "sending")
-    rendezvous = sender.open(shipment, members, patience)
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(timeout_s, "sending")
+    rendezvous = sender.open(shipment, members, deadline)
     num_workers = sum(len(member.devices) for member in members)
     stages = [
         start_stage(staged.manifest, rendezvous, rank, num_workers + 1, timeout_s) for rank in range(1, num_workers + 1)
     ]
-    sender.send(shipment, members, patience)
+    sender.send(shipment, members, deadline)
     sender.close(failed=False)
     for stage in stages:
         stage.done.result(timeout_s)
@@ -103,7 +105,7 @@ def push(
 def assert_received(stages: list[WeightStage], staged: StagedVersion) -> None:
     for stage in stages:
         assert stage.phase == "received", stage.failure
-        assert stage.mismatch(staged.checksums(Patience(DEADLINE_S, "hashing"))) == ""
+        assert stage.mismatch(staged.checksums(Deadline(DEADLINE_S, "hashing"))) == ""
         assert all(torch.equal(a, b) for a, b in zip(stage.buckets, staged.memory.buckets, strict=True))
 
 
@@ -123,10 +125,10 @@ def test_deltas_in_host_memory_travel_between_buckets_of_a_gpu(
     monkeypatch.setattr(sending, "is_on_gpu", lambda wire: wire.data_ptr() in on_gpu)
     monkeypatch.setattr(receiving, "is_gpu", lambda device: True)
     copies = [bucket.clone() if index % 2 else None for index, bucket in enumerate(staged.memory.buckets)]
-    shipment, patience = Shipment(staged.manifest, staged, tuple(copies)), Patience(DEADLINE_S, "sending")
+    shipment, deadline = Shipment(staged.manifest, staged, tuple(copies)), Deadline(DEADLINE_S, "sending")
     sender = NcclSender(torch.device("cpu"))
-    stage = start_stage(staged.manifest, sender.open(shipment, [target("a")], patience), 1, 2)
-    sender.send(shipment, [target("a")], patience)
+    stage = start_stage(staged.manifest, sender.open(shipment, [target("a")], deadline), 1, 2)
+    sender.send(shipment, [target("a")], deadline)
     stage.done.result(DEADLINE_S)
     assert_received([stage], staged)
 
@@ -158,11 +160,11 @@ def test_a_new_learner_ends_the_groups_of_the_one_before(nccl: NcclStandIn) -> N
 def test_a_member_that_never_comes_costs_a_deadline_and_the_next_push_works(nccl: NcclStandIn) -> None:
     sender = NcclSender(torch.device("cpu"))
     staged, members = staged_version(1), [target("a"), target("dead")]
-    shipment, patience = Shipment(staged.manifest, staged), Patience(SHORT_S, "sending")
-    stage = start_stage(staged.manifest, sender.open(shipment, members, patience), 1, 3, SHORT_S)
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
+    stage = start_stage(staged.manifest, sender.open(shipment, members, deadline), 1, 3, SHORT_S)
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
-        sender.send(shipment, members, patience)
+        sender.send(shipment, members, deadline)
     sender.close(failed=True)
     stage.done.result(DEADLINE_S)
     assert "longer than 1 s" in stage.failure
@@ -177,14 +179,14 @@ def test_a_member_that_hangs_in_a_broadcast_costs_a_deadline(nccl: NcclStandIn, 
     push(sender, staged_version(1), members)
     nccl.silent_ranks.add(2)
     staged = staged_version(2)
-    shipment, patience = Shipment(staged.manifest, staged), Patience(SHORT_S, "sending")
-    rendezvous = sender.open(shipment, members, patience)
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
+    rendezvous = sender.open(shipment, members, deadline)
     stages = [start_stage(staged.manifest, rendezvous, rank, 3) for rank in (1, 2)]
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
         # Gloo lets rank 0 go on once its own part is done; NCCL's kernel would wait in the same place.
         nccl.silent_ranks.add(0)
-        sender.send(shipment, members, patience)
+        sender.send(shipment, members, deadline)
     sender.close(failed=True)
     for stage in stages:
         stage.abort()
@@ -199,7 +201,7 @@ def test_a_stage_that_is_aborted_ends_soon_and_leaves_the_group(nccl: NcclStandI
     staged, members = staged_version(1), [target("a")]
     sender = NcclSender(torch.device("cpu"))
     shipment = Shipment(staged.manifest, staged)
-    rendezvous = sender.open(shipment, members, Patience(DEADLINE_S, "opening"))
+    rendezvous = sender.open(shipment, members, Deadline(DEADLINE_S, "opening"))
     stage = start_stage(staged.manifest, rendezvous, 1, 2)
     stage.abort()
     stage.done.result(PROMPT_S)
@@ -213,11 +215,11 @@ def test_an_asynchronous_error_fails_the_transfer_at_once(nccl: NcclStandIn, mem
     nccl.broken_ranks.add(0)
     sender = NcclSender(torch.device("cpu"))
     staged, members = staged_version(1), [target("a")]
-    shipment, patience = Shipment(staged.manifest, staged), Patience(DEADLINE_S, "sending")
-    stage = start_stage(staged.manifest, sender.open(shipment, members, patience), 1, 2)
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(DEADLINE_S, "sending")
+    stage = start_stage(staged.manifest, sender.open(shipment, members, deadline), 1, 2)
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="REMOTE_ERROR"):
-        sender.send(shipment, members, patience)
+        sender.send(shipment, members, deadline)
     assert time.monotonic() - started < PROMPT_S
     sender.close(failed=True)
     stage.abort()
@@ -233,8 +235,8 @@ def test_a_member_that_is_killed_costs_no_more_than_a_deadline_and_the_others_go
     sender = NcclSender(torch.device("cpu"))
     # More than sockets buffer: a publisher must notice a member that stopped reading.
     staged, members = staged_version(1, num_items=2**20), [target("killed"), target("b")]
-    shipment, patience = Shipment(staged.manifest, staged), Patience(DEADLINE_S, "sending")
-    rendezvous = sender.open(shipment, members, patience)
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(DEADLINE_S, "sending")
+    rendezvous = sender.open(shipment, members, deadline)
     with member_process(staged.manifest, rendezvous, rank=1, world_size=3) as process:
         if dies == "before it meets the others":
             process.kill()
@@ -246,9 +248,9 @@ def test_a_member_that_is_killed_costs_no_more_than_a_deadline_and_the_others_go
             process.kill()
             process.wait()
         survivor = start_stage(staged.manifest, rendezvous, rank=2, world_size=3)
-        patience = Patience(SHORT_S if process.returncode is not None else DEADLINE_S, "sending")
+        deadline = Deadline(SHORT_S if process.returncode is not None else DEADLINE_S, "sending")
         with ThreadPoolExecutor(1) as pool:
-            sending_now = pool.submit(sender.send, shipment, members, patience)
+            sending_now = pool.submit(sender.send, shipment, members, deadline)
             if process.returncode is None:
                 hear(process, "bucket")
                 process.kill()
@@ -296,7 +298,7 @@ def test_abort_from_another_thread_ends_a_start_that_waits(nccl: NcclStandIn) ->
 
     def open_group() -> None:
         try:
-            group.open(Patience(DEADLINE_S, "meeting"))
+            group.open(Deadline(DEADLINE_S, "meeting"))
         except WeightPushFailed as error:
             failures.append(error)
 
@@ -315,8 +317,8 @@ def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pyt
     """An abort that hangs must not give back memory which the GPU still writes to."""
     monkeypatch.setattr(nccl_group, "ABORT_TIMEOUT_S", 0.2)
     group = NcclGroup(nccl.get_unique_id(), world_size=1, rank=0, device_index=0)
-    patience = Patience(DEADLINE_S, "broadcasting")
-    group.open(patience)
+    deadline = Deadline(DEADLINE_S, "broadcasting")
+    group.open(deadline)
     gate = threading.Event()
     nccl.runtime.enqueue(group._stream.handle, gate.wait)
 
@@ -326,7 +328,7 @@ def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pyt
     owner, gone = Owner(), threading.Event()
     weakref.finalize(owner, gone.set)
     tensor = torch.zeros(64, dtype=torch.uint8)
-    group.broadcast(tensor.data_ptr(), 64, patience, hold=owner)
+    group.broadcast(tensor.data_ptr(), 64, deadline, hold=owner)
     del owner
     group.abort()
     assert not gone.is_set()
@@ -345,6 +347,6 @@ def test_without_a_nonblocking_start_a_missing_rank_still_costs_only_the_deadlin
     group = NcclGroup(nccl.get_unique_id(), world_size=2, rank=0, device_index=0)
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
-        group.open(Patience(SHORT_S, "meeting"))
+        group.open(Deadline(SHORT_S, "meeting"))
     group.abort()
     assert time.monotonic() - started < PROMPT_S

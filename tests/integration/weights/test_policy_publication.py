@@ -22,7 +22,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.weights.publisher import PushReport
+from penstock_learner.weights.push_report import PushReport
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine_member import HOST, config_of, greedy_log_probs, member
 from penstock.config.run import RunConfig
 from penstock.ports import free_port
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 from tiny_model import make_tiny_qwen2
@@ -124,7 +124,7 @@ async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(
     config = config_of(tmp_path, old, key_file)
     async with member(config) as (target, engine, _):
         publisher = publisher_of(config, new)
-        publisher.staged[1].checksums(Patience(10, "hashing"))
+        publisher.staged[1].checksums(Deadline(10, "hashing"))
         publisher.staged[1].memory.buckets[0][100] ^= 1
         report = await asyncio.to_thread(publisher.push, 1, [target])
         assert "bucket 0 is corrupt" in report.failed[target.server_id]

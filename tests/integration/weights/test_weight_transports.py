@@ -18,9 +18,10 @@ from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
 from penstock.weights.cuda import libraries
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock_learner.weights.memory import SharedMemory
-from penstock_learner.weights.publisher import PushReport, WeightPublisher
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.make import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
@@ -73,7 +74,7 @@ def stage(publisher: WeightPublisher, version: int, keep: tuple[int, ...] = (), 
         mask = own.random(shape) < changed
         weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
         staged.put(name, torch.from_numpy(weight))
-    staged.checksums(Patience(10, "hashing"))
+    staged.checksums(Deadline(10, "hashing"))
     return weights_digest([host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets])
 
 
@@ -217,7 +218,7 @@ def unmet_rendezvous(transport: str, staged: StagedVersion, member: MemberProces
     if transport == "snapshot":
         return str(folder / "never-written")
     sender = make_sender(transport, "127.0.0.1", torch.device("cpu"))
-    return sender.open(Shipment(staged.manifest, staged), targets(member), Patience(60, "a test"))
+    return sender.open(Shipment(staged.manifest, staged), targets(member), Deadline(60, "a test"))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.trajectory import Sampling, VersionSegment
-from penstock_rollout.engines.choose import resolve_engine_name
+from penstock_rollout.engines.factory import resolve_engine_name
 from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.sglang.messages import Response, generate_body, read_event
 from penstock_rollout.engines.sglang.start import server_arguments
-from penstock_rollout.engines.weight_file import WeightFile
+from penstock_rollout.engines.sglang.weight_file import WeightFile
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "sglang_protocol" / "schema.json").read_text())
 

@@ -1,1 +1,1 @@
-"""The sending ends of the weight transports."""
+"""The sending end of each weight transport."""

@@ -1,4 +1,4 @@
-"""Which transport a push takes. `auto` takes the fastest that every member of the push can receive by."""
+"""Choose the transport of a push: the fastest that every member supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_learner.weights.senders.sender import PushTarget
 
 @dataclass(frozen=True)
 class PublisherPlace:
-    """Where the publisher is, as `auto` needs to know it."""
+    """What `auto` needs to know about the publisher."""
 
     host_id: str
     device: str
@@ -21,7 +21,7 @@ class PublisherPlace:
 
 
 def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tuple[str, str]:
-    """Transport and reason."""
+    """Return the transport and the reason for it."""
     devices = [device for member in members for device in member.devices]
 
     def all_can(transport: str) -> bool:
@@ -32,7 +32,7 @@ def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tu
             return "cuda_ipc", "every worker shares the publisher's GPU"
         is_alone = len({*devices, place.device}) == len(devices) + 1
         if all_can("nccl") and is_alone and "cpu" not in devices:
-            return "nccl", "publisher and workers have a GPU each"
+            return "nccl", "publisher and workers have one GPU each"
     if place.memory == "shared" and all_can("shm") and all(m.host_id == place.host_id for m in members):
         return "shm", "every member is on the publisher's host"
     return "gloo", "members are on several hosts, or lack what a faster transport needs"

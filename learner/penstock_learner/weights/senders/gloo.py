@@ -1,4 +1,4 @@
-"""gloo: a process group over TCP and one broadcast a piece of a bucket."""
+"""gloo: form a process group over TCP and broadcast each bucket in pieces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
 
 
 class GlooSender:
-    """A group a push. The rendezvous is `host:port/prefix` of the store at which it forms."""
+    """Forms one group per push. The rendezvous is `host:port/prefix` of the store where its ranks meet."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -26,27 +26,27 @@ class GlooSender:
         self._store: Any = None
         self._prefix = ""
 
-    def open(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> str:
-        timeout = timedelta(seconds=patience.left_s)
-        # Port 0: the store binds a free port itself; one that was probed before can be taken meanwhile.
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        timeout = timedelta(seconds=deadline.remaining_s)
+        # Port 0: the store binds a free port itself. A port that was probed before could be taken by now.
         self._store = TCPStore(
             self.host, 0, num_ranks(members), is_master=True, timeout=timeout, wait_for_workers=False
         )
         self._prefix = f"push-{next(self._numbers)}"
         return f"{self.host}:{self._store.port}/{self._prefix}"
 
-    def send(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> None:
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         try:
             store = PrefixStore(self._prefix, self._store)
-            group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=patience.left_s))
-            under_way: deque[Any] = deque()
-            for wire in shipment.wires(patience):
+            group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=deadline.remaining_s))
+            in_flight: deque[Any] = deque()
+            for wire in shipment.wires(deadline):
                 for piece in wire.cpu().split(GLOO_PIECE_BYTES):
-                    under_way.append(group.broadcast(piece, PUBLISHER_RANK))
-                    if len(under_way) == GLOO_PIECES_AT_ONCE:
-                        under_way.popleft().wait(timedelta(seconds=patience.left_s))
-            for work in under_way:
-                work.wait(timedelta(seconds=patience.left_s))
+                    in_flight.append(group.broadcast(piece, PUBLISHER_RANK))
+                    if len(in_flight) == GLOO_PIECES_AT_ONCE:
+                        in_flight.popleft().wait(timedelta(seconds=deadline.remaining_s))
+            for work in in_flight:
+                work.wait(timedelta(seconds=deadline.remaining_s))
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise WeightPushFailed(f"the broadcast broke: {first_line}") from error

@@ -1,4 +1,4 @@
-"""Senders by the name of their transport; imported late, since most need something the others do not have."""
+"""Create a sender by the name of its transport. Each is imported late, because each has its own dependencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_learner.weights.senders.sender import Sender
 
 
 def make_sender(transport: str, host: str, device: torch.device) -> Sender:
-    """The sender of a transport for a publisher at this address and device."""
+    """Create the sender of a transport, for a publisher with this address and device."""
     if transport == "nccl":
         from penstock_learner.weights.senders.nccl import NcclSender
 

@@ -1,4 +1,4 @@
-"""nccl: one broadcast a bucket, GPU to GPU, on a stream of its own."""
+"""nccl: broadcast each bucket from GPU to GPU, on a stream of its own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock_learner.weights.device_memory import device_index
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
 
 
 class NcclSender:
-    """Keeps its communicator from push to push while the members are the same. The rendezvous is an NcclMeeting.
+    """Keeps its communicator from push to push while the members stay the same. The rendezvous is an NcclMeeting.
 
-    Buckets in host memory, and deltas, go through two device buffers."""
+    Buckets in host memory and deltas are sent by way of two buffers on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_index = device_index(device)
@@ -30,7 +30,7 @@ class NcclSender:
         self._members: tuple[PushTarget, ...] = ()
         self._meeting = NcclMeeting(self._name, "", "", kept=False)
 
-    def open(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> str:
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         if self._group is not None and self._group.is_open and self._members == tuple(members):
             kept = NcclMeeting(self._name, self._meeting.group, self._meeting.unique_id, kept=True)
             return kept.to_json()
@@ -41,29 +41,29 @@ class NcclSender:
         self._members = tuple(members)
         return self._meeting.to_json()
 
-    def send(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> None:
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         assert self._group is not None, "send follows open"
         try:
             if not self._group.is_open:
-                self._group.open(patience)
-            self._send(self._group, shipment, patience)
+                self._group.open(deadline)
+            self._send(self._group, shipment, deadline)
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
 
-    def _send(self, group: NcclGroup, shipment: Shipment, patience: Patience) -> None:
+    def _send(self, group: NcclGroup, shipment: Shipment, deadline: Deadline) -> None:
         enqueued: deque[int] = deque()
-        for wire in shipment.wires(patience):
+        for wire in shipment.wires(deadline):
             direct = is_on_gpu(wire)
             while len(enqueued) >= (MAX_ENQUEUED if direct else NUM_SLOTS):
-                group.wait(enqueued.popleft(), patience)
+                group.wait(enqueued.popleft(), deadline)
             pointer, num_bytes = wire.data_ptr(), wire.numel()
             if direct:
-                enqueued.append(group.broadcast(pointer, num_bytes, patience, hold=wire))
+                enqueued.append(group.broadcast(pointer, num_bytes, deadline, hold=wire))
             else:
-                enqueued.append(self._relay_of(group, shipment).send(pointer, num_bytes, patience))
+                enqueued.append(self._relay_of(group, shipment).send(pointer, num_bytes, deadline))
         while enqueued:
-            group.wait(enqueued.popleft(), patience)
+            group.wait(enqueued.popleft(), deadline)
 
     def close(self, *, failed: bool) -> None:
         if failed:

@@ -1,4 +1,4 @@
-"""The publisher's end of a transport, and what it ships."""
+"""The interface of a sender, and what it sends to whom."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Protocol
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.patience import Patience
+from penstock.weights.deadline import Deadline
 from penstock_learner.weights.staging import StagedVersion
 
 
 @dataclass(frozen=True)
 class PushTarget:
-    """A member of the push."""
+    """A rollout server that takes part in a push."""
 
     server_id: str
     address: str
     devices: tuple[str, ...] = ("cpu",)
-    """Where each of its workers holds its weights: `cpu`, or a GPU's UUID."""
+    """The device of each worker's weights: `cpu`, or a GPU's UUID."""
     host_id: str = ""
-    """Equal on processes that can map each other's memory."""
+    """Two processes with the same host id can map each other's memory."""
     transports: tuple[str, ...] = ("gloo", "snapshot")
-    """What it can receive by."""
+    """Transports by which it can receive."""
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """What travels: whole buckets as they are staged, or, by bucket, a delta on the version before."""
+    """The bytes to send: for each bucket either the staged bucket itself or a delta on another version."""
 
     manifest: weights_pb2.WeightManifest
     staged: StagedVersion
     deltas: tuple[torch.Tensor | None, ...] = ()
 
-    def wires(self, patience: Patience) -> Iterator[torch.Tensor]:
-        """The bytes of each bucket, in order, each once it is staged; where the version was staged, host or GPU."""
+    def wires(self, deadline: Deadline) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each bucket in order, as soon as it is staged. They may be on the host or on a GPU."""
         for index in range(len(self.manifest.buckets)):
             delta = self.deltas[index] if self.deltas else None
-            yield self.staged.bucket(index, patience) if delta is None else delta
+            yield self.staged.bucket(index, deadline) if delta is None else delta
 
 
 class Sender(Protocol):
-    """Lives as long as the publisher and serves one push at a time: open, send, close.
+    """Serves one push at a time: open, send, close. It lives as long as the publisher.
 
-    A sender may keep its connections from push to push while the members are the same. Whatever `send` waits for ends
-    at the patience's deadline. After a failure the next `open` starts afresh."""
+    A sender may keep its connections from push to push while the members stay the same. Every wait in `send` ends at
+    the deadline. After a failure the next `open` starts from scratch."""
 
-    def open(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> str:
-        """Prepare to meet the members' workers, ranks 1, 2, … in order; returns what they need to meet us.
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        """Prepare to meet the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous.
 
-        Enters no collective: members learn the answer only afterwards."""
+        It must not enter a collective, because members learn the rendezvous only afterwards."""
         ...
 
-    def send(self, shipment: Shipment, members: Sequence[PushTarget], patience: Patience) -> None:
-        """Bring every bucket to every worker. Raises WeightPushFailed when the transfer breaks."""
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Send every bucket to every worker. Raises WeightPushFailed if the transfer breaks."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """The push is over. `failed`: drop everything that a dead or late member could still hold up."""
+        """End the push. If it failed, drop everything that a dead or late member could still block."""
         ...
 
 
 def num_ranks(members: Sequence[PushTarget]) -> int:
-    """The publisher and every worker."""
+    """Return the number of ranks: the publisher and every worker."""
     return 1 + sum(len(member.devices) for member in members)

@@ -1,1 +1,1 @@
-"""SGLang, in a process of its own."""
+"""The SGLang engine, whose server runs in a child process."""

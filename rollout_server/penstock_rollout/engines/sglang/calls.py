@@ -1,6 +1,6 @@
-"""The calls to SGLang's server that the engine makes: its native HTTP endpoints, and what of their answers is used.
+"""The HTTP calls to SGLang's server, by its native endpoints.
 
-`/update_weights_from_tensor` is not among them and must never be: it unpickles what it is sent.
+`/update_weights_from_tensor` must never be used, because it unpickles its request body.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import httpx
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 
 CONTROL_TIMEOUT_S = 60.0
-"""Deadline of a call that SGLang answers between two steps."""
+"""Timeout of a call that SGLang answers between two decode steps."""
 LOAD_TIMEOUT_S = 600.0
 POLL_TIMEOUT_S = 10.0
 
 PauseMode = Literal["in_place", "retract"]
-"""`in_place` leaves running requests their KV cache; `retract` gives it up, to be computed again."""
+"""`in_place` keeps the KV cache of running requests. `retract` frees it, and SGLang computes it again later."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Load:
 
 
 class SglangCalls:
-    """A client of one server on this host. Every method raises Unavailable when the server does not answer."""
+    """A client of one server on this host. Every method raises Unavailable if the server does not answer."""
 
     def __init__(self, port: int, api_key: str) -> None:
         self._client = httpx.AsyncClient(
@@ -43,7 +43,7 @@ class SglangCalls:
         )
 
     async def is_ready(self) -> bool:
-        """Whether it can generate; it tries, by a token of its own."""
+        """Return whether the server can generate. It generates a token to find out."""
         try:
             return (await self._client.get("/health")).status_code == httpx.codes.OK
         except httpx.HTTPError:
@@ -53,7 +53,7 @@ class SglangCalls:
         return str((await self._get("/server_info"))["version"])
 
     async def load(self) -> Load:
-        """Answered without waiting for the scheduler, while weights are loaded too."""
+        """Return the server's load. It answers without waiting for the scheduler, also while weights are loaded."""
         loads = (await self._get("/v1/loads", POLL_TIMEOUT_S, include="core"))["loads"]
         return Load(
             waiting_requests=sum(load["num_waiting_reqs"] for load in loads),
@@ -61,8 +61,10 @@ class SglangCalls:
         )
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The messages of one stream. There is no deadline between two of them: decoding may be paused, and a server
-        that dies breaks the connection."""
+        """Yield the messages of one stream.
+
+        There is no timeout between two messages, because decoding may be paused. If the server dies, the connection
+        breaks."""
         timeout = httpx.Timeout(CONTROL_TIMEOUT_S, read=None)
         try:
             async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
@@ -83,22 +85,24 @@ class SglangCalls:
             raise Unavailable(f"SGLang broke off a response: {error!r}") from error
 
     async def abort(self, rid: str) -> None:
-        """By prefix, as SGLang compares ids: they must all have one length. An unknown id is no error."""
+        """Abort a request; unknown ids are ignored. SGLang compares ids by prefix, so all must have the same length."""
         await self._post("/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
-        """SGLang answers before its scheduler has stopped; what is asked of it next comes after that."""
+        """Pause decoding. SGLang answers before its scheduler has stopped, but handles later calls after that."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False})
 
     async def load_weights(self, folder: Path, policy_version: int, *, flush_cache: bool) -> None:
-        """Load the folder's weights and set the version, both between two steps. Raises WeightPushFailed when SGLang
-        says it failed, after which nothing is known of its weights: it does not go back to the old ones."""
+        """Load the folder's weights and set the version, between two steps.
+
+        Raises WeightPushFailed if the load failed. The state of SGLang's weights is unknown then, because it does not
+        restore the old ones."""
         body = {
             "model_path": str(folder),
             "weight_version": str(policy_version),

@@ -1,8 +1,7 @@
 """Entry point of the SGLang process: `python -m penstock_rollout.engines.sglang.child PARENT_PID MODULE ARGUMENTS...`.
 
-Runs MODULE as `python -m MODULE` would, after arranging two things: the process group ends soon after the rollout
-server does, however that ended, and the API key reaches SGLang without standing on a command line, which every user of
-the host can read.
+It runs MODULE like `python -m MODULE`, and adds two things. The process group ends soon after the rollout server, even
+if the server was killed. And SGLang gets its API key without a command line that every user of the host can read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ PARENT_POLL_S = 0.5
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """PR_SET_PDEATHSIG is no alternative: it reaches this process only, and fires when the thread that forked ends."""
+    """Kill the process group soon after the parent ended.
+
+    PR_SET_PDEATHSIG does not work here: it signals this process only, and fires when the thread that forked ends."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -32,7 +33,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parent_pid, module, *arguments = argv
-    assert os.getpgrp() == os.getpid(), "start it as the leader of a process group of its own"
+    assert os.getpgrp() == os.getpid(), "this process must be the leader of its own process group"
     end_with_parent(int(parent_pid))
     sys.argv = [module, *arguments, "--api-key", os.environ.pop(API_KEY_VARIABLE)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,15 +1,16 @@
-"""SGLang as an engine: its server as a child process, reached by HTTP; weights staged in this process.
+"""The SGLang engine: SGLang's server in a child process, called by HTTP; weights staged in this process.
 
-How a version flips: this process receives and hashes the new set while SGLang decodes, and writes it as a model folder
-in memory. Then SGLang is paused, told to load that folder and to count as the new version, and let go on. SGLang
-stamps tokens itself, and that is right because its version changes only while no step is in flight: with the KV cache
-kept its overlap scheduler is off, since that would leave a step in flight; without, a pause drains it.
+How a version flips: this process receives and hashes the new weights while SGLang decodes, and writes them as a model
+folder in memory. Then SGLang is paused, loads that folder with the new version number, and is resumed. SGLang stamps
+the tokens itself. The stamps are exact because the version changes only while no step is in flight: if the KV cache is
+kept, SGLang's overlap scheduler is off, which would leave a step in flight; if it is not kept, the pause drains it.
 
-SGLang tells which version produced which token at a response's end only. Tokens that arrive before the first flip are
-of the version the request was submitted under; from a flip on, a streamed request's tokens are held back until the end.
+SGLang reports which version produced which token at the end of a response only. Tokens that arrive before the first
+flip belong to the version under which the request was submitted. After a flip, the tokens of a streamed request are
+held back until its end.
 
-Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
-the version flips is submitted again, so one that starts under a version never meets KV of another.
+Prefix-cache entries are salted with the version under which a request was submitted. A request without a token at the
+time of a flip is submitted again. So a request that starts under one version never finds KV of another.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.ports import free_port
 from penstock.trajectory import FinishReason
+from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
 from penstock_rollout.engines.sglang.calls import SglangCalls
 from penstock_rollout.engines.sglang.messages import Event, Response, generate_body, read_event
 from penstock_rollout.engines.sglang.server import SglangServer
 from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
-from penstock_rollout.engines.weight_file import WeightFile
+from penstock_rollout.engines.sglang.weight_file import WeightFile
+from penstock_rollout.weights.manifest_check import check_manifest
 from penstock_rollout.weights.stage import WeightStage
 from penstock_rollout.weights.stage_slot import StageSlot
 
@@ -50,26 +53,26 @@ _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", 
 
 @dataclass
 class _Running:
-    """A request between its submission and its end."""
+    """A request from its submission to its end."""
 
     version: int = -1
-    """The one it was submitted under; the salt of its prefix-cache entries."""
+    """The version under which it was submitted, and the salt of its prefix-cache entries."""
     is_submitted: bool = False
     has_begun: bool = False
     """A token has arrived."""
     has_crossed: bool = False
-    """The version has flipped since it began: which version its further tokens are of is known at its end."""
+    """The version has flipped since the first token. The versions of further tokens are known only at the end."""
     rid: str = ""
     superseded: bool = False
-    """It was aborted before its first token, to be submitted again under a newer version."""
+    """It was aborted before its first token and will be submitted again under a newer version."""
 
 
 class SglangEngine:
-    """Implements Engine. Starts once and stops once."""
+    """Implements Engine. It can be started once and stopped once."""
 
     name = "sglang"
     devices = ("cpu",)
-    """Weights are received once, in this process's memory, however many GPUs SGLang spreads them over."""
+    """This process receives the weights once, in host memory, whatever the number of GPUs."""
 
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
@@ -85,10 +88,9 @@ class SglangEngine:
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
-        """Clear while paused: nothing is submitted that would wait in SGLang under a version that may pass."""
+        """Cleared during a flip. A request that comes then is submitted after it, under the new version."""
         self._idle = asyncio.Event()
         """Set while no request runs."""
-        self._paused = False
         self._slot = StageSlot(model_path)
         self._broken = "it was not started"
         self._stopping = False
@@ -158,7 +160,7 @@ class SglangEngine:
             raise InvalidInput("sampling.seed", "SGLang draws by seeds only with enable_deterministic_inference")
 
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
-        """One submission to SGLang; yields nothing when it was superseded."""
+        """Submit the request to SGLang once. Yields nothing if the request is superseded."""
         running.rid = uuid.uuid4().hex
         response = Response(running.version)
         has_ended = False
@@ -195,7 +197,7 @@ class SglangEngine:
             request.sampling,
             max_tokens=min(request.sampling.max_tokens, room),
             stop_ids=self._stop_ids,
-            # Never none: SGLang would give all such requests one seed, and samples of a prompt would be equal.
+            # Never None: SGLang would use the same seed for all such requests, and samples of a prompt would be equal.
             seed=self._seeds.getrandbits(63) if seed is None else seed % 2**63,
             salt=str(running.version),
             every_token=request.stream,
@@ -204,38 +206,26 @@ class SglangEngine:
     def _last_chunk(self, response: Response, running: _Running, event: Event) -> TokenChunk:
         reason = event.finish_reason or {}
         if "status_code" in reason and not self._stopping:
-            raise Unavailable(f"SGLang gave a request up: {reason.get('message', reason)}")
+            raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
         if event.spans is None and running.has_crossed and len(response.token_ids) > response.num_delivered:
-            raise Unavailable("SGLang did not say which version produced which tokens of a response")
+            raise Unavailable("SGLang did not report which version produced which tokens of a response")
         return response.take(event.spans, _FINISH_REASONS.get(reason["type"], "aborted"))
 
     async def _abort(self, rid: str) -> None:
         with suppress(Unavailable):
             await self._calls.abort(rid)
 
-    async def pause(self) -> None:
-        async with self._control:
-            self._paused = True
-            self._open.clear()
-            await self._calls.pause("in_place")
-
-    async def resume(self) -> None:
-        async with self._control:
-            await self._calls.resume()
-            self._paused = False
-            self._open.set()
-
-    async def stage_weights(self, request: StageRequest) -> None:
-        check_manifest(request.manifest, self._shapes)
-        self._slot.begin(request)
+    async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        check_manifest(announcement.manifest, self._shapes)
+        self._slot.begin(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
         digest = weights_digest(bucket_checksums)
-        return await asyncio.shield(asyncio.create_task(self._hand_over(stage, digest)))
+        return await asyncio.shield(asyncio.create_task(self._load(stage, digest)))
 
-    async def _hand_over(self, stage: WeightStage, digest: str) -> CommitReport:
-        """Load the verified stage. Runs to its end even when the caller is cancelled."""
+    async def _load(self, stage: WeightStage, digest: str) -> CommitReport:
+        """Write the verified stage to memory and flip to it. Runs to its end even if the caller is cancelled."""
         file = await asyncio.to_thread(WeightFile.write, stage.tensors())
         try:
             return await self._flip(stage, digest, file.folder)
@@ -243,7 +233,7 @@ class SglangEngine:
             file.remove()
 
     async def _flip(self, stage: WeightStage, digest: str, folder: Path) -> CommitReport:
-        """A failure in here leaves weights of which nothing is known, so the engine is given up."""
+        """Load the folder and flip. If that fails, the state of the weights is unknown: the engine stops serving."""
         policy_version, keep = stage.manifest.policy_version, self._config.keep_kv_cache
         async with self._control:
             started = time.monotonic()
@@ -256,9 +246,8 @@ class SglangEngine:
                 load_s = time.monotonic() - load_started
                 self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
                 self._cross()
-                if not self._paused:
-                    await self._calls.resume()
-                    self._open.set()
+                await self._calls.resume()
+                self._open.set()
             except Exception as error:
                 self._break(f"loading version {policy_version} failed: {error}")
                 with suppress(Unavailable):
@@ -268,8 +257,10 @@ class SglangEngine:
         return CommitReport(stage.receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
 
     def _cross(self) -> None:
-        """While nothing decodes: mark what runs on under the new version, and abort what has not begun. The aborts are
-        not waited for: there may be hundreds, and what they come too late for is thrown away at its first token."""
+        """Mark the requests that go on under the new version, and abort those without a token. Nothing decodes now.
+
+        The aborts are not awaited, because there may be hundreds. A superseded request that an abort misses is dropped
+        at its first token."""
         for running in self._running.values():
             if running.has_begun:
                 running.has_crossed = True
@@ -278,7 +269,7 @@ class SglangEngine:
                 self._spawn(self._abort(running.rid))
 
     def _break(self, why: str) -> None:
-        logger.error("the SGLang engine is given up: %s", why)
+        logger.error("the SGLang engine stops serving: %s", why)
         self._broken = self._broken or why
         self._open.set()
 
@@ -286,7 +277,7 @@ class SglangEngine:
         self._slot.abort()
 
     def stats(self) -> EngineStats:
-        """SGLang's figures are those of its last poll, so they count only as far as what is known here allows."""
+        """Return the load. SGLang's figures are from its last poll, so they are capped by what is known here."""
         if self._server is None or not self._running:
             return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
         load = self._server.load
@@ -316,7 +307,7 @@ class SglangEngine:
         await server.stop()
 
     async def _abort_running(self) -> None:
-        """And give them a moment to hand on what they have."""
+        """Abort all requests, and wait a moment for them to deliver their last tokens."""
         with suppress(Unavailable):
             await self._calls.abort_all()
         with suppress(TimeoutError):

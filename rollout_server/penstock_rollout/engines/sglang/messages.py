@@ -1,4 +1,4 @@
-"""What is sent to SGLang for one request, and what comes back: plain data, no HTTP."""
+"""Build the body of a generate call to SGLang, and read its stream messages. Plain data, no HTTP."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from penstock.trajectory import FinishReason, Sampling, VersionSegment
 from penstock_rollout.engines.engine import TokenChunk
 
 NUCLEUS_TOP_K = 4000
-"""SGLang reports log-probs after top-p only together with a bound on the nucleus, 4096 at most with ties."""
+"""SGLang reports log-probs after top-p only if top-k bounds the nucleus. The limit is 4096 tokens, ties included."""
 FIRST_TOKEN_ONLY = 1 << 30
-"""A stream interval that no response reaches: the first token is sent, and then all others at the end."""
+"""A stream interval that no response reaches: SGLang sends the first token, then all others at the end."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One message of a stream. `num_tokens` counts from the response's start, the lists hold what is new."""
+    """One message of a stream. `num_tokens` counts from the start of the response; the lists hold new tokens only."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     num_tokens: int
     finish_reason: dict[str, Any] | None
     spans: tuple[VersionSegment, ...] | None
-    """Which version produced which tokens; SGLang says so in a stream's last message only."""
+    """Which version produced which tokens. SGLang reports it in the last message of a stream only."""
 
 
 def generate_body(
     rid: str, prompt_token_ids: tuple[int, ...], sampling: Sampling, *,
     max_tokens: int, stop_ids: list[int], seed: int, salt: str, every_token: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Always a stream, since its first message tells that a request has begun. Without `every_token` the second
-    message is the last."""
+    """Build the body. It always asks for a stream, because the first message shows that the request has started.
+
+    Without `every_token` the second message is the last one."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -61,7 +62,7 @@ def _is_nucleus(sampling: Sampling) -> bool:
 
 
 def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Event:
-    """`output_ids` and the log-probs may begin before what is new: the last message of an aborted request repeats."""
+    """Read a message. The last message of an aborted request repeats earlier tokens; they are dropped."""
     meta = message["meta_info"]
     num_tokens = max(meta.get("completion_tokens", num_seen), num_seen)
     num_new = num_tokens - num_seen
@@ -91,7 +92,7 @@ def _spans(reported: list[dict[str, Any]] | None) -> tuple[VersionSegment, ...] 
 
 @dataclass
 class Response:
-    """What has arrived of one submission, and how much of that was handed on."""
+    """The tokens of one submission that have arrived, and how many of them were delivered."""
 
     version: int
     token_ids: list[int] = field(default_factory=list)
@@ -103,16 +104,16 @@ class Response:
         self.log_probs += event.log_probs
 
     def take(self, spans: tuple[VersionSegment, ...] | None, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """What was not handed on. Without spans all of it is of the version it was submitted under."""
+        """Return the tokens that were not delivered yet. Without `spans` all belong to the version of submission."""
         start, end = self.num_delivered, len(self.token_ids)
         self.num_delivered = end
         segments = _clip(spans if spans is not None else (VersionSegment(0, end, self.version),), start, end)
         if sum(segment.end - segment.start for segment in segments) != end - start:
-            raise Unavailable(f"SGLang did not say which version produced tokens {start} to {end}: {spans}")
+            raise Unavailable(f"SGLang did not report which version produced tokens {start} to {end}: {spans}")
         return TokenChunk(tuple(self.token_ids[start:]), tuple(self.log_probs[start:]), segments, finish_reason)
 
 
 def _clip(segments: Iterable[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
-    """The part of the segments that lies in [start, end)."""
+    """Return the parts of the segments that lie in [start, end)."""
     clipped = (VersionSegment(max(s.start, start), min(s.end, end), s.policy_version) for s in segments)
     return tuple(segment for segment in clipped if segment.start < segment.end)

@@ -14,13 +14,13 @@ PREFIX = "sglang:"
 
 
 class SglangMetrics(Collector):
-    """Asks SGLang when it is scraped, from the thread that serves /metrics. A server that is down adds nothing."""
+    """Fetches SGLang's metrics on each scrape, in the thread that serves /metrics. None while SGLang is down."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/metrics"
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering does not ask a server that may not run yet."""
+        """Return nothing. Otherwise registering would call `collect` before the server runs."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""One running SGLang server, as the engine sees it: the child process, calls to it, its load, and whether it lives."""
+"""One SGLang server: the child process, the calls to it, its load, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from penstock_rollout.engines.sglang.start import SglangChild
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 21)
-"""0.5.19 is the first that says which version produced which token. Up to 0.5.20 the scheduler dies of a load that
-flushes the cache while retracted requests wait, which is how the KV cache is given up."""
+"""0.5.19 is the first that reports which version produced which token. Up to 0.5.20, the scheduler dies if a load
+flushes the cache while retracted requests wait, and this is how the engine drops the KV cache."""
 READY_POLL_S = 0.2
 LOAD_POLL_S = 0.5
 MAX_SILENT_POLLS = 3
-"""A server that leaves so many polls in a row without an answer counts as hung."""
+"""Number of polls in a row without an answer after which the server counts as hung."""
 
 
 class SglangServer:
-    """Starts once and stops once. `on_loss` is called once with the reason when the server is lost, but not by stop."""
+    """Can be started once and stopped once. Calls `on_loss` once with the reason if the server dies or hangs."""
 
     def __init__(self, module: str, arguments: Sequence[str], port: int, on_loss: Callable[[str], None]) -> None:
         self.load = Load(waiting_requests=0, kv_cache_usage=0.0)
@@ -46,7 +46,7 @@ class SglangServer:
         return self._child is not None and self._child.exit_code is None
 
     async def start(self) -> None:
-        """Returns once it can generate. The caller's deadline is the only one: a large model takes minutes."""
+        """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes."""
         self._child = child = await SglangChild.start(self._module, self._arguments, self._api_key)
         while not await self.calls.is_ready():
             if child.exit_code is not None:
@@ -70,7 +70,7 @@ class SglangServer:
         self._on_loss("SGLang does not answer" if code is None else f"SGLang ended with code {code}")
 
     async def stop(self) -> None:
-        """End the child and all that it started. Connections are closed first, since it waits for them."""
+        """End the child process and its children. Connections are closed first, because SGLang waits for them."""
         if self._watching is not None:
             await end_task(self._watching)
             REGISTRY.unregister(self._metrics)

@@ -1,4 +1,4 @@
-"""Starting SGLang: its arguments, its environment, and the child process that runs it."""
+"""Start SGLang: build its arguments and its environment, and run it in a child process."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SET_BY_PENSTOCK = frozenset(
         "enable_metrics",
     }
 )  # fmt: skip
-"""Arguments that the engine's guarantees rest on, or that another setting decides: `extra` may not name them."""
+"""Arguments that `extra` must not set: the engine's guarantees depend on them, or another setting decides them."""
 
 
 def server_arguments(
     config: EngineConfig, model_path: Path, dtype: str, seed: int, *, policy_version: int, port: int
 ) -> list[str]:
-    """The command line of SGLang's server, `extra` included."""
+    """Build the command line of SGLang's server, including `rollout.engine.extra`."""
     if refused := sorted(SET_BY_PENSTOCK & config.extra.keys()):
         raise ConfigError(f"rollout.engine.extra may not set {', '.join(refused)}; Penstock sets it")
     if config.keep_kv_cache and config.extra.get("disable_overlap_schedule") is False:
         raise ConfigError(
             "the overlap scheduler stamps a token of the old weights as new when the KV cache is kept; "
-            "leave disable_overlap_schedule, or set rollout.engine.keep_kv_cache to false"
+            "remove disable_overlap_schedule from extra, or set rollout.engine.keep_kv_cache to false"
         )
     settings: dict[str, Any] = {
         "model_path": str(model_path),
@@ -65,7 +65,7 @@ def server_arguments(
 
 
 def honours_seeds(config: EngineConfig) -> bool:
-    """SGLang draws by a request's own seed only when it infers deterministically."""
+    """Return whether SGLang uses the seed of a request. It does so only with deterministic inference."""
     return config.extra.get("enable_deterministic_inference") is not False
 
 
@@ -79,14 +79,14 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 class SglangChild:
-    """SGLang's server and the processes it starts: one process group, which ends with this process."""
+    """SGLang's server and its own child processes: one process group, which ends with this process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, module: str, arguments: Sequence[str], api_key: str) -> SglangChild:
-        """Its output goes where this process's does."""
+        """Start the server. It inherits stdout and stderr."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock_rollout.engines.sglang.child", str(os.getpid()), module, *arguments,
             stdin=asyncio.subprocess.DEVNULL,
@@ -101,11 +101,11 @@ class SglangChild:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code, or None while the process runs."""
         return self._process.returncode
 
     async def end(self) -> None:
-        """Ask it to end, then make sure that nothing of its group is left."""
+        """Terminate the server, then kill what is left of its process group."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -117,7 +117,9 @@ class SglangChild:
 
 
 def _environment(api_key: str) -> dict[str, str]:
-    """Ours, with the log-probs of the distribution that is sampled; SGLang can be told to report others."""
+    """Return our environment plus SGLang's settings. This process's own environment stays unchanged.
+
+    SGLANG_RETURN_ORIGINAL_LOGPROB=0 selects the log-probs of the sampled distribution, which the engine promises."""
     return {
         "HF_HUB_OFFLINE": "1",
         **os.environ,

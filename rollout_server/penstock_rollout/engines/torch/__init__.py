@@ -1,1 +1,1 @@
-"""A small engine on plain torch, for every platform; the tests' oracle."""
+"""A small engine on plain torch. It runs on every platform, and tests use it as a reference."""

@@ -1,8 +1,8 @@
-"""The decoding batch of the torch engine: rows, their KV cache, and sampling. Synchronous, one thread, no event loop.
+"""The decoding batch of the torch engine: its rows, their KV cache, and sampling. Synchronous code for one thread.
 
-The cache is one left-padded tensor a layer, [rows, heads, longest, head_dim]. Invariant between two calls: it holds
-the KV of all tokens of a row but the last, which the next step feeds. Prompts are prefilled in groups of equal length,
-so no query is ever a padding token.
+The cache is one left-padded tensor per layer, [rows, heads, longest, head_dim]. Between two calls it holds the KV of
+all tokens of a row except the last, which the next step feeds to the model. Prompts are prefilled in groups of equal
+length, so no query is a padding token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 
 @dataclass(eq=False)
 class Row:
-    """One request while it decodes."""
+    """One request in the batch."""
 
     request: GenerateRequest
     tokens: list[int]
     """Prompt and response so far."""
     generator: torch.Generator | None
-    """None draws from the batch's own."""
+    """The request's own generator. If None, the batch's generator is used."""
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -35,7 +35,7 @@ class Row:
     num_delivered: int = 0
 
     def take_chunk(self) -> TokenChunk:
-        """The tokens that were not delivered yet."""
+        """Return the tokens that were not delivered yet."""
         start, end = self.num_delivered, len(self.log_probs)
         self.num_delivered = end
         prompt = len(self.request.prompt_token_ids)
@@ -48,6 +48,8 @@ class Row:
 
 
 class DecodeBatch:
+    """The rows that decode together. `join` adds rows, and `step` draws one token for each."""
+
     def __init__(self, model: Any, stop_ids: frozenset[int], max_model_len: int, seed: int) -> None:
         self.rows: list[Row] = []
         self._model = model
@@ -68,7 +70,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def join(self, rows: Sequence[Row], version: int) -> None:
-        """Prefill the rows, draw one token each, and decode them with the others from now on."""
+        """Prefill the rows, draw one token for each, and add them to the batch."""
         for _, group in groupby(sorted(rows, key=_num_tokens), key=_num_tokens):
             self._prefill(list(group), version)
         self._drop_finished()
@@ -90,7 +92,7 @@ class DecodeBatch:
         self._drop_finished()
 
     def release(self) -> list[Row]:
-        """Give up all rows and their KV; `join` takes them back with KV computed anew."""
+        """Remove and return all rows, and free their KV. `join` computes the KV again."""
         rows, self.rows, self._cache = self.rows, [], None
         return rows
 
@@ -126,8 +128,10 @@ class DecodeBatch:
                 row.finish_reason = "length"
 
     def _draw(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Sample by the exponential race, argmax(p / e) with e ~ Exp(1), which needs no generator shared between rows.
-        Temperature 0 takes the likeliest token, with its log-prob at temperature 1."""
+        """Draw one token for each row. Returns the tokens and their log-probs.
+
+        Sampling is an exponential race, argmax(p / e) with e ~ Exp(1), so each row can have its own generator.
+        Temperature 0 takes the most likely token and reports its log-prob at temperature 1."""
         samplings = [row.request.sampling for row in rows]
         temperature = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=self._device)
         logits = logits / temperature[:, None]
@@ -147,7 +151,7 @@ class DecodeBatch:
             self._keep([index for index, row in enumerate(self.rows) if row.finish_reason is None])
 
     def _keep(self, indices: list[int]) -> None:
-        """Keep these rows, and of the cache only what the longest of them needs."""
+        """Keep these rows, and only as much of the cache as the longest of them needs."""
         self.rows = [self.rows[index] for index in indices]
         if not self.rows:
             self._cache = None
@@ -168,7 +172,7 @@ def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask all but the smallest set of likeliest tokens whose probability reaches top_p."""
+    """Mask all tokens outside the smallest set of most likely tokens whose probability reaches top_p."""
     ordered, order = logits.sort(dim=-1)
     unlikely = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[:, None]
     unlikely[:, -1] = False

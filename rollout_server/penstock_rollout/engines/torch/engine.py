@@ -1,7 +1,8 @@
-"""A small engine over a Hugging Face model: continuous batching, any platform, no vLLM. Also the oracle of the tests.
+"""The torch engine: continuous batching over a Hugging Face model, on any platform. Tests use it as a reference.
 
-One thread owns the model and steps the batch; requests join and leave between steps, and so do weights. The event loop
-hands it requests and actions under one condition, and gets chunks back through call_soon_threadsafe.
+One thread owns the model and steps the batch. Requests join and leave between steps, and new weights are loaded between
+steps. The event loop hands requests and actions to the thread under one condition, and gets chunks back through
+call_soon_threadsafe.
 
 Left out on purpose: paged KV, chunked prefill, tensor parallelism, models whose state is not a KV cache.
 """
@@ -22,26 +23,27 @@ import torch
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable
+from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.model_folder import TIED_HEAD, check_manifest, stop_token_ids
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.model_folder import TIED_HEAD, stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
 from penstock_rollout.weights.device_name import device_uuid
+from penstock_rollout.weights.manifest_check import check_manifest
 from penstock_rollout.weights.stage import WeightStage
 from penstock_rollout.weights.stage_slot import StageSlot
 
 logger = logging.getLogger(__name__)
 
 ACTION_TIMEOUT_S = 600.0
-"""Deadline of an action between two steps; a prefill may be in its way."""
+"""Timeout of an action between two steps. It may have to wait for a prefill."""
 STOP_TIMEOUT_S = 10.0
-IDLE_S = 1.0
 
 _T = TypeVar("_T")
 
 
 class TorchEngine:
-    """Implements Engine. Starts once and stops once."""
+    """Implements Engine. It can be started once and stopped once."""
 
     name = "torch"
 
@@ -59,7 +61,6 @@ class TorchEngine:
         self._changed = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._actions: deque[Callable[[], None]] = deque()
-        self._paused = False
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -126,15 +127,9 @@ class TorchEngine:
         if not 0 < num_tokens < limit:
             raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
 
-    async def pause(self) -> None:
-        await self._between_steps(lambda: setattr(self, "_paused", True))
-
-    async def resume(self) -> None:
-        await self._between_steps(lambda: setattr(self, "_paused", False))
-
-    async def stage_weights(self, request: StageRequest) -> None:
-        check_manifest(request.manifest, self._shapes())
-        self._slot.begin(request, self._model.device)
+    async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        check_manifest(announcement.manifest, self._shapes())
+        self._slot.begin(announcement, self._model.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
@@ -178,7 +173,7 @@ class TorchEngine:
             self._changed.notify()
 
     async def _between_steps(self, action: Callable[[], _T]) -> _T:
-        """Run the action in the engine's thread, while nothing decodes. Happens even when the caller is cancelled."""
+        """Run the action in the engine's thread between two steps. It runs even if the caller is cancelled."""
         await self.check_health()
         done: Future[_T] = Future()
 
@@ -196,7 +191,7 @@ class TorchEngine:
             raise Unavailable(f"the torch engine did not answer within {ACTION_TIMEOUT_S:g} s") from error
 
     def _flip(self, stage: WeightStage, digest: str) -> float:
-        """Runs in the engine's thread. The manifest was checked against the model, so no copy can fail half-way."""
+        """Load the stage, in the engine's thread. No copy can fail, because the manifest was checked at the start."""
         started = time.monotonic()
         state = self._model.state_dict()
         with torch.no_grad():
@@ -221,37 +216,36 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(self._fail_all)
 
     def _turn(self) -> None:
-        """Wait for something to do, then do the actions, admit what fits, and step once."""
+        """Wait for work. Then run the actions, step once, and add waiting requests to the batch."""
         with self._changed:
-            self._changed.wait_for(self._has_work, timeout=IDLE_S)
+            self._changed.wait_for(self._has_work)
             actions = [self._actions.popleft() for _ in range(len(self._actions))]
         for action in actions:
             action()
         self._batch.drop_cancelled()
-        if self._paused:
-            return
         stepping = list(self._batch.rows)
         if stepping:
             self._batch.step(self._policy_version)
-        joining = self._admit()
+        joining = self._take_waiting()
         if joining:
             self._batch.join(joining, self._policy_version)
         self._deliver(stepping + joining)
 
     def _has_work(self) -> bool:
-        return self._stopping or bool(self._actions) or (not self._paused and bool(self._waiting or self._batch.rows))
+        return self._stopping or bool(self._actions or self._waiting or self._batch.rows)
 
-    def _admit(self) -> list[Row]:
-        admitted: list[Row] = []
+    def _take_waiting(self) -> list[Row]:
+        """Return the waiting rows that the batch has room for."""
+        taken: list[Row] = []
         with self._changed:
-            while self._waiting and len(self._batch.rows) + len(admitted) < self._config.max_num_seqs:
+            while self._waiting and len(self._batch.rows) + len(taken) < self._config.max_num_seqs:
                 row = self._waiting.popleft()
                 if not row.cancelled:
-                    admitted.append(row)
-        return admitted
+                    taken.append(row)
+        return taken
 
     def _deliver(self, rows: list[Row]) -> None:
-        """One wake-up of the event loop for a whole step."""
+        """Hand the chunks of a whole step to the event loop in one call."""
         ready = [row for row in rows if row.finish_reason is not None or row.request.stream]
         if ready:
             self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])

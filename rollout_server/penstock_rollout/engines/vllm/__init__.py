@@ -1,1 +1,1 @@
-"""vLLM, in process."""
+"""The vLLM engine."""

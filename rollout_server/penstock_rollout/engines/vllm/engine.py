@@ -1,11 +1,11 @@
-"""vLLM as an engine: AsyncLLM in this process, EngineCore in a child, weights staged by a worker extension.
+"""The vLLM engine: AsyncLLM in this process, EngineCore in a child process, weights staged by a worker extension.
 
-How a version flips: the worker receives and hashes the new set in a thread while decoding goes on; then the scheduler
-is paused, the set loaded, the version set, and the scheduler resumed. Stamps of tokens (vllm_stamps.py) are right
-because the version changes only while no step is in flight.
+How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then the
+scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. The version stamps of
+tokens (stamps.py) are exact because the version changes only while no step is in flight.
 
-Prefix-cache entries are salted with the version a request was submitted under. A request that has no token yet when
-the version flips is submitted again, so one that starts under a version never meets KV of another.
+Prefix-cache entries are salted with the version under which a request was submitted. A request without a token at the
+time of a flip is submitted again. So a request that starts under one version never finds KV of another.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, StageRequest, TokenChunk
-from penstock_rollout.engines.model_folder import check_manifest, stop_token_ids, tensor_shapes
+from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.weights.manifest_check import check_manifest
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 60.0
-"""Deadline of a call to EngineCore, which answers between two steps."""
+"""Timeout of a call to EngineCore, which answers between two decode steps."""
 LOAD_TIMEOUT_S = 600.0
 STAGE_POLL_S = 0.005
+"""A worker must not block in a call, since it decodes between calls. So its stage is polled."""
 STOP_TIMEOUT_S = 10.0
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -44,16 +46,16 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Running:
-    """A request between its submission and its end."""
+    """A request from its submission to its end."""
 
     version: int
-    """The one it was submitted under; the salt of its prefix-cache entries."""
+    """The version under which it was submitted, and the salt of its prefix-cache entries."""
     superseded: bool = False
-    """It was aborted before its first token, to be submitted again under a newer version."""
+    """It was aborted before its first token and will be submitted again under a newer version."""
 
 
 class VllmEngine:
-    """Implements Engine. Starts once and stops once."""
+    """Implements Engine. It can be started once and stopped once."""
 
     name = "vllm"
 
@@ -66,7 +68,6 @@ class VllmEngine:
         self._weights_digest = ""
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
-        self._paused = False
         self._staged: weights_pb2.WeightManifest | None = None
         self._retained_version: int | None = None
         self._devices: tuple[str, ...] = ()
@@ -122,8 +123,9 @@ class VllmEngine:
             self._stamps.end(request.request_id)
 
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
-        """One submission to vLLM; yields nothing when it was superseded. Registered with vLLM before the first await,
-        so that a commit finds every request it must supersede."""
+        """Submit the request to vLLM once. Yields nothing if the request is superseded.
+
+        vLLM knows the request before the first await, so a commit finds every request that it must supersede."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -152,7 +154,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
-            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM takes -1 for no seed
+            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM reads -1 as "no seed"
             ignore_eos=True,
             stop_token_ids=self._stop_ids,
             logprobs=0,
@@ -172,29 +174,11 @@ class VllmEngine:
             finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
         )
 
-    async def pause(self) -> None:
-        async with self._control:
-            await self._core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-            self._paused = True
-
-    async def resume(self) -> None:
-        async with self._control:
-            await self._core(self._llm.engine_core.resume_scheduler_async())
-            self._paused = False
-
-    async def stage_weights(self, request: StageRequest) -> None:
-        check_manifest(request.manifest, self._shapes)
-        announcement = weights_pb2.AnnounceRequest(
-            manifest=request.manifest,
-            transport=request.transport,
-            rendezvous=request.rendezvous,
-            rank=request.rank,
-            world_size=request.world_size,
-            deadline_s=request.timeout_s,
-        )
-        async with self._control:  # never under a flip, which loads whatever is staged
+    async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        check_manifest(announcement.manifest, self._shapes)
+        async with self._control:  # not during a flip, which loads whatever is staged
             await self._rpc("penstock_stage", announcement.SerializeToString())
-            self._staged = request.manifest
+            self._staged = announcement.manifest
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         staged = self._staged
@@ -214,6 +198,7 @@ class VllmEngine:
         return report
 
     async def _received(self, policy_version: int) -> None:
+        """Wait until every worker has received the version."""
         while True:
             states = await self._rpc("penstock_poll", policy_version)
             for phase, failure in states:
@@ -224,8 +209,10 @@ class VllmEngine:
             await asyncio.sleep(STAGE_POLL_S)
 
     async def _flip(self, staged: weights_pb2.WeightManifest, bucket_checksums: list[str]) -> CommitReport:
-        """Verify the stage and load it; no other can take its place meanwhile. Runs to its end even when the caller is
-        cancelled; a failed load leaves weights of which nothing is known, so the engine is given up."""
+        """Verify the stage and load it. No other stage can replace it meanwhile.
+
+        This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
+        the engine stops serving for good."""
         policy_version = staged.policy_version
         async with self._control:
             mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
@@ -242,10 +229,9 @@ class VllmEngine:
                 self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
                 self._retained_version = policy_version if staged.retain else None
                 await self._supersede_unstarted()
-                if not self._paused:
-                    await self._core(core.resume_scheduler_async())
+                await self._core(core.resume_scheduler_async())
             except Exception as error:
-                await self._give_up(f"loading version {policy_version} failed: {error}")
+                await self._break(f"loading version {policy_version} failed: {error}")
                 raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
             paused_s = time.monotonic() - started
         return CommitReport(
@@ -256,14 +242,15 @@ class VllmEngine:
         )
 
     async def _supersede_unstarted(self) -> None:
+        """Abort the requests without a token; `generate` submits them again under the new version."""
         unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
         for request_id in unstarted:
             self._running[request_id].superseded = True
         if unstarted:
             await self._core(self._llm.abort(unstarted))
 
-    async def _give_up(self, why: str) -> None:
-        logger.error("the vLLM engine is given up: %s", why)
+    async def _break(self, why: str) -> None:
+        logger.error("the vLLM engine stops serving: %s", why)
         self._broken = why
         await self._core(self._llm.abort(list(self._running)))
 
@@ -296,15 +283,15 @@ class VllmEngine:
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
-        llm.shutdown = lambda: None  # its finalizer calls it again, and fails when that is at the interpreter's exit
+        llm.shutdown = lambda: None  # its finalizer calls it again, which fails while the interpreter exits
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
-        """Call a method of every worker; results in rank order."""
+        """Call a method of every worker. Returns the results in rank order."""
         result = await self._core(self._llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
         return list(result)
 
     async def _core(self, call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
-        """Await a call to EngineCore, which may be dead and never answer."""
+        """Await a call to EngineCore. Raises Unavailable if it is dead or does not answer in time."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

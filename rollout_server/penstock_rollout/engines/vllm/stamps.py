@@ -1,11 +1,11 @@
-"""Which policy version made which token of a vLLM request.
+"""Record which policy version produced which token of a vLLM request.
 
-From 0.32 on vLLM says it: EngineCore labels the outputs of every step, and the front end keeps the spans of a request.
-Earlier ones say nothing, so Penstock stamps the outputs of EngineCore as they arrive in this process.
+vLLM 0.32 and newer report it: EngineCore labels the outputs of every step, and the front end keeps the spans of a
+request. Older versions do not, so Penstock stamps EngineCore's outputs as they arrive in this process.
 
-Why that is exact: EngineCore answers a pause when no step is in flight, over the socket that carries the tokens and
-behind them. So once the answer is here every token of the old version has arrived, though vLLM's output handler may not
-have got to it; and none of the new one exists before the scheduler is resumed.
+Why that is exact: EngineCore answers a pause when no step is in flight. The answer comes over the same socket as the
+tokens, after them. So when it is here, every token of the old version has arrived, even if vLLM's output handler has
+not processed it yet. No token of the new version exists before the scheduler is resumed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.trajectory import VersionSegment
 
 
 class VersionStamps(Protocol):
-    """Knows requests by the id they were submitted under, from `begin` to `end`."""
+    """Tracks requests by the id under which they were submitted, from `begin` to `end`."""
 
     async def set_version(self, policy_version: int) -> None:
-        """Stamp what comes from here on. Call it before the first request, or while the scheduler is paused."""
+        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes."""
         ...
 
     def begin(self, request_id: str) -> None:
-        """A request is about to be submitted, for the first time or again."""
+        """Call it before a request is submitted, for the first time or again."""
         ...
 
     def end(self, request_id: str) -> None: ...
@@ -35,7 +35,7 @@ class VersionStamps(Protocol):
     def has_token(self, request_id: str) -> bool: ...
 
     def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        """Versions of the tokens [start, end), which came with `completion`."""
+        """Return the versions of the tokens [start, end), which came with `completion`."""
         ...
 
 
@@ -44,14 +44,14 @@ def create_stamps(llm: Any) -> VersionStamps:
 
 
 def reports_versions() -> bool:
-    """Whether the installed vLLM says which version made a token."""
+    """Return whether the installed vLLM reports which version produced a token."""
     from vllm.outputs import CompletionOutput
 
     return "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
 
 
 class NativeStamps:
-    """Reads vLLM's own spans. It reports them with the last output only, but keeps them meanwhile."""
+    """Reads vLLM's own spans. vLLM reports them with the last output, and keeps them in its request state."""
 
     def __init__(self, llm: Any) -> None:
         self._core = llm.engine_core
@@ -65,7 +65,7 @@ class NativeStamps:
     def end(self, request_id: str) -> None: ...
 
     def has_token(self, request_id: str) -> bool:
-        """True also of a request that vLLM has finished."""
+        """Also True for a request that vLLM has finished."""
         return all(self._starts(internal_id) for internal_id in self._processor.external_req_ids.get(request_id, ()))
 
     def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
@@ -81,11 +81,11 @@ class NativeStamps:
 
 @dataclass
 class _Stamped:
-    """What has come of a request."""
+    """The tokens of a request that have arrived."""
 
     num_tokens: int = 0
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """Each version and the index of its first token."""
+    """Each version, and the index of its first token."""
 
     def add(self, num_tokens: int, policy_version: int) -> None:
         if not self.starts or self.starts[-1][0] != policy_version:
@@ -94,8 +94,9 @@ class _Stamped:
 
 
 class OwnStamps:
-    """Stamps what arrives. Make it before anything is asked of EngineCore: the reader of its socket keeps the queue
-    that it finds."""
+    """Stamps tokens as they arrive. Create it before the first call to EngineCore.
+
+    It replaces the output queue, and the task that reads EngineCore's socket keeps the queue it finds at its start."""
 
     def __init__(self, llm: Any) -> None:
         assert llm.engine_core.resources.output_queue_task is None
@@ -123,14 +124,14 @@ class OwnStamps:
         if isinstance(arrived, Exception):
             return
         for output in arrived.outputs:
-            state = self._states.get(output.request_id)  # gone when the request was aborted, or submitted again since
+            state = self._states.get(output.request_id)  # None if the request was aborted or submitted again
             stamped = self._requests.get(state.external_req_id) if state is not None else None
             if stamped is not None and output.new_token_ids:
                 stamped.add(len(output.new_token_ids), self._policy_version)
 
 
 class _ArrivalQueue(asyncio.Queue[Any]):
-    """What the reader of EngineCore's socket fills and vLLM's output handler empties."""
+    """The queue between the task that reads EngineCore's socket and vLLM's output handler."""
 
     def __init__(self, on_arrival: Callable[[Any], None]) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class _ArrivalQueue(asyncio.Queue[Any]):
 
 
 def _segments(starts: list[tuple[int, int]], start: int, end: int) -> tuple[VersionSegment, ...]:
-    """The part of [start, end) that each version made, given the index of its first token."""
+    """Return the part of [start, end) that each version produced. `starts` has the index of its first token."""
     lasts = [first for _, first in starts[1:]] + [end]
     clipped = (
         VersionSegment(max(first, start), min(last, end), version)

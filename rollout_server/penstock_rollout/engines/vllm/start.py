@@ -1,4 +1,4 @@
-"""Starting vLLM: its environment, its arguments, and an AsyncLLM made of them."""
+"""Start vLLM: set its environment, build its arguments, create the AsyncLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORKER = "penstock_rollout.engines.vllm.worker"
 
 
 class SchedulerLoad:
-    """A vLLM stat logger that keeps the newest figures of the scheduler, and counts the tokens that came out."""
+    """A vLLM stat logger that keeps the scheduler's latest figures and counts generated tokens."""
 
     def __init__(self) -> None:
         self.num_generated_tokens = 0
@@ -26,7 +26,7 @@ class SchedulerLoad:
         self.kv_cache_usage = 0.0
 
     def __call__(self, vllm_config: Any, engine_index: int = 0) -> SchedulerLoad:
-        """vLLM asks for a factory; every engine index shares this object."""
+        """Act as the factory that vLLM expects. All engine indices share this object."""
         return self
 
     def record(
@@ -46,7 +46,7 @@ class SchedulerLoad:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the CPU wheel; asked of the package metadata, before anything heavy is imported."""
+    """Return whether the CPU wheel of vLLM is installed. Reads package metadata and does not import vLLM."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +54,10 @@ def is_cpu_build() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads while it is imported. What the user has set wins."""
+    """Set the environment variables that vLLM reads at import. Variables that the user has set stay as they are.
+
+    Child processes inherit them. Besides the start method in `create_llm`, nothing else of this engine changes the
+    environment."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -63,13 +66,14 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     else:
-        # A server has threads before it has an engine, and a parent that has touched CUDA cannot be forked.
+        # The server has threads before it has an engine, and a process that has used CUDA must not be forked.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        # It cannot give log-probs of what it samples from, which every request asks for, and is compiled by nvcc.
+        # It needs nvcc, and cannot return the log-probs of the sampled distribution, which every request asks for.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
+    """Return the arguments of AsyncEngineArgs. Those in `rollout.engine.extra` come last and win."""
     executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
     arguments: dict[str, Any] = {
         "model": str(model_path),
@@ -90,18 +94,18 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
     }
     if is_cpu_build():
         arguments["enforce_eager"] = True
-        # A seeded request whose prompt is split over steps kills EngineCore: a CPU generator cannot be turned back.
+        # If the prompt of a seeded request were split over steps, EngineCore would die: a CPU generator has no rewind.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
     return arguments | config.extra
 
 
 def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
-    """Blocks until EngineCore has loaded the model.
+    """Create the AsyncLLM. Blocks until EngineCore has loaded the model.
 
-    On CPU the child is forked, which saves importing vLLM again. It must happen before this process computes with
-    several OpenMP threads, which do not survive a fork; VLLM_WORKER_MULTIPROC_METHOD=spawn is the slow way around.
-    Creating the config overwrites that variable, so it is set after it."""
+    On CPU the child process is forked, so it need not import vLLM again. Call this before the process computes with
+    several OpenMP threads, which do not survive a fork. VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is
+    slower. vLLM overwrites that variable while it creates its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -110,18 +114,18 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"vLLM refuses rollout.engine: {_complaint(error)}; correct it") from error
+        raise ConfigError(f"vLLM refuses rollout.engine: {_first_sentence(error)}; correct it") from error
     if is_cpu_build():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
     try:
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
     except RuntimeError as error:
         raise Unavailable(
-            f"vLLM did not start ({_complaint(error)}); its own lines in the log say why, often too little memory"
+            f"vLLM did not start ({_first_sentence(error)}); its own lines in the log say why, often too little memory"
         ) from error
 
 
-def _complaint(error: Exception) -> str:
-    """The first sentence of what vLLM says, which may be a page."""
+def _first_sentence(error: Exception) -> str:
+    """Return the first sentence of a vLLM error, which may be a page long."""
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
     return " ".join(text.split()).split(". ")[0].removeprefix("Value error, ")

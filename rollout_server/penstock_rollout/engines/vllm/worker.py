@@ -1,7 +1,7 @@
-"""What Penstock adds inside vLLM's own processes: weight staging in the worker, and dying with the server.
+"""Code that runs inside vLLM's own processes: it stages weights in the worker, and ends the processes with the server.
 
-Loaded by name (`worker_extension_cls`, `distributed_executor_backend`). The methods are called by collective_rpc
-between two decode steps, so none of them waits; arguments and results are plain values, never weights.
+vLLM loads it by name (`worker_extension_cls`, `distributed_executor_backend`). collective_rpc calls the methods between
+two decode steps, so no method blocks. Arguments and results are plain values, never weights.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.v1 import weights_pb2
-from penstock_rollout.engines.engine import StageRequest
 from penstock_rollout.weights.device_name import device_uuid
 from penstock_rollout.weights.stage import WeightStage
 
 PARENT_POLL_S = 0.5
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns, at every reload, of the layers that have no weights of their own: rotary embeddings and tied heads."""
+"""It warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
 
 
 class WeightStaging:
-    """Mixed into vLLM's worker class, whose constructor it does not see: the stage is created on first use.
+    """Mixed into vLLM's worker class. It has no constructor, so the stage is created on first use.
 
-    `penstock_commit` alone touches the serving weights, and only with a stage that was received and compared."""
+    Only `penstock_commit` touches the serving weights, and only with a stage that was received and verified."""
 
     model_runner: Any
     model_config: Any
@@ -43,19 +42,10 @@ class WeightStaging:
     _penstock_loaded: WeightStage
 
     def penstock_stage(self, announcement: bytes) -> None:
-        """Begin to receive what a serialized AnnounceRequest says; an earlier stage is forgotten."""
+        """Start to receive the version of a serialized AnnounceRequest. Drops an earlier stage."""
         self.penstock_abort()
-        said = weights_pb2.AnnounceRequest.FromString(announcement)
-        request = StageRequest(
-            manifest=said.manifest,
-            transport=said.transport,
-            rendezvous=said.rendezvous,
-            rank=said.rank,
-            world_size=said.world_size,
-            timeout_s=said.deadline_s,
-        )
         self._penstock_stage = WeightStage(
-            request,
+            weights_pb2.AnnounceRequest.FromString(announcement),
             Path(self.model_config.model),
             worker=self.rank,
             device=self.device,
@@ -64,18 +54,18 @@ class WeightStaging:
         self._penstock_stage.start()
 
     def penstock_device(self) -> str:
-        """`cpu`, or the UUID of this worker's GPU."""
+        """Return `cpu`, or the UUID of this worker's GPU."""
         return device_uuid(self.device)
 
     def penstock_poll(self, policy_version: int) -> tuple[str, str]:
-        """Phase of the version's stage and, when it failed, why. A stage that another one replaced has failed."""
+        """Return the phase of the version's stage and the reason if it failed. A replaced stage counts as failed."""
         stage = self._penstock_current()
         if stage is None or stage.manifest.policy_version != policy_version:
             return "failed", f"version {policy_version} is no longer staged"
         return stage.phase, stage.failure
 
     def penstock_mismatch(self, policy_version: int, bucket_checksums: list[str]) -> str:
-        """Why the stage must not be committed as this version; empty when it may."""
+        """Return why the stage must not be committed as this version, or an empty string if it may."""
         phase, failure = self.penstock_poll(policy_version)
         if phase != "received":
             return failure or f"version {policy_version} is still being received"
@@ -84,13 +74,13 @@ class WeightStaging:
         return stage.mismatch(bucket_checksums)
 
     def penstock_commit(self) -> tuple[float, float]:
-        """Load the stage into the serving model. Returns receive_s and load_s. Call it while nothing decodes."""
+        """Load the stage into the serving model. Call it while nothing decodes. Returns receive_s and load_s."""
         stage = self._penstock_current()
         assert stage is not None
         started = time.monotonic()
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config):  # asked for where a layer is quantized again
+        with set_current_vllm_config(self.vllm_config):  # needed where a layer is quantized again
             initialize_layerwise_reload(model)
             model.load_weights(stage.tensors())
             finalize_layerwise_reload(model, self.model_config)
@@ -113,16 +103,18 @@ class WeightStaging:
 
 
 def _pack_tied_head(model: Any, hf_config: Any) -> None:
-    """On CPU vLLM multiplies with packed copies, and a reload packs only the layers it loads. A tied head is loaded
-    through the embedding, and would go on with the copy of the old weights."""
+    """Pack a tied head again.
+
+    On CPU vLLM multiplies with packed copies of the weights, and a reload packs only the layers that it loads. A tied
+    head is loaded through the embedding, so its copy would keep the old weights."""
     if getattr(hf_config, "tie_word_embeddings", False):
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def die_with_parent() -> None:
-    """End this process soon after its parent has. vLLM's EngineCore would otherwise outlive a killed server.
+    """End this process soon after its parent ended. Otherwise vLLM's EngineCore would outlive a killed server.
 
-    PR_SET_PDEATHSIG is no alternative: it fires when the thread that forked ends, which may be long before."""
+    PR_SET_PDEATHSIG does not work here: it fires when the thread that forked ends, which may be much earlier."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -134,17 +126,18 @@ def die_with_parent() -> None:
 
 
 class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]
-    """The worker in the EngineCore process: one child instead of two, and half the start-up time."""
+    """Runs the worker in the EngineCore process: one child process instead of two, and half the start-up time."""
 
     def _init_executor(self) -> None:
         die_with_parent()
         if "OMP_NUM_THREADS" in os.environ:
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read too late when forked off a loaded torch
+            # torch reads the variable when it is imported, which a forked process does not do.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         super()._init_executor()
 
 
 class TensorParallelExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """One process a device; they end with EngineCore by vLLM's own death pipe."""
+    """Runs one worker process per device. vLLM's own death pipe ends them with EngineCore."""
 
     def _init_executor(self) -> None:
         die_with_parent()

@@ -1,1 +1,1 @@
-"""The receiving ends of the weight transports, by name, and the stage that runs one beside the serving engine."""
+"""The receiving end of each weight transport, in a module of the transport's name."""

@@ -1,4 +1,4 @@
-"""cuda_ipc: map the publisher's buckets, which lie on this worker's GPU, and copy them."""
+"""cuda_ipc: map the publisher's buckets, which are on the same GPU as this worker, and copy them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from penstock_rollout.weights.reception import Arrived, Reception
 READY_POLL_S = 0.0005
 
 mappings = Mappings()
-"""Of this process."""
+"""The mappings of this process."""
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Copies of the buckets, on the GPU or in pinned host memory. The rendezvous is an IpcOffer."""
+    """Yield copies of the buckets, on the GPU or in pinned host memory. The rendezvous is an IpcOffer."""
     offer = IpcOffer.from_json(reception.rendezvous)
     sizes = wire_sizes(reception.manifest)
     here = device_uuid(reception.worker_device)
     if offer.device != here:
         raise WeightPushFailed(
-            f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs both on one, use nccl"
+            f"the publisher is on GPU {offer.device}, this worker on {here}; cuda_ipc needs one GPU for both, use nccl"
         )
     offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
     if offer.num_bytes != offsets[-1]:
-        raise WeightPushFailed("the publisher's GPU memory is not laid out as the manifest says")
+        raise WeightPushFailed("the layout of the publisher's GPU memory differs from the manifest")
     index = reception.worker_device.index or 0
     try:
         with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
@@ -44,10 +44,12 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 def _copies(
     pointer: int, num_ready: int, offsets: list[int], sizes: list[int], reception: Reception, stream: DeviceStream
 ) -> Iterator[Arrived]:
-    """All buckets that were last said to be ready are copied as one, behind a read of the header. What that finds says
-    whether they were; if not, they are copied again. They lie here as they lie there."""
+    """Copy all buckets that should be ready in one go, right after a read of the header on the same stream.
+
+    `num_ready` is what the offer or the last header claimed. The header just read decides whether the claim was true;
+    if it was not, the buckets are copied again. Our memory has the layout of the publisher's."""
     header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
-    reception.spare.clear()  # torch keeps what is given back, and gives it out again
+    reception.spare.clear()  # freed memory stays in torch's cache, from which `buffer` takes it
     memory = reception.buffer(offsets[-1], reception.device)
     done = 0
     try:
@@ -59,15 +61,15 @@ def _copies(
             copied = stream.record()
             arrived = [Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]]) for bucket in claimed]
             expected = identity(reception.manifest)
-            stream.wait(copied, reception.patience)
+            stream.wait(copied, reception.deadline)
             num_ready = header.num_ready(expected)
             if claimed and num_ready >= claimed.stop:
                 yield from arrived
                 done = claimed.stop
             elif num_ready <= done:
-                reception.patience.pause(READY_POLL_S)
+                reception.deadline.sleep(READY_POLL_S)
     finally:
-        stream.synchronize()  # copies wait for nobody, and both ends must stay until they are done
+        stream.synchronize()  # both memories must outlive the copies
 
 
 @cache
@@ -76,7 +78,7 @@ def _copy_stream(device_index: int) -> DeviceStream:
 
 
 class _Header:
-    """The header in the publisher's memory, read into memory that a GPU writes to without the host's help."""
+    """Reads the header in the publisher's memory into a host buffer, pinned where a GPU does the copy."""
 
     def __init__(self, stream: DeviceStream, pointer: int, *, is_pinned: bool) -> None:
         self._stream = stream
@@ -84,10 +86,10 @@ class _Header:
         self._found = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=is_pinned)
 
     def read(self) -> None:
-        """Enqueue it: done with the next event of the stream."""
+        """Enqueue a read. It is done when the next event of the stream has happened."""
         self._stream.copy(self._found.data_ptr(), self._pointer, HEADER.size)
 
     def num_ready(self, expected: bytes) -> int:
-        """As last read. No bucket is ready in memory that is still another version's, or nobody's."""
+        """Return the number of ready buckets as last read: 0 while the memory holds another version, or none."""
         found, num_ready = HEADER.unpack(self._found.numpy().tobytes())
         return int(num_ready) if found == expected else 0

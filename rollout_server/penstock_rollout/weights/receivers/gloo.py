@@ -1,4 +1,4 @@
-"""gloo: join the publisher's process group over TCP and take part in one broadcast a piece of a bucket."""
+"""gloo: join the publisher's process group over TCP and receive each bucket as a series of broadcasts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,42 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.checksums import RunningChecksum
+from penstock.weights.deadline import POLL_S, Deadline
 from penstock.weights.manifest import wire_sizes
-from penstock.weights.patience import POLL_S, Patience
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_rollout.weights.reception import Arrived, Reception
 
 CONNECT_RETRY_S = 0.05
+STORE_POLL_S = 0.01
 PIECE_POLL_S = 0.001
+BREAK_TIMEOUT_S = 5.0
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Buckets in host memory. The rendezvous is `host:port/prefix` of the publisher's store."""
+    """Yield buckets in host memory. The rendezvous is `host:port/prefix` of the publisher's store."""
     host, port, prefix = parse_rendezvous(reception.rendezvous)
-    patience = reception.patience
-    patience.until(lambda: _listens(host, port, patience.left_s), poll_s=CONNECT_RETRY_S)
+    deadline = reception.deadline
+    deadline.wait_until(lambda: _listens(host, port, deadline.remaining_s), CONNECT_RETRY_S)
     try:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience.left_s))
-        met = PatientStore(PrefixStore(prefix, store), patience)
-        group = ProcessGroupGloo(met, reception.rank, reception.world_size, _options(patience.left_s))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
+        interruptible = InterruptibleStore(PrefixStore(prefix, store), deadline)
+        group = ProcessGroupGloo(
+            interruptible, reception.rank, reception.announcement.world_size, _options(deadline.remaining_s)
+        )
         yield from _broadcasts(group, reception)
     except RuntimeError as error:
-        patience.check()
+        deadline.check()
         first_line = str(error).partition("\n")[0]
         raise WeightPushFailed(f"receiving weights from {reception.rendezvous} failed: {first_line}") from error
 
 
-class PatientStore(Store):
-    """A store whose waits end with a Patience: gloo's own rendezvous cannot be interrupted otherwise."""
+class InterruptibleStore(Store):
+    """A store whose waits end at a Deadline or at its abort. Otherwise gloo's rendezvous could not be interrupted."""
 
-    def __init__(self, inner: Any, patience: Patience) -> None:
+    def __init__(self, inner: Any, deadline: Deadline) -> None:
         super().__init__()
         self._inner = inner
-        self._patience = patience
+        self._deadline = deadline
 
     def set(self, key: str, value: Any) -> None:
         self._inner.set(key, value)
@@ -64,11 +68,11 @@ class PatientStore(Store):
         return bool(self._inner.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._patience.until(lambda: self.check(keys), poll_s=0.01)
+        self._deadline.wait_until(lambda: self.check(keys), STORE_POLL_S)
 
 
 def parse_rendezvous(rendezvous: str) -> tuple[str, int, str]:
-    """Split `host:port/prefix`."""
+    """Split `host:port/prefix` into its parts."""
     address, slash, prefix = rendezvous.partition("/")
     host, colon, port = address.rpartition(":")
     if not (slash and colon and host and prefix and port.isdigit()):
@@ -77,20 +81,20 @@ def parse_rendezvous(rendezvous: str) -> tuple[str, int, str]:
 
 
 def _options(timeout_s: float) -> Any:
-    """A thread for every piece under way, and one for the broadcast that breaks them off."""
+    """One thread for each concurrent piece, and one for the broadcast of `break_connections`."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch's own constructor reads it
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # torch's own constructor reads it too
     options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_default_device()]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = GLOO_PIECES_AT_ONCE + 1
     return options
 
 
-def _listens(host: str, port: int, left_s: float) -> bool:
-    """Whether the publisher's store is up. TCPStore would retry on its own, and could not be aborted."""
+def _listens(host: str, port: int, timeout_s: float) -> bool:
+    """Return whether the publisher's store accepts connections. TCPStore's own retries could not be aborted."""
     try:
-        with socket.create_connection((host, port), timeout=min(left_s, 1.0)):
+        with socket.create_connection((host, port), timeout=min(timeout_s, 1.0)):
             return True
     except OSError:
         return False
@@ -98,18 +102,18 @@ def _listens(host: str, port: int, left_s: float) -> bool:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a bucket's wire bytes."""
+    """A part of a bucket, sent by one broadcast."""
 
     wire: torch.Tensor
-    """The whole bucket's."""
+    """The memory of the whole bucket."""
     bytes: torch.Tensor
     is_last: bool
     checksum: RunningChecksum | None
-    """Of the bucket, where whole buckets travel: a delta is decoded before it is hashed."""
+    """Running checksum of the bucket. None for a delta, which is hashed after it was decoded."""
 
 
 def _pieces(reception: Reception) -> Iterator[_Piece]:
-    """In the order in which they are sent. A bucket's memory is taken when its first piece is asked for."""
+    """Yield the pieces in the order in which they are sent. A bucket is allocated with its first piece."""
     manifest = reception.manifest
     for bucket, num_bytes in zip(manifest.buckets, wire_sizes(manifest), strict=True):
         wire = reception.buffer(num_bytes, torch.device("cpu"))
@@ -120,36 +124,38 @@ def _pieces(reception: Reception) -> Iterator[_Piece]:
 
 
 def _broadcasts(group: Any, reception: Reception) -> Iterator[Arrived]:
-    """The buckets in order, some pieces under way at once."""
-    under_way: deque[tuple[Any, _Piece]] = deque()
+    """Yield the buckets in order. Several pieces are in flight at once."""
+    in_flight: deque[tuple[Any, _Piece]] = deque()
     pieces = _pieces(reception)
     try:
         while True:
-            for piece in itertools.islice(pieces, GLOO_PIECES_AT_ONCE - len(under_way)):
-                under_way.append((group.broadcast([piece.bytes], _from_publisher()), piece))
-            if not under_way:
+            for piece in itertools.islice(pieces, GLOO_PIECES_AT_ONCE - len(in_flight)):
+                in_flight.append((group.broadcast([piece.bytes], _from_publisher()), piece))
+            if not in_flight:
                 return
-            work, piece = under_way[0]
-            reception.patience.until(work.is_completed, PIECE_POLL_S)
+            work, piece = in_flight[0]
+            reception.deadline.wait_until(work.is_completed, PIECE_POLL_S)
             work.wait()
-            under_way.popleft()
+            in_flight.popleft()
             if piece.checksum is not None:
                 piece.checksum.update(piece.bytes.numpy())
             if piece.is_last:
                 yield Arrived(piece.wire, piece.checksum.value if piece.checksum else "")
     finally:
-        if under_way:
-            break_connections(group, [work for work, _ in under_way])
+        if in_flight:
+            break_connections(group, [work for work, _ in in_flight])
 
 
 def break_connections(group: Any, works: list[Any]) -> None:
-    """Fail pending broadcasts at once. Gloo has no abort, but an operation that times out closes every connection of
-    its group; without this the group's destructor waits for the stalled ones. The group needs a thread to spare."""
+    """Make pending broadcasts fail at once; otherwise the group's destructor would wait for them.
+
+    Gloo has no abort, but an operation that times out closes every connection of its group. The group needs one idle
+    thread for this operation."""
     options = _from_publisher()
     options.timeout = timedelta(milliseconds=1)
     works = [*works, group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)]
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline and not all(work.is_completed() for work in works):
+    ends_at = time.monotonic() + BREAK_TIMEOUT_S
+    while time.monotonic() < ends_at and not all(work.is_completed() for work in works):
         time.sleep(POLL_S)
 
 

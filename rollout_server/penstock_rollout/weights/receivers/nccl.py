@@ -1,4 +1,4 @@
-"""nccl: take part in the publisher's broadcasts, on a stream beside the engine's."""
+"""nccl: receive the publisher's broadcasts on a stream of its own, while the engine decodes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
+from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
-from penstock.weights.patience import Patience
 from penstock_rollout.weights.reception import Arrived, Reception
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Buckets on the engine's GPU, or through two buffers on it in pinned host memory.
+    """Yield buckets on the engine's GPU, or in pinned host memory by way of two buffers on the GPU.
 
-    The rendezvous is an NcclMeeting. The communicator is kept for the next push of its group, unless this one fails."""
+    The rendezvous is an NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
     meeting = NcclMeeting.from_json(reception.rendezvous)
     joined = _groups.join(meeting, reception)
     try:
         if not joined.group.is_open:
-            joined.group.open(reception.patience)
+            joined.group.open(reception.deadline)
         if is_gpu(reception.device):
             yield from _to_device(joined.group, reception)
         else:
@@ -44,16 +44,16 @@ def _to_device(group: NcclGroup, reception: Reception) -> Iterator[Arrived]:
     enqueued: deque[tuple[torch.Tensor, int]] = deque()
     for num_bytes in wire_sizes(reception.manifest):
         wire = reception.buffer(num_bytes, reception.device)
-        enqueued.append((wire, group.broadcast(wire.data_ptr(), num_bytes, reception.patience, hold=wire)))
+        enqueued.append((wire, group.broadcast(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
         if len(enqueued) >= MAX_ENQUEUED:
-            yield _oldest(group, enqueued, reception.patience)
+            yield _oldest(group, enqueued, reception.deadline)
     while enqueued:
-        yield _oldest(group, enqueued, reception.patience)
+        yield _oldest(group, enqueued, reception.deadline)
 
 
-def _oldest(group: NcclGroup, enqueued: deque[tuple[torch.Tensor, int]], patience: Patience) -> Arrived:
+def _oldest(group: NcclGroup, enqueued: deque[tuple[torch.Tensor, int]], deadline: Deadline) -> Arrived:
     wire, event = enqueued.popleft()
-    group.wait(event, patience)
+    group.wait(event, deadline)
     return Arrived(wire)
 
 
@@ -62,22 +62,22 @@ def _to_host(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
     enqueued: deque[tuple[torch.Tensor, tuple[int, int]]] = deque()
     for num_bytes in wire_sizes(reception.manifest):
         if len(enqueued) >= NUM_SLOTS:
-            yield _oldest_copy(relay, enqueued, reception.patience)
+            yield _oldest_copy(relay, enqueued, reception.deadline)
         wire = reception.buffer(num_bytes, torch.device("cpu"))
-        enqueued.append((wire, relay.receive(wire.data_ptr(), num_bytes, reception.patience, hold=wire)))
+        enqueued.append((wire, relay.receive(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
     while enqueued:
-        yield _oldest_copy(relay, enqueued, reception.patience)
+        yield _oldest_copy(relay, enqueued, reception.deadline)
 
 
-def _oldest_copy(relay: Relay, enqueued: deque[tuple[torch.Tensor, tuple[int, int]]], patience: Patience) -> Arrived:
+def _oldest_copy(relay: Relay, enqueued: deque[tuple[torch.Tensor, tuple[int, int]]], deadline: Deadline) -> Arrived:
     wire, events = enqueued.popleft()
-    relay.wait(events, patience)
+    relay.wait(events, deadline)
     return Arrived(wire)
 
 
 @dataclass(eq=False)
 class _Joined:
-    """A group, as one rank of it."""
+    """A group that this process has joined, and its rank in it."""
 
     meeting: NcclMeeting
     rank: int
@@ -92,7 +92,7 @@ class _Joined:
 
 
 class _Groups:
-    """The groups this process is in: one a sender, and none of a learner whose term has passed."""
+    """The groups that this process has joined: one per sender, and none of a learner with an outdated term."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,10 +109,10 @@ class _Groups:
         if found:
             return found[0]
         if meeting.kept:
-            raise WeightPushFailed("this worker has left the NCCL group that the push would use; it needs a new one")
+            raise WeightPushFailed("this worker has left the NCCL group of the push; the publisher must form a new one")
         unique_id = bytes.fromhex(meeting.unique_id)
         device_index = reception.worker_device.index or 0
-        group = NcclGroup(unique_id, reception.world_size, reception.rank, device_index)
+        group = NcclGroup(unique_id, reception.announcement.world_size, reception.rank, device_index)
         joined = _Joined(meeting, reception.rank, term, group)
         with self._lock:
             self._joined.append(joined)

@@ -17,7 +17,7 @@ from penstock_rollout.weights.reception import Arrived, Reception
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Buckets in the publisher's pages, which stay after it is gone. The rendezvous is their path under /proc."""
+    """Yield buckets in the publisher's pages, which outlive the publisher. The rendezvous is a path under /proc."""
     sizes = wire_sizes(reception.manifest)
     offsets = bucket_offsets(sizes, mmap.PAGESIZE)
     fd = _open(Path(reception.rendezvous))
@@ -25,9 +25,9 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         _check_sealed(fd)
         num_bytes = offsets[-1] + header_bytes(len(sizes))
         if os.fstat(fd).st_size != num_bytes:
-            raise WeightPushFailed(f"{reception.rendezvous} is not {num_bytes} bytes long, as the manifest says")
+            raise WeightPushFailed(f"{reception.rendezvous} is not {num_bytes} bytes long, as the manifest requires")
         checksums = _wait_for_header(fd, offsets[-1], reception)
-        # Private: what this process wrote by mistake would be its own copy, and never reach another's.
+        # A private mapping: if this process wrote to it by mistake, only its own copy would change.
         mapping = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
@@ -37,7 +37,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 
 def _open(path: Path) -> int:
     if not str(path.absolute()).startswith("/proc/"):
-        raise WeightPushFailed(f"{path} is not the memory of a process")
+        raise WeightPushFailed(f"{path} is not a path under /proc")
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -52,12 +52,12 @@ def _check_sealed(fd: int) -> None:
     except OSError:
         is_sealed = False
     if not is_sealed:
-        raise WeightPushFailed("what the publisher offers as shared memory could be changed by others; it has no seals")
+        raise WeightPushFailed("the publisher's shared memory is not sealed, so other processes could change it")
 
 
 def _wait_for_header(fd: int, offset: int, reception: Reception) -> list[str]:
-    """The checksums, once the publisher says that the memory holds the announced version whole."""
+    """Wait until the header says that the memory holds all of the announced version; return its checksums."""
     num_bytes = header_bytes(len(reception.manifest.buckets))
     while (checksums := read_header(os.pread(fd, num_bytes, offset), reception.manifest)) is None:
-        reception.patience.pause()
+        reception.deadline.sleep()
     return checksums

@@ -13,11 +13,11 @@ from penstock_rollout.weights.reception import Arrived, Reception
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Buckets in host memory. The rendezvous is the snapshot's folder."""
+    """Yield buckets in host memory. The rendezvous is the snapshot's folder."""
     folder = Path(reception.rendezvous)
     try:
         for bucket in read_snapshot(folder, reception.manifest):
-            reception.patience.check()
+            reception.deadline.check()
             yield Arrived(torch.from_numpy(bucket))
     except OSError as error:
         raise WeightPushFailed(f"reading the snapshot in {folder} failed: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Verified weights as a model folder in memory, for an engine in another process that loads from files."""
+"""Verified weights as a model folder in memory, from which SGLang's process loads them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ALIGNMENT = 8
 
 
 class WeightFile:
-    """`folder` holds `model.safetensors`, a link to anonymous memory of this process.
+    """A folder with one file, `model.safetensors`, which links to anonymous memory of this process.
 
-    So the memory is no file on a volume, is not bound by the size of /dev/shm (64 MiB in a container), can be opened by
-    processes of this user only, and is gone when this process is."""
+    The weights are not written to a volume and are not limited by the size of /dev/shm (64 MiB in a container). Only
+    processes of the same user can open the file, and it is gone when this process ends."""
 
     def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class WeightFile:
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightFile:
-        """Copies the tensors. Raises WeightPushFailed when there is no room for them."""
+        """Copy the tensors into a new file. Raises WeightPushFailed if there is not enough memory."""
         fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
         file = cls(Path(tempfile.mkdtemp(prefix="penstock-weights-")), fd)
         try:
@@ -39,11 +39,11 @@ class WeightFile:
             _write_safetensors(fd, list(tensors))
         except OSError as error:
             file.remove()
-            raise WeightPushFailed(f"no room for the weights in this server's memory: {error.strerror}") from error
+            raise WeightPushFailed(f"not enough memory for a copy of the weights: {error.strerror}") from error
         return file
 
     def remove(self) -> None:
-        """The memory is freed once no process maps it."""
+        """Remove the folder. The memory is freed when no process maps it any more."""
         os.close(self._fd)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -66,6 +66,6 @@ def _write_safetensors(fd: int, tensors: list[tuple[str, torch.Tensor]]) -> None
 
 
 def _write(fd: int, data: memoryview) -> None:
-    """One call writes 2 GiB at most."""
+    """Write all bytes. One os.write call writes 2 GiB at most."""
     while data:
         data = data[os.write(fd, data) :]

@@ -1,13 +1,15 @@
-"""Which engine a rollout server runs."""
+"""Choose, create and start the engine of a process."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib.util
 import logging
 from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Unavailable
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.start import is_cpu_build
 
@@ -15,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_engine_name(config: EngineConfig) -> str:
-    """`vllm`, `sglang` or `torch`. An engine that was asked for by name is never replaced by another."""
+    """Return `vllm`, `sglang` or `torch`. An engine that the config names is never replaced by another."""
     vllm_found = importlib.util.find_spec("vllm") is not None
     if config.name in ("vllm", "sglang") and importlib.util.find_spec(config.name) is None:
         raise ConfigError(
@@ -31,7 +33,7 @@ def resolve_engine_name(config: EngineConfig) -> str:
 
 
 def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> Engine:
-    """An engine that is not started yet. Imports only the one that was chosen."""
+    """Create the engine without starting it. Imports only the engine that was chosen."""
     name = resolve_engine_name(config)
     if config.quantization is not None and (name != "vllm" or is_cpu_build()):
         raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
@@ -46,3 +48,18 @@ def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int)
     from penstock_rollout.engines.torch.engine import TorchEngine
 
     return TorchEngine(config, model_path, dtype, seed)
+
+
+async def start_engine(engine: Engine, timeout_s: float) -> None:
+    """Load the model folder as version 0, then freeze the objects of this process for the garbage collector.
+
+    The objects that an engine imports and builds stay for good. A full collection would visit all of them each time,
+    and no token or request moves while it runs. Frozen objects are skipped."""
+    try:
+        await asyncio.wait_for(engine.start(policy_version=0), timeout_s)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"the {engine.name} engine was not ready after {timeout_s:.0f} s; raise rollout.start_timeout_s"
+        ) from error
+    gc.collect()
+    gc.freeze()

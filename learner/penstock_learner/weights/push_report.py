@@ -1,0 +1,40 @@
+"""The result of one weight push."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PushReport:
+    """The outcome of pushing one version to a set of servers."""
+
+    policy_version: int
+    transport: str = ""
+    weights_digest: str = ""
+    committed: list[str] = field(default_factory=list)
+    """Servers that now serve the version."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Servers to evict, each with the reason."""
+    superseded: list[str] = field(default_factory=list)
+    """Servers that were skipped: the push had to start again, and a newer version was already staged. Nobody has
+    committed the version in this case."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of each phase: announce, transfer and commit at the publisher; receive, load and pause of the slowest
+    member."""
+    num_bytes: int = 0
+    """Bytes sent to each worker, times the number of workers that committed."""
+    running_requests: int = 0
+    """Requests of all members that were running while the version flipped."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the duration of the block to the phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started

@@ -23,6 +23,7 @@ IDS_LOOKED_AT = 2_000
 FROM_OLDEST = "0"
 _CURSOR = re.compile(r"(\d{1,19}-\d{1,19})\.(\d{1,9})")
 _AFTER_ENTRY = 999_999_999
+_BEFORE_ALL = "0-0"
 _STATES: dict[bytes, PromptState] = {b"queued": "queued", b"dead": "dead_lettered", b"cancelled": "cancelled"}
 
 
@@ -70,8 +71,8 @@ class PromptBook:
     async def start(self, cursor: str) -> str:
         """Where to read from: `cursor` itself once it was checked, or behind the newest result where it is empty."""
         if not cursor:
-            newest = await guarded(self.client.xrevrange(self._results, count=1))
-            return f"{newest[0][0].decode()}.{_AFTER_ENTRY}" if newest else FROM_OLDEST
+            newest = await self.newest_entry()
+            return f"{newest}.{_AFTER_ENTRY}" if newest != _BEFORE_ALL else FROM_OLDEST
         if cursor == FROM_OLDEST:
             return cursor
         entry, _ = _parts(cursor)
@@ -80,7 +81,7 @@ class PromptBook:
         return cursor
 
     async def after(self, cursor: str, max_entries: int = 64) -> list[PromptResult]:
-        entry, index = ("0-0", _AFTER_ENTRY) if cursor == FROM_OLDEST else _parts(cursor)
+        entry, index = (_BEFORE_ALL, _AFTER_ENTRY) if cursor == FROM_OLDEST else _parts(cursor)
         entries = await guarded(self.client.xrange(self._results, min=entry, count=max_entries))
         return [
             result
@@ -89,8 +90,37 @@ class PromptBook:
             if entry_id.decode() != entry or place > index
         ]
 
+    async def newest_entry(self) -> str:
+        """Id of the newest entry of the stream; `0-0` while it is empty."""
+        newest = await guarded(self.client.xrevrange(self._results, count=1))
+        return newest[0][0].decode() if newest else _BEFORE_ALL
+
+    async def wait_for_results(self, entry: str, timeout_s: float, max_entries: int = 64) -> list[PromptResult]:
+        """Wait for entries after `entry` and return their results, or an empty list after `timeout_s`.
+
+        Holds a Redis connection while it waits. `timeout_s` must be shorter than `redis.timeout_s`."""
+        block_ms = max(1, int(1000 * timeout_s))
+        answer = await guarded(self.client.xread({self._results: entry}, count=max_entries, block=block_ms))
+        return [
+            result
+            for _, entries in answer
+            for entry_id, fields in entries
+            for result in _results_of(entry_id.decode(), fields)
+        ]
+
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await call_script(self.client, self.queue.prefix, name, *arguments)
+
+
+def entry_of(cursor: str) -> str:
+    """Id of the stream's entry that a cursor is in; `0-0` for the cursor that reads from the oldest result."""
+    return _BEFORE_ALL if cursor == FROM_OLDEST else _parts(cursor)[0]
+
+
+def entry_order(entry: str) -> tuple[int, int]:
+    """A key that sorts entry ids by age: `9-1` is older than `10-0`."""
+    milliseconds, _, sequence = entry.partition("-")
+    return int(milliseconds), int(sequence)
 
 
 def _parts(cursor: str) -> tuple[str, int]:

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from penstock.replay.contract import QueueStat
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_services.gateway.metrics import GatewayMetrics, RunFacts, RunSnapshot
+from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics.run import RunFacts, RunSnapshot
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])

@@ -1,9 +1,9 @@
-"""Who may call the gateway: API keys and their roles, how often each may call, and that only loopback goes without."""
+"""Access to the gateway: API keys, the role and the call rate of each, and the caller that a request is made by."""
 
 from __future__ import annotations
 
+import logging
 import time
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,35 +12,36 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.ports import is_loopback
 
+logger = logging.getLogger(__name__)
 SINGLE_KEY_NAME = "api_key_file"
+KEYLESS_NAME = "anonymous"
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes the call that is being answered."""
+    """Who makes a request. Only `Access.authenticate` creates one, and every handler needs one."""
 
-    name: str = "anonymous"
-    role: Role = "admin"
-    request_id: str = ""
-
-    def asking(self, request_id: str) -> Caller:
-        return Caller(self.name, self.role, request_id)
+    name: str
+    """Name of the API key; `anonymous` on a gateway without keys."""
+    role: Role
+    request_id: str
 
     def check(self, role: Role, operation: str) -> None:
-        if self.role != role and ROLES.index(self.role) < ROLES.index(role):
+        """Raise PermissionDenied unless this caller has `role` or a higher one."""
+        if ROLES.index(self.role) < ROLES.index(role):
             raise PermissionDenied(f"{operation} needs the role {role}; the key {self.name!r} has {self.role}")
 
 
-CALLER: ContextVar[Caller] = ContextVar("caller")
-"""Set by both protocols before a handler runs."""
-
-
 class Access:
-    """Admits callers. Without a key file everyone is, which only loopback allows."""
+    """Authenticates callers and limits how often each one calls.
+
+    A gateway without keys, which is only allowed on loopback, treats every caller as an admin."""
 
     def __init__(self, keys: tuple[ApiKey, ...], config: GatewayConfig) -> None:
         self.keys = keys
         self.config = config
+        self.keys_problem = ""
+        """Why the keys file cannot be used now; empty if it can. The keys that were read before stay valid."""
         self._buckets: dict[str, _Bucket] = {}
         self._stamp = _stamp(config.keys_file)
 
@@ -48,36 +49,44 @@ class Access:
     def load(cls, config: GatewayConfig) -> Access:
         return cls(load_keys(config), config)
 
-    def admit(self, authorization: str) -> Caller:
-        """The caller that the header names, if it may call now. Takes the same time for every wrong key."""
-        self._reload()
-        caller = Caller()
-        if self.keys:
-            scheme, _, given = authorization.partition(" ")
-            key = find_key(self.keys, given.strip())
-            if scheme.lower() != "bearer" or key is None:
-                raise Unauthenticated(
-                    "this gateway needs its key: give --api-key-file, or send `Authorization: Bearer <key>`"
-                )
-            caller = Caller(key.name, key.role)
+    def authenticate(self, authorization: str, request_id: str) -> Caller:
+        """Return the caller whose key is in the Authorization header, if it may call now.
+
+        The check takes the same time for every wrong key."""
+        self.refresh()
+        caller = self._caller(authorization, request_id)
         if self.config.requests_per_s:
             bucket = self._buckets.setdefault(caller.name, _Bucket(self.config.burst_requests))
             bucket.take(self.config.requests_per_s, self.config.burst_requests)
         return caller
 
-    def _reload(self) -> None:
-        """Follow the keys file. One that became unreadable leaves the keys as they were."""
-        if self.config.keys_file is None or (stamp := _stamp(self.config.keys_file)) in (self._stamp, None):
-            return
-        try:
-            self.keys = load_keys(self.config)
-        except ConfigError:
+    def _caller(self, authorization: str, request_id: str) -> Caller:
+        if not self.keys:
+            return Caller(KEYLESS_NAME, "admin", request_id)
+        scheme, _, secret = authorization.partition(" ")
+        key = find_key(self.keys, secret.strip())
+        if scheme.lower() != "bearer" or key is None:
+            raise Unauthenticated(
+                "this gateway needs its key: give --api-key-file, or send `Authorization: Bearer <key>`"
+            )
+        return Caller(key.name, key.role, request_id)
+
+    def refresh(self) -> None:
+        """Read the keys file again if it has changed. If it cannot be used, log that once and keep the keys."""
+        if self.config.keys_file is None or (stamp := _stamp(self.config.keys_file)) == self._stamp:
             return
         self._stamp = stamp
+        try:
+            self.keys, self.keys_problem = load_keys(self.config), ""
+        except ConfigError as error:
+            self.keys_problem = str(error)
+            logger.error("%s; the keys that were read before stay valid", error)
+        else:
+            logger.info("read %d API keys from %s", len(self.keys), self.config.keys_file)
 
 
 def load_keys(config: GatewayConfig) -> tuple[ApiKey, ...]:
-    """The keys that are good. A public address without one is refused."""
+    """Read every configured key. A gateway that is not on loopback must have at least one."""
     keys = read_keys(config.keys_file) if config.keys_file else ()
     if config.api_key_file is not None:
         keys = (*keys, ApiKey(SINGLE_KEY_NAME, "admin", digest_of(_read_single(config.api_key_file))))
@@ -99,24 +108,25 @@ def _read_single(path: Path) -> str:
     return key
 
 
-def _stamp(path: Path | None) -> tuple[int, int] | None:
+def _stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """Changes when the file's content or permissions do. None if there is no file."""
     try:
         stat = path.stat() if path else None
     except OSError:
         return None
-    return (stat.st_mtime_ns, stat.st_size) if stat else None
+    return (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) if stat else None
 
 
 class _Bucket:
-    """As many calls as tokens, which come back at a steady rate."""
+    """A token bucket: each call takes one token, and tokens come back at a steady rate."""
 
     def __init__(self, tokens: float) -> None:
         self.tokens = tokens
         self.filled_at = time.monotonic()
 
-    def take(self, rate: float, most: int) -> None:
+    def take(self, rate: float, capacity: int) -> None:
         now = time.monotonic()
-        self.tokens = min(most, self.tokens + rate * (now - self.filled_at))
+        self.tokens = min(capacity, self.tokens + rate * (now - self.filled_at))
         self.filled_at = now
         if self.tokens < 1:
             wait_s = (1 - self.tokens) / rate

@@ -1,7 +1,8 @@
-"""What every handler shares: the caller's role, the run's name, a deadline, the error tree, and the audit log.
+"""Guards shared by all handlers: the caller's role, a deadline, the error tree and the audit log.
 
-A handler takes a protobuf request and returns a protobuf response, or an iterator of them, else raises a PenstockError.
-Nothing is half-accepted: a request is checked whole before its one atomic call.
+A handler belongs to one run. It takes a protobuf request and returns a protobuf response, or an iterator of responses,
+or raises a PenstockError. It checks the whole request before it makes one atomic call, so nothing is half accepted.
+REST routes and gRPC services call it as `handler(caller, request)`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,23 +20,22 @@ from redis.exceptions import RedisError
 
 from penstock.api_keys import Role
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
-from penstock_services.gateway.access import CALLER, Caller
-from penstock_services.gateway.served_runs import ServedRuns
+from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable
+from penstock_services.gateway.access import Caller
 
 logger = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """A line of JSON for each call that changes the run: who, what, when, and how it ended."""
+    """Writes a line of JSON for each call that needs the role admin: who made it, when, and how it ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, caller: Caller, operation: str, request: Any, outcome: str) -> None:
         fields = {field.name: _plain(value) for field, value in request.ListFields()}
-        if "config_json" in fields:  # it may hold passwords
-            fields = {"run": _named_in(fields["config_json"])}
+        if "config_json" in fields:  # A config may hold passwords.
+            fields = {"run": _run_in(fields["config_json"])}
         entry = {
             "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
@@ -48,64 +47,67 @@ class AuditLog:
             logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
 
 
-@dataclass(frozen=True)
-class Operating:
-    """What the handlers of every run share in one gateway."""
-
-    served: ServedRuns
-    audit: AuditLog
-    stopping: asyncio.Event
-    """Ends streams: a gateway that drains does not wait for its watchers."""
-
-
-class Handling(Protocol):
-    """What the decorator needs of the object whose method it wraps: handlers of one run."""
+class Guarded(Protocol):
+    """An object with operations needs these two attributes."""
 
     @property
     def config(self) -> RunConfig: ...
 
     @property
-    def operating(self) -> Operating: ...
+    def audit(self) -> AuditLog: ...
 
 
-Handler = Callable[[Any, Any], Awaitable[Any]]
-H = TypeVar("H", bound=Handler)
+G = TypeVar("G", bound=Guarded)
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 
-def operation(role: Role, timeout_s: float | None = None, *, keeps_deadline: bool = False) -> Callable[[H], H]:
-    """Guard a handler, and hand a request for another run to that run's. `timeout_s` is the deadline; without one it is
-    that of two Redis commands. A handler that keeps its deadline itself, and the error tree, has none here."""
+def operation(
+    role: Role, timeout_s: float | None = None, *, keeps_deadline: bool = False
+) -> Callable[[Callable[[G, Q], Awaitable[A]]], Callable[[G, Caller, Q], Coroutine[Any, Any, A]]]:
+    """Turn a method `(self, request)` into a handler `(self, caller, request)` that checks the caller's role.
 
-    def decorate(method: H) -> H:
-        name = method.__name__
+    The method is cancelled after `timeout_s`, or by default after the time of two Redis commands. `keeps_deadline` is
+    for a method that has a deadline of its own and raises nothing but PenstockErrors."""
 
+    def decorate(method: Callable[[G, Q], Awaitable[A]]) -> Callable[[G, Caller, Q], Coroutine[Any, Any, A]]:
         @wraps(method)
-        async def call(self: Handling, request: Any) -> Any:
-            caller = CALLER.get(Caller())
-            outcome = "OK"
-            try:
-                caller.check(role, name)
-                deadline_s, asked = 2 * self.config.redis.timeout_s, self
-                if getattr(request, "run", "") not in ("", self.config.run):
-                    asked = await bounded(self.operating.served.peer_of(self, request.run), deadline_s)
-                called = method(asked, request)
-                return await (called if keeps_deadline else bounded(called, timeout_s or deadline_s))
-            except PenstockError as error:
-                outcome = error.reason
-                raise
-            except BaseException:
-                outcome = "FAILED"
-                raise
-            finally:
-                if role == "admin":
-                    self.operating.audit.write(caller, name, request, outcome)
+        async def handle(self: G, caller: Caller, request: Q) -> A:
+            async def call() -> A:
+                if keeps_deadline:
+                    return await method(self, request)
+                return await bounded(method(self, request), timeout_s or 2 * self.config.redis.timeout_s)
 
-        return call  # type: ignore[return-value]
+            return await run_guarded(call, caller, role, method.__name__, request, self.audit)
+
+        return handle
 
     return decorate
 
 
-async def bounded(call: Awaitable[Any], deadline_s: float) -> Any:
+async def run_guarded(
+    call: Callable[[], Awaitable[A]], caller: Caller, role: Role, name: str, request: Any, audit: AuditLog
+) -> A:
+    """Await `call` if the caller has the role. A call that needs the role admin goes into the audit log either way."""
+    if not isinstance(caller, Caller):
+        raise Unauthenticated(f"{name} was called without a caller")
+    outcome = "OK"
+    try:
+        caller.check(role, name)
+        return await call()
+    except PenstockError as error:
+        outcome = error.reason
+        raise
+    except BaseException:
+        outcome = "FAILED"
+        raise
+    finally:
+        if role == "admin":
+            audit.write(caller, name, request, outcome)
+
+
+async def bounded(call: Awaitable[A], deadline_s: float) -> A:
+    """Await `call`, with errors of Redis and a missed deadline as PenstockErrors."""
     try:
         async with asyncio.timeout(deadline_s):
             return await call
@@ -115,7 +117,7 @@ async def bounded(call: Awaitable[Any], deadline_s: float) -> Any:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
 
 
-def _named_in(config_json: str) -> str:
+def _run_in(config_json: str) -> str:
     try:
         return str(json.loads(config_json)["run"])
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -1,4 +1,4 @@
-"""RFC 9457 problem documents: the one shape of every error that REST answers."""
+"""RFC 9457 problem documents: every error of the REST interface has this form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.errors import InvalidInput, PenstockError, RateLimited, Unauthenticated
+from penstock.errors import InvalidInput, PenstockError, QueueFull, RateLimited, Unauthenticated, Unavailable
+
+RETRY_AFTER_S = 1
+"""When to try again after an error that passes by itself, where the time is not known better."""
+
+
+def retry_after_s(error: PenstockError) -> int | None:
+    """Whole seconds after which the same call may succeed; None if waiting does not help. Both protocols send it."""
+    if isinstance(error, RateLimited):
+        return math.ceil(error.retry_after_s)
+    return RETRY_AFTER_S if isinstance(error, QueueFull | Unavailable) else None
 
 
 def problem(
@@ -39,14 +49,14 @@ def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]
 
 def from_error(error: PenstockError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
-    if isinstance(error, RateLimited):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if (wait_s := retry_after_s(error)) is not None:
+        headers["Retry-After"] = str(wait_s)
     field = error.field if isinstance(error, InvalidInput) else ""
     return problem(error.http_status, error.reason, str(error), field, headers)
 
 
 def from_validation_error(error: RequestValidationError) -> JSONResponse:
-    """A body, path or query that does not fit its model. Names the first field, counts the others."""
+    """A body, path or query that does not fit its model. The answer names the first wrong field."""
     first, *others = error.errors()
     field, message = field_path(first["loc"]), first["msg"]
     if first["type"] == "json_invalid":
@@ -69,19 +79,19 @@ async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_error(_: Request, error: Exception) -> JSONResponse:
-    """What the framework itself answers: an unknown path, a wrong method, a body it cannot parse."""
+    """An error of the framework itself: an unknown path, a wrong method, a body that it cannot parse."""
     assert isinstance(error, HTTPException)
     reason = HTTPStatus(error.status_code).name
     return problem(error.status_code, reason, str(error.detail), headers=error.headers)
 
 
 async def on_unexpected_error(_: Request, __: Exception) -> JSONResponse:
-    """The exception itself is logged by the server and never shown to a client."""
+    """The server logs the exception. Clients never see it."""
     return problem(500, PenstockError.reason, "the gateway failed to answer; its log says why")
 
 
 def field_path(location: Sequence[Any]) -> str:
-    """("body", "prompts", 3, "num_samples") is prompts[3].num_samples."""
+    """Write a location as a path: ("body", "prompts", 3, "num_samples") becomes prompts[3].num_samples."""
     path = ""
     for part in location[1:]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)

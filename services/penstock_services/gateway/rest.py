@@ -1,4 +1,4 @@
-"""The REST interface: the routes of every resource, and what the gateway says of itself."""
+"""The REST interface: the routes of every resource, and the gateway's own health and metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
 from penstock import __version__
@@ -16,52 +17,61 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import PenstockError
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
-from penstock_services.gateway.console_routes import ConsoleRoutes
-from penstock_services.gateway.datasets.routes import DatasetRoutes
-from penstock_services.gateway.gate import Gate
-from penstock_services.gateway.generate.openai_routes import OpenAIRoutes
-from penstock_services.gateway.handlers import READY_TIMEOUT_S, Handlers
-from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
-from penstock_services.gateway.policies.routes import PolicyRoutes
-from penstock_services.gateway.prompts.routes import PromptRoutes
+from penstock_services.gateway.console.routes import ConsoleRoutes
+from penstock_services.gateway.datasets import routes as datasets
+from penstock_services.gateway.generate import openai_routes
+from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics.run import RunSnapshot
+from penstock_services.gateway.middleware import AuthenticationMiddleware, BodyLimitMiddleware, MetricsMiddleware
+from penstock_services.gateway.policies import routes as policies
+from penstock_services.gateway.prompts import routes as prompts
 from penstock_services.gateway.routing import add_routes
-from penstock_services.gateway.runs.routes import RunRoutes
+from penstock_services.gateway.runs import routes as runs
+from penstock_services.gateway.runs.collection import RunCollection
+from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
 
 logger = logging.getLogger(__name__)
+KEYS_WARNING = "gateway.keys_file cannot be read; the keys that were read before stay valid, the gateway's log says why"
+"""Probes need no key, so they do not show the path of the file."""
 
 
-def create_app(handlers: Handlers, config: GatewayConfig, metrics: GatewayMetrics, access: Access) -> FastAPI:
+def create_app(
+    served: ServedRuns, collection: RunCollection, config: GatewayConfig, metrics: GatewayMetrics, access: Access
+) -> FastAPI:
     app = FastAPI(
         title="Penstock", version=__version__, docs_url=None, redoc_url=None, openapi_url="/v1/openapi.json",
         redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
+        middleware=[
+            Middleware(MetricsMiddleware, metrics=metrics),
+            Middleware(AuthenticationMiddleware, access=access),
+            Middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes),
+        ],
     )  # fmt: skip
-    prompts = PromptRoutes(handlers.prompts)
-    for routes in (
-        prompts,
-        PolicyRoutes(handlers.policies),
-        RunRoutes(handlers.runs),
-        DatasetRoutes(handlers.datasets),
-        OpenAIRoutes(handlers.generation),
-        ServiceRoutes(handlers, metrics),
-        ConsoleRoutes(),
+    app.state.served, app.state.runs = served, collection
+    for router in (
+        prompts.router(),
+        policies.router(),
+        runs.router(),
+        datasets.router(),
+        openai_routes.router(),
+        ServiceRoutes(served, metrics, access).router(),
+        ConsoleRoutes().router(),
     ):
-        app.include_router(routes.router())
+        app.include_router(router)
     app.add_exception_handler(PenstockError, problems.on_penstock_error)
     app.add_exception_handler(RequestValidationError, problems.on_validation_error)
     app.add_exception_handler(HTTPException, problems.on_http_error)
     app.add_exception_handler(Exception, problems.on_unexpected_error)
-    app.add_middleware(
-        Gate, metrics=metrics, access=access, max_body_bytes=config.max_body_bytes, submit=prompts.submit
-    )
     return app
 
 
 class ServiceRoutes:
-    """Probes and scrapes: answered without a key."""
+    """Probes and scrapes, which are answered without a key."""
 
-    def __init__(self, handlers: Handlers, metrics: GatewayMetrics) -> None:
-        self.handlers = handlers
+    def __init__(self, served: ServedRuns, metrics: GatewayMetrics, access: Access) -> None:
+        self.served = served
         self.metrics = metrics
+        self.access = access
 
     def router(self) -> APIRouter:
         return add_routes(
@@ -75,18 +85,19 @@ class ServiceRoutes:
         return JSONResponse({"status": "alive"})
 
     async def readyz(self) -> Response:
-        await self.handlers.check_ready()
-        return JSONResponse({"status": "ready"})
+        """Whether the gateway can serve. `warnings` lists what needs an operator but does not stop it from serving."""
+        await self.served.check_ready()
+        self.access.refresh()
+        warnings = [KEYS_WARNING] if self.access.keys_problem else []
+        return JSONResponse({"status": "ready", "warnings": warnings})
 
     async def scrape(self) -> Response:
-        """The gateway's own series are there even when Redis is not."""
+        """Metrics. The gateway's own are there even when Redis does not answer."""
         snapshot = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                handlers = self.handlers
-                snapshot = await RunSnapshot.take(
-                    handlers.queue, handlers.fleet, handlers.heartbeats, handlers.runs.control
-                )
+                run = await self.served.find("")
+                snapshot = await RunSnapshot.take(run.queue, run.fleet, run.heartbeats, run.control)
         except (PenstockError, RedisError, TimeoutError) as error:
-            logger.warning("scraped without the run's series: %s", error)
+            logger.warning("scraped without the run's metrics: %s", error)
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")

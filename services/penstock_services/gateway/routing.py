@@ -1,4 +1,4 @@
-"""What the routes of every resource share: how they are added, path parts, and server-sent events."""
+"""Shared by all REST routes: how routes are added, the run and the caller of a request, and event streams."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
+from fastapi.routing import APIRoute
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, PenstockError, Unauthenticated
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.problems import problem_fields
+from penstock_services.gateway.runs.collection import RunCollection
+from penstock_services.gateway.served_run import ServedRun
+from penstock_services.gateway.served_runs import ServedRuns
 
 CONFIGURED_RUN = "-"
-"""Stands in a path for the one run that the gateway serves; no run can have this name."""
+"""In a path, stands for the gateway's own run. No run can have this name."""
 KEEP_ALIVE_S = 10.0
-"""So often a stream without events sends a comment: proxies and clients see that it lives."""
+"""Keep-alive interval of an idle event stream: it sends a comment, so that proxies and clients keep it open."""
 
 PageSize = Annotated[int, Query(lt=2**31)]
 Endpoint = Callable[..., Awaitable[Response]]
 T = TypeVar("T")
 
 PROBLEM = {
-    "description": "What went wrong, as RFC 9457 has it.",
+    "description": "The error, as an RFC 9457 problem document.",
     "content": {
         "application/problem+json": {
             "schema": {
@@ -33,9 +39,9 @@ PROBLEM = {
                     "type": {"type": "string"},
                     "title": {"type": "string"},
                     "status": {"type": "integer"},
-                    "detail": {"type": "string", "description": "One line: what happened, then what to do."},
+                    "detail": {"type": "string", "description": "One line that says what happened and what to do."},
                     "reason": {"type": "string", "description": "Machine-readable and stable."},
-                    "field": {"type": "string", "description": "Path of the field that is wrong, or empty."},
+                    "field": {"type": "string", "description": "Path of the wrong field, or empty."},
                 },
             }
         }
@@ -44,15 +50,50 @@ PROBLEM = {
 
 
 def add_routes(tag: str, *routes: tuple[str, str, Endpoint]) -> APIRouter:
-    """Earlier routes win: those with a `:verb` come before the one whose last part would take it in."""
+    """A router of these routes. The first route that matches wins, so `{name}:verb` must come before `{name}`."""
     router = APIRouter(default_response_class=JSONResponse, tags=[tag])
     for method, path, endpoint in routes:
         router.add_api_route(path, endpoint, methods=[method], response_model=None, responses={"default": PROBLEM})
     return router
 
 
-def run_name(name: str) -> str:
-    return "" if name == CONFIGURED_RUN else name
+class RequestRoute(APIRoute):
+    """A route whose endpoint takes the plain request. It declares its schema with `openapi_extra`.
+
+    FastAPI resolves no parameters and no dependencies for it, which costs about half the time of a submission."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        return self.endpoint
+
+
+async def served_runs(request: Request) -> ServedRuns:
+    served: ServedRuns = request.app.state.served
+    return served
+
+
+async def find_run(run: str, request: Request) -> ServedRun:
+    """The run that a path names."""
+    served: ServedRuns = request.app.state.served
+    return await served.find("" if run == CONFIGURED_RUN else run)
+
+
+async def caller_of(request: Request) -> Caller:
+    """The caller that the authentication middleware found. Without one no handler is called."""
+    caller = request.scope.get("caller")
+    if not isinstance(caller, Caller):
+        raise Unauthenticated(f"{request.url.path} was called without authentication")
+    return caller
+
+
+async def all_runs(request: Request) -> RunCollection:
+    runs: RunCollection = request.app.state.runs
+    return runs
+
+
+Served = Annotated[ServedRuns, Depends(served_runs)]
+RunOfPath = Annotated[ServedRun, Depends(find_run)]
+Authenticated = Annotated[Caller, Depends(caller_of)]
+AllRuns = Annotated[RunCollection, Depends(all_runs)]
 
 
 def policy_version_of(text: str) -> int | None:
@@ -66,7 +107,7 @@ def policy_version_of(text: str) -> int | None:
 def event_stream(
     name: str, items: AsyncIterator[T], to_json: Callable[[T], Any], event_id: Callable[[T], str]
 ) -> Response:
-    """Server-sent events. An error that comes later is an event `problem`, the last one."""
+    """Send `items` as server-sent events. An error ends the stream with an event `problem`."""
 
     async def events() -> AsyncIterator[str]:
         pending: asyncio.Task[T] | None = None
@@ -75,7 +116,7 @@ def event_stream(
                 pending = pending or asyncio.ensure_future(anext(items))
                 await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
                 if not pending.done():
-                    yield ": still here\n\n"
+                    yield ": keep-alive\n\n"
                     continue
                 item, pending = pending.result(), None
                 yield f"id: {event_id(item)}\nevent: {name}\ndata: {json.dumps(to_json(item))}\n\n"

@@ -1,48 +1,85 @@
-"""The runs that a gateway answers for: its own, and those that were created through any gateway of the same Redis."""
+"""The runs that a gateway serves: its own, and every run that was created through a gateway on the same Redis."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from redis.exceptions import RedisError
 
 from penstock.config.run import RunConfig
-from penstock.errors import NotFound
+from penstock.errors import NotFound, Unavailable
 from penstock.store.created_runs import CreatedRuns
+from penstock.store.redis_client import RedisClient
+from penstock.tracing import Tracing
+from penstock_services.gateway.operations import AuditLog, bounded
+from penstock_services.gateway.served_run import ServedRun
 
-if TYPE_CHECKING:
-    from penstock_services.gateway.handlers import Handlers
+READY_TIMEOUT_S = 2.0
 
 
 class ServedRuns:
-    """Handlers by run. Those of a created run are made when it is first asked for: its config never changes."""
+    """Finds a run by its name. REST routes and gRPC services call `find`, then a handler of what it returns.
 
-    def __init__(self, config: RunConfig, created: CreatedRuns, make: Callable[[RunConfig], Handlers]) -> None:
+    A created run is opened when it is first asked for. It stays open: its config never changes."""
+
+    def __init__(
+        self, client: RedisClient, config: RunConfig, created: CreatedRuns, open_run: Callable[[RunConfig], ServedRun],
+        stopping: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self.client = client
         self.config = config
         self.created = created
-        self._make = make
-        self._handlers: dict[str, Handlers] = {}
+        self.stopping = stopping
+        """Set when the gateway stops: streams end."""
+        self._open_run = open_run
+        self._runs: dict[str, ServedRun] = {}
 
-    async def find(self, run: str) -> Handlers:
-        """Of a run by its name; an empty one is the gateway's own."""
-        run = run or self.config.run
-        if run not in self._handlers:
-            if run == self.config.run:
-                config = self.config
-            elif (created := await self.created.get(run)) is not None:
-                config = created.config_at(self.config)
-            else:
-                raise NotFound(
-                    f"run {run!r} is not served here; this gateway serves {self.config.run!r} and what was created"
-                )
-            handlers = await asyncio.to_thread(self._make, config)
-            self._handlers.setdefault(run, handlers)
-        return self._handlers[run]
+    @classmethod
+    def over(
+        cls, client: RedisClient, config: RunConfig, audit: AuditLog, tracing: Tracing | None = None
+    ) -> ServedRuns:
+        created, stopping = CreatedRuns(client), asyncio.Event()
+        return cls(
+            client,
+            config,
+            created,
+            lambda of: ServedRun.create(client, of, created, audit, stopping, tracing),
+            stopping,
+        )
 
-    async def peer_of(self, handling: Any, run: str) -> Any:
-        """What `handling` is to its run, for another one."""
-        return (await self.find(run)).of_kind(type(handling))
+    async def find(self, run: str) -> ServedRun:
+        """The run of this name. An empty name stands for the gateway's own run."""
+        found = self._runs.get(run or self.config.run)
+        return found if found is not None else await self._open(run or self.config.run)
+
+    async def _open(self, run: str) -> ServedRun:
+        opened = await asyncio.to_thread(self._open_run, await self._config_of(run))
+        return self._runs.setdefault(run, opened)
+
+    async def _config_of(self, run: str) -> RunConfig:
+        if run == self.config.run:
+            return self.config
+        created = await bounded(self.created.get(run), 2 * self.config.redis.timeout_s)
+        if created is None:
+            raise NotFound(
+                f"run {run!r} is not served here; this gateway serves {self.config.run!r} and the runs created on its "
+                "Redis"
+            )
+        return created.config_at(self.config)
+
+    async def check_ready(self) -> None:
+        """Raise Unavailable unless Redis answers at once and the gateway is not stopping."""
+        if self.stopping.is_set():
+            raise Unavailable("the gateway is stopping; use another one")
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                ping: Any = self.client.ping()
+                await ping
+        except (TimeoutError, RedisError) as error:
+            raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
 
     async def close(self) -> None:
-        for handlers in self._handlers.values():
-            await handlers.generation.close()
+        for run in self._runs.values():
+            await run.close()

@@ -1,7 +1,7 @@
-"""The gateway's process: REST and gRPC side by side until it is told to stop.
+"""The gateway's process, which serves REST and gRPC until it is told to stop.
 
-Start-up either succeeds on both ports or fails with one line. On SIGTERM or SIGINT both listeners close at once and
-requests in flight have STOP_GRACE_S to finish.
+It starts on both ports or fails with one line. On SIGTERM or SIGINT both listeners close at once. Requests in flight
+then have STOP_GRACE_S to finish.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from penstock.metrics import write_endpoint
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, load_keys
-from penstock_services.gateway.handlers import Handlers
-from penstock_services.gateway.metrics import GatewayMetrics, RunFacts
+from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics.run import RunFacts
+from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import create_app
 from penstock_services.gateway.rpc import RpcServer
+from penstock_services.gateway.runs.collection import RunCollection
+from penstock_services.gateway.served_runs import ServedRuns
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +49,8 @@ Ready = Callable[[str, int, int], None]
 async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Event | None = None) -> None:
     """Serve until a signal arrives or `stop` is set.
 
-    Once both ports listen their numbers are in `gateway.json` of the run's folder, and `ready` is called with host,
-    REST port and gRPC port."""
+    Once both ports listen, `gateway.json` in the run's folder has their numbers, and `ready` is called with the host,
+    the REST port and the gRPC port."""
     check(config)
     _make_folder(config.folder)
     access = Access.load(config.gateway)
@@ -57,22 +60,25 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         stack.push_async_callback(client.aclose)
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
-        handlers = await Handlers.over(client, config, tracing)
-        stack.push_async_callback(handlers.served.close)
+        audit = AuditLog(config.folder / "audit.jsonl")
+        served = ServedRuns.over(client, config, audit, tracing)
+        stack.push_async_callback(served.close)
+        await served.find(config.run)
+        collection = RunCollection(config, audit, served)
         metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
         rest_port: int = listener.getsockname()[1]
-        rest = _RestServer(create_app(handlers, config.gateway, metrics, access), config.gateway)
-        rpc = RpcServer(handlers, config.gateway, metrics, access)
+        rest = _RestServer(create_app(served, collection, config.gateway, metrics, access), config.gateway)
+        rpc = RpcServer(served, collection, config.gateway, metrics, access)
         grpc_port = _add_port(rpc.server, config.gateway)
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
             group.create_task(rest.serve(sockets=[listener]))
             await rpc.start()
-            group.create_task(_stop_when(stop, handlers.stopping, rest, rpc))
+            group.create_task(_stop_when(stop, served.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):
                 await rest.listening.wait()
             stack.enter_context(_address_file(config, rest_port, grpc_port))
@@ -82,14 +88,14 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for everything that can be known to be wrong before a port is opened."""
+    """Raise ConfigError for anything wrong that can be found before a port is opened."""
     load_keys(config.gateway)
     _read_tls(config.gateway)
     check_redis(config.redis)
 
 
 class _RestServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process has one set, for both protocols."""
+    """uvicorn without its signal handlers. The process has its own, for both protocols."""
 
     def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
         super().__init__(
@@ -112,7 +118,7 @@ class _RestServer(uvicorn.Server):
 
 
 async def _stop_when(stop: asyncio.Event, stopping: asyncio.Event, rest: _RestServer, rpc: RpcServer) -> None:
-    """Ends with the process: the one wait without a deadline. Streams end by themselves once `stopping` is set."""
+    """Wait until the process is told to stop, without a deadline, then stop both servers and all streams."""
     try:
         await stop.wait()
         logger.info("stopping; requests in flight have %g s", STOP_GRACE_S)
@@ -143,7 +149,7 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
 def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     host, port, setting = config.host, config.grpc_port, "gateway.grpc_port"
     if port:
-        _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long.
+        _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long, so test it first.
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     tls = _read_tls(config)
     try:
@@ -154,7 +160,7 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
 
 
 def _read_tls(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """None without TLS. Files that cannot be used are a ConfigError."""
+    """The server's credentials, or None without TLS. Raises ConfigError for files that cannot be used."""
     if config.tls_cert_file is None or config.tls_key_file is None:
         return None
     try:
@@ -176,7 +182,7 @@ def _port_error(host: str, port: int, setting: str, error: OSError) -> Unavailab
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, and are left alone."""
+    """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, so nothing is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,12 +200,12 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be made ({error.strerror}); set run_dir") from error
+        raise ConfigError(f"the run's folder {folder} cannot be created ({error.strerror}); set run_dir") from error
 
 
 @contextlib.contextmanager
 def _address_file(config: RunConfig, rest_port: int, grpc_port: int) -> Iterator[None]:
-    """`gateway.json` is there while the gateway listens. A later gateway's file is left where it is."""
+    """Keep `gateway.json` while the gateway listens. A file that a later gateway wrote is not removed."""
     scheme, host = "https" if config.gateway.tls_cert_file else "http", config.gateway.host
     write_endpoint(config.folder, "gateway", host=host, rest_port=rest_port, grpc_port=grpc_port, scheme=scheme)
     path = config.folder / "gateway.json"

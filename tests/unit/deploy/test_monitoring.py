@@ -15,7 +15,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from penstock.replay.contract import QueueStat
-from penstock_services.gateway.metrics import GatewayMetrics, RunFacts, RunSnapshot
+from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics.run import RunFacts, RunSnapshot
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 

@@ -24,7 +24,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_services.gateway.metrics import RunSnapshot
+from penstock_services.gateway.metrics.run import RunSnapshot
 from penstock_services.local.private_redis import find_redis_server
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -1,6 +1,7 @@
-"""Datasets: files of prompts in the run's folder, uploaded or laid there, that are submitted as a whole.
+"""Datasets: files of prompts in the run's folder that are submitted as a whole.
 
-How far one has been submitted is in Redis, as for a dataset that is fed: every prompt is submitted once.
+A file is uploaded, or put into the folder by hand. Redis keeps how many of its prompts were submitted, as it does for
+a dataset that is fed, so every prompt is submitted once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import Operating, operation
+from penstock_services.gateway.operations import AuditLog, operation
 
 FORMATS = ("jsonl", "parquet")
 SUBMITTED_AT_ONCE = 256
@@ -29,9 +30,9 @@ READ_TIMEOUT_S = 60.0
 
 
 class DatasetHandlers:
-    def __init__(self, config: RunConfig, operating: Operating, queue: RedisReplayQueue) -> None:
+    def __init__(self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue) -> None:
         self.config = config
-        self.operating = operating
+        self.audit = audit
         self.queue = queue
         self.folder = config.folder / "datasets"
 
@@ -66,18 +67,16 @@ class DatasetHandlers:
             raise Conflict(f"other data was submitted as {request.name!r} before; choose another name")
         return await self._describe(path)
 
-    # ── how ──
-
     def _find(self, name: str) -> Path:
         validation.check_name("name", name)
         for kind in FORMATS:
             path = self.folder / f"{name}.{kind}"
             if path.is_file():
                 return path
-        raise NotFound(f"there is no dataset {name!r}; upload it, or lay NAME.jsonl or NAME.parquet into {self.folder}")
+        raise NotFound(f"there is no dataset {name!r}; upload it, or put NAME.jsonl or NAME.parquet into {self.folder}")
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Checked before it has its name; whole or not at all. Of two at once the first one counts."""
+        """Check the content, then give the file its name in one step. If two uploads race, the first one wins."""
         partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

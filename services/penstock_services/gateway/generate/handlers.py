@@ -26,9 +26,9 @@ from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import call_metadata
 from penstock_services.gateway import validation
-from penstock_services.gateway.access import CALLER, Caller
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.generate.sessions import Sessions
-from penstock_services.gateway.operations import Operating, operation
+from penstock_services.gateway.operations import AuditLog, bounded, operation, run_guarded
 
 MAX_STOP_TEXTS = 4
 MAX_TRIES = 3
@@ -39,11 +39,11 @@ class GenerateHandlers:
     """Channels to servers are kept open; `close` ends them."""
 
     def __init__(
-        self, config: RunConfig, operating: Operating, fleet: Fleet, policies: PolicyRegistry, control: RunControl,
+        self, config: RunConfig, audit: AuditLog, fleet: Fleet, policies: PolicyRegistry, control: RunControl,
         sessions: Sessions,
     ) -> None:  # fmt: skip
         self.config = config
-        self.operating = operating
+        self.audit = audit
         self.fleet = fleet
         self.policies = policies
         self.control = control
@@ -55,15 +55,26 @@ class GenerateHandlers:
         for channel in self._channels.values():
             await channel.close()
 
-    @operation("submit")
-    async def generate(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
+    async def generate(
+        self, caller: Caller, request: generate_pb2.GenerateRequest
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Choose a server and return its answer as it comes. The caller's key may be pinned to a version."""
+
+        async def open_answer() -> AsyncIterator[generate_pb2.GenerateChunk]:
+            return await bounded(self._open_answer(caller.name, request), 2 * self.config.redis.timeout_s)
+
+        return await run_guarded(open_answer, caller, "submit", "generate", request, self.audit)
+
+    async def _open_answer(
+        self, key_name: str, request: generate_pb2.GenerateRequest
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         _check(request)
         if request.session_id:
             await self.sessions.check_open(request.session_id)
         wanted = generate_pb2.GenerateRequest()
         wanted.CopyFrom(request)
         wanted.run = self.config.run
-        version = await self._version_for(request)
+        version = await self._version_for(key_name, request)
         if version is not None:
             wanted.policy_version = version
         servers = await self._servers(version)
@@ -85,13 +96,13 @@ class GenerateHandlers:
             versions.setdefault(server.policy_version, []).append(server.server_id)
         return versions
 
-    async def _version_for(self, request: generate_pb2.GenerateRequest) -> int | None:
+    async def _version_for(self, key_name: str, request: generate_pb2.GenerateRequest) -> int | None:
         """What the call asks for, else what its session or its key is pinned to."""
         if request.HasField("policy_version"):
             return request.policy_version
         pins = await self.policies.pins()
         by_session = pins.get(request.session_id) if request.session_id else None
-        return by_session if by_session is not None else pins.get(CALLER.get(Caller()).name)
+        return by_session if by_session is not None else pins.get(key_name)
 
     async def _servers(self, version: int | None) -> list[ServerRecord]:
         """Those that may answer, least busy first."""

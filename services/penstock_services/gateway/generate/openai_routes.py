@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes, and sessions."""
+"""REST routes of generation, compatible with OpenAI's clients, and of sessions."""
 
 from __future__ import annotations
 
@@ -14,86 +14,98 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.errors import InvalidInput, NotFound, PenstockError
 from penstock.v1 import generate_pb2
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.bodies import Json
 from penstock_services.gateway.generate import openai_bodies as bodies
-from penstock_services.gateway.generate.handlers import GenerateHandlers
 from penstock_services.gateway.problems import problem_fields
-from penstock_services.gateway.routing import add_routes
+from penstock_services.gateway.routing import Authenticated, Served, add_routes
+from penstock_services.gateway.served_run import ServedRun
+from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.token_text import TokenText
 
 Chunks = AsyncIterator[generate_pb2.GenerateChunk]
 Session = Annotated[str, Header(alias="X-Penstock-Session")]
 
 
-class OpenAIRoutes:
-    def __init__(self, handlers: GenerateHandlers) -> None:
-        self.handlers = handlers
-        self.served = handlers.operating.served
-        self.run = handlers.config.run
+def router() -> APIRouter:
+    return add_routes(
+        "generate",
+        ("POST", "/v1/chat/completions", complete_chat),
+        ("POST", "/v1/completions", complete),
+        ("GET", "/v1/models", list_models),
+        ("POST", "/v1/sessions/{session_id}/reward", reward_session),
+    )
 
-    def router(self) -> APIRouter:
-        return add_routes(
-            "generate",
-            ("POST", "/v1/chat/completions", self.complete_chat),
-            ("POST", "/v1/completions", self.complete),
-            ("GET", "/v1/models", self.list_models),
-            ("POST", "/v1/sessions/{session_id}/reward", self.reward_session),
-        )
 
-    async def complete_chat(self, body: bodies.ChatBody, session_id: Session = "") -> Response:
-        """As OpenAI's, answered by the rollout fleet. The header X-Penstock-Session records the call."""
-        return await self._answer(body, session_id, ChatForm(bool(body.logprobs), await self._texts(body)))
+async def complete_chat(
+    served: Served, caller: Authenticated, body: bodies.ChatBody, session_id: Session = ""
+) -> Response:
+    """OpenAI's chat completions, answered by the rollout servers. The header X-Penstock-Session records the call."""
+    run = await _run_of(served, body)
+    return await _answer(run, caller, body, session_id, ChatForm(bool(body.logprobs), run.texts))
 
-    async def complete(self, body: bodies.CompletionBody, session_id: Session = "") -> Response:
-        return await self._answer(body, session_id, TextForm(body.logprobs is not None, await self._texts(body)))
 
-    async def list_models(self) -> Response:
-        """Each run that is up, which any of its servers answers, and each version that is served now."""
-        started = [created.run for created in await self.served.created.list() if created.state == "STARTED"]
-        models: list[Json] = []
-        for run in (self.run, *(run for run in started if run != self.run)):
-            versions = await (await self.served.find(run)).generation.served_versions()
-            models.append({"id": run, "policy_version": max(versions, default=None), "server_ids": []})
-            models += [
-                {"id": f"{run}@{version}", "policy_version": version, "server_ids": server_ids}
-                for version, server_ids in sorted(versions.items())
-            ]
-        described = [model | {"object": "model", "created": 0, "owned_by": "penstock"} for model in models]
-        return JSONResponse({"object": "list", "data": described})
+async def complete(
+    served: Served, caller: Authenticated, body: bodies.CompletionBody, session_id: Session = ""
+) -> Response:
+    """OpenAI's completions, answered by the rollout servers."""
+    run = await _run_of(served, body)
+    return await _answer(run, caller, body, session_id, TextForm(body.logprobs is not None, run.texts))
 
-    async def reward_session(self, session_id: str, body: bodies.RewardBody) -> Response:
-        """The session's recorded calls become training data with this reward."""
-        answer = await self.handlers.reward_session(
-            generate_pb2.RewardSessionRequest(
-                run=body.run, session_id=session_id, reward=body.reward, reward_parts=body.reward_parts
-            )
-        )
-        return JSONResponse({"prompt_ids": list(answer.prompt_ids), "replayed": answer.replayed})
 
-    async def _texts(self, body: bodies.OpenAIBody) -> TokenText:
-        """Of the run that is the call's model."""
-        try:
-            return (await self.served.find(body.run)).texts
-        except NotFound as error:
-            wanted = f"must be {self.run} or {self.run}@VERSION, or another run that is served here, not {body.model!r}"
-            raise InvalidInput("model", wanted) from error
+async def list_models(served: Served, caller: Authenticated) -> Response:
+    """Each run that is up, as a model that any of its servers answers, and each version that is served now."""
+    caller.check("read", "list_models")
+    own = served.config.run
+    started = [created.run for created in await served.created.list() if created.state == "STARTED"]
+    models: list[Json] = []
+    for name in (own, *(run for run in started if run != own)):
+        versions = await (await served.find(name)).generation.served_versions()
+        models.append({"id": name, "policy_version": max(versions, default=None), "server_ids": []})
+        models += [
+            {"id": f"{name}@{version}", "policy_version": version, "server_ids": server_ids}
+            for version, server_ids in sorted(versions.items())
+        ]
+    described = [model | {"object": "model", "created": 0, "owned_by": "penstock"} for model in models]
+    return JSONResponse({"object": "list", "data": described})
 
-    async def _answer(self, body: bodies.OpenAIBody, session_id: str, form: ChatForm) -> Response:
-        requests = [body.to_proto(index, session_id) for index in range(body.n or 1)]
-        streams = [await self.handlers.generate(request) for request in requests]
-        answer_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-        choices = [bodies.Choice(index) for index in range(len(streams))]
-        if body.stream:
-            events = _events(body, streams, choices, form, answer_id)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        await asyncio.gather(*(_collect(stream, choice) for stream, choice in zip(streams, choices, strict=True)))
-        answer = bodies.envelope(form.kind, answer_id, body.model, choices)
-        answer |= {"choices": [form.whole(choice) for choice in choices], "usage": bodies.usage_of(choices)}
-        return JSONResponse(answer, headers={"X-Penstock-Policy-Version": str(answer["policy_version"])})
+
+async def reward_session(served: Served, caller: Authenticated, session_id: str, body: bodies.RewardBody) -> Response:
+    """Turn the session's recorded calls into training data with this reward."""
+    run = await served.find(body.run)
+    request = generate_pb2.RewardSessionRequest(
+        run=run.name, session_id=session_id, reward=body.reward, reward_parts=body.reward_parts
+    )
+    answer = await run.generation.reward_session(caller, request)
+    return JSONResponse({"prompt_ids": list(answer.prompt_ids), "replayed": answer.replayed})
+
+
+async def _run_of(served: ServedRuns, body: bodies.OpenAIBody) -> ServedRun:
+    """The run that the request names as its model."""
+    try:
+        return await served.find(body.run)
+    except NotFound as error:
+        own = served.config.run
+        wanted = f"must be {own} or {own}@VERSION, or another run that is served here, not {body.model!r}"
+        raise InvalidInput("model", wanted) from error
+
+
+async def _answer(run: ServedRun, caller: Caller, body: bodies.OpenAIBody, session_id: str, form: ChatForm) -> Response:
+    requests = [body.to_proto(index, session_id) for index in range(body.n or 1)]
+    streams = [await run.generation.generate(caller, request) for request in requests]
+    answer_id = f"{form.id_prefix}-{uuid.uuid4().hex}"
+    choices = [bodies.Choice(index) for index in range(len(streams))]
+    if body.stream:
+        events = _events(body, streams, choices, form, answer_id)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    await asyncio.gather(*(_collect(stream, choice) for stream, choice in zip(streams, choices, strict=True)))
+    answer = bodies.envelope(form.kind, answer_id, body.model, choices)
+    answer |= {"choices": [form.whole(choice) for choice in choices], "usage": bodies.usage_of(choices)}
+    return JSONResponse(answer, headers={"X-Penstock-Policy-Version": str(answer["policy_version"])})
 
 
 class ChatForm:
-    """How a choice of /v1/chat/completions looks."""
+    """The form of a choice of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -123,7 +135,7 @@ class ChatForm:
 
 
 class TextForm(ChatForm):
-    """How a choice of /v1/completions looks."""
+    """The form of a choice of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
@@ -148,7 +160,7 @@ async def _collect(stream: Chunks, choice: bodies.Choice) -> None:
 async def _events(
     body: bodies.OpenAIBody, streams: list[Chunks], choices: list[bodies.Choice], form: ChatForm, answer_id: str
 ) -> AsyncIterator[str]:
-    """Server-sent events as OpenAI has them, one choice after the other."""
+    """Server-sent events in OpenAI's form, one choice after the other."""
     try:
         for stream, choice in zip(streams, choices, strict=True):
             async with aclosing(cast(Any, stream)) as chunks:

@@ -1,4 +1,4 @@
-"""Policy versions: looks, and what operators decide about them. Every answer says which servers serve what."""
+"""Policy versions: reading them, and what operators decide about them. Each answer names the version's servers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from penstock.config.run import RunConfig
-from penstock.errors import Conflict, InvalidInput, NotFound
+from penstock.errors import Conflict, InvalidInput
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import Operating, bounded, operation
-
-POLL_S = 0.25
+from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.policies.current_policy import CurrentPolicy
 
 
 class PolicyHandlers:
     def __init__(
-        self, config: RunConfig, operating: Operating, policies: PolicyRegistry, fleet: Fleet, control: RunControl
-    ) -> None:
+        self, config: RunConfig, audit: AuditLog, policies: PolicyRegistry, fleet: Fleet, control: RunControl,
+        stopping: asyncio.Event,
+    ) -> None:  # fmt: skip
         self.config = config
-        self.operating = operating
+        self.audit = audit
         self.policies = policies
         self.fleet = fleet
         self.control = control
+        self.current = CurrentPolicy(lambda: self._policy(None), 2 * config.redis.timeout_s, stopping)
 
     @operation("read")
     async def list_policies(self, request: policies_pb2.ListPoliciesRequest) -> policies_pb2.ListPoliciesResponse:
@@ -45,19 +46,7 @@ class PolicyHandlers:
     @operation("read")
     async def watch_policies(self, request: policies_pb2.WatchPoliciesRequest) -> AsyncIterator[policies_pb2.Policy]:
         del request
-        return self._changes()
-
-    async def _changes(self) -> AsyncIterator[policies_pb2.Policy]:
-        last: bytes | None = None
-        while not self.operating.stopping.is_set():
-            try:
-                policy = await bounded(self._policy(None), 2 * self.config.redis.timeout_s)
-            except NotFound:
-                policy = None
-            if policy is not None and (seen := policy.SerializeToString(deterministic=True)) != last:
-                last = seen
-                yield policy
-            await asyncio.sleep(POLL_S)
+        return self.current.changes()
 
     @operation("read")
     async def compare_policies(self, request: policies_pb2.ComparePoliciesRequest) -> policies_pb2.PolicyComparison:
@@ -107,7 +96,9 @@ class PolicyHandlers:
     async def retire_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
         policy = await self._policy(request.policy_version)
         if policy.state == policies_pb2.Policy.PROMOTED or policy.is_held or policy.pins:
-            raise Conflict(f"version {policy.policy_version} is in use: promote, release or unpin another one first")
+            raise Conflict(
+                f"version {policy.policy_version} is in use; promote another version, or release or unpin this one"
+            )
         await self.policies.retire(policy.policy_version)
         return await self._policy(policy.policy_version)
 
@@ -134,8 +125,9 @@ class PolicyHandlers:
         return policy
 
     async def _complete(self, policies: list[policies_pb2.Policy]) -> None:
-        """Add marks, and the servers: one serves a version while it is in a serving state and its heartbeat is no older
-        than a lease lives."""
+        """Add the operators' marks and the servers of each version.
+
+        A server counts while it is in a serving state and its heartbeat is no older than `replay.lease_ttl_s`."""
         await self.policies.add_marks(policies)
         silence_ms = 1000 * self.config.replay.lease_ttl_s
         servers = await self.fleet.servers()

@@ -1,4 +1,4 @@
-"""Prompts, their results, and groups."""
+"""Prompts: submission, listing, cancellation, and their results."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, NotFound, PoisonGroup
-from penstock.replay.contract import Delivery, PromptState, PromptStatus, Submission
+from penstock.errors import InvalidInput, NotFound
+from penstock.replay.contract import PromptState, PromptStatus, Submission
 from penstock.replay.joined_submissions import JoinedSubmissions
-from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult
 from penstock.tracing import Tracing
-from penstock.trajectory import Group
-from penstock.v1 import groups_pb2, prompts_pb2
+from penstock.v1 import prompts_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import Operating, bounded, operation
-from penstock_services.gateway.token_text import TokenText
+from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.prompts.groups import GroupReader
+from penstock_services.gateway.prompts.result_feed import ResultFeed
 
-POLL_S = 0.1
 LONGEST_WAIT_S = 60.0
 MAX_CANCELLED = 1000
+RECHECK_S = 2.0
+"""How often a wait reads the prompt's state even without a result: the prompts of evaluations write none."""
 _FINISHED: tuple[PromptState, ...] = ("queued", "trained", "dead_lettered", "cancelled")
 _STATES: dict[PromptState, prompts_pb2.PromptRecord.State] = {
     "pending": prompts_pb2.PromptRecord.PENDING,
@@ -39,17 +38,18 @@ _STATE_NAMES = {number: name for name, number in _STATES.items()}
 
 class PromptHandlers:
     def __init__(
-        self, config: RunConfig, operating: Operating, queue: RedisReplayQueue, texts: TokenText,
-        tracing: Tracing | None = None,
+        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, groups: GroupReader,
+        stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.config = config
-        self.operating = operating
+        self.audit = audit
         self.queue = queue
-        self.texts = texts
+        self.groups = groups
+        self.stopping = stopping
         self.tracing = tracing or Tracing()
         self.book = PromptBook(queue)
         self.submissions = JoinedSubmissions(queue, 2 * config.redis.timeout_s)
-        self.recomputed = RecomputedLogProbs(queue.client, config.run)
+        self.feed = ResultFeed(self.book, config.redis.timeout_s, stopping)
 
     @operation("submit", keeps_deadline=True)
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
@@ -74,12 +74,6 @@ class PromptHandlers:
     async def _submit(self, prompts: Sequence[prompts_pb2.Prompt], idempotency_key: str) -> Submission:
         payloads = [prompt.SerializeToString() for prompt in prompts]
         return await self.submissions.submit(payloads, [prompt.priority for prompt in prompts], idempotency_key)
-
-    async def stream_prompts(
-        self, requests: AsyncIterator[prompts_pb2.SubmitPromptsRequest]
-    ) -> AsyncIterator[prompts_pb2.SubmitPromptsResponse]:
-        async for request in requests:
-            yield await self.submit_prompts(request)
 
     @operation("read")
     async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
@@ -117,11 +111,15 @@ class PromptHandlers:
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
             raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
         deadline = time.monotonic() + request.timeout_s
-        while True:
-            status = await self.queue.get_prompt(request.prompt_id)
-            if status.state in _FINISHED or time.monotonic() >= deadline or self.operating.stopping.is_set():
-                return _to_proto(status)
-            await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        async with self.feed.finishing(request.prompt_id) as finished:
+            while True:
+                finished.clear()
+                status = await self.queue.get_prompt(request.prompt_id)
+                remaining_s = deadline - time.monotonic()
+                if status.state in _FINISHED or remaining_s <= 0 or self.stopping.is_set():
+                    return _to_proto(status)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(finished.wait(), min(remaining_s, RECHECK_S))
 
     @operation("read")
     async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
@@ -132,75 +130,18 @@ class PromptHandlers:
     async def _results(
         self, cursor: str, wanted: frozenset[int], with_groups: bool
     ) -> AsyncIterator[prompts_pb2.Result]:
-        deadline_s = 2 * self.config.redis.timeout_s
-        while not self.operating.stopping.is_set():
-            found: list[PromptResult] = await bounded(self.book.after(cursor), deadline_s)
-            shown = [result for result in found if not wanted or result.prompt_id in wanted]
-            groups = await bounded(self._groups(shown), deadline_s) if with_groups else {}
+        async for batch in self.feed.follow(cursor):
+            shown = [result for result in batch if not wanted or result.prompt_id in wanted]
+            groups = await bounded(self._groups(shown), 2 * self.config.redis.timeout_s) if with_groups else {}
             for result in shown:
                 yield prompts_pb2.Result(
                     cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
                     reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
                 )  # fmt: skip
-            if found:
-                cursor = found[-1].cursor
-            else:
-                await asyncio.sleep(POLL_S)
 
     async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
-        deliveries = await self.queue.fetch([result.prompt_id for result in results if result.state == "queued"])
-        groups = [await asyncio.to_thread(_decoded, delivery) for delivery in deliveries]
-        found = [group for group in groups if group is not None]
-        return {group.prompt_id: (await self._readable(group)).SerializeToString() for group in found}
-
-    @operation("read")
-    async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
-        _check_prompt_id(request.prompt_id)
-        payload = await self.queue.get_group(request.prompt_id)
-        return await self._readable(await asyncio.to_thread(decode_group, payload))
-
-    @operation("read")
-    async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
-        page_size = validation.checked_page_size(request.page_size)
-        after = int(validation.decode_page_token("groups", request.page_token, "[0-9]{1,10}") or 0)
-        page = await self.book.page(after, page_size, "queued")
-        deliveries = await self.queue.fetch([status.prompt_id for status in page.prompts])
-        groups = [await asyncio.to_thread(_decoded, delivery) for delivery in deliveries]
-        token = validation.encode_page_token("groups", page.after) if page.has_more else ""
-        return groups_pb2.ListGroupsResponse(
-            groups=[_summary(group) for group in groups if group is not None], next_page_token=token
-        )
-
-    async def _readable(self, group: Group) -> groups_pb2.Group:
-        """With text and the learner's log-probs, where there are any."""
-        message = group_to_proto(group)
-        for sent, log_probs in zip(message.trajectories, await self.recomputed.get(group), strict=False):
-            sent.learner_log_probs = log_probs.astype("<f4").tobytes()
-        self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
-        return message
-
-
-def _decoded(delivery: Delivery) -> Group | None:
-    """None for what the learner will put aside as unusable."""
-    try:
-        return decode_group(delivery.payload)
-    except PoisonGroup:
-        return None
-
-
-def _summary(group: Group) -> groups_pb2.GroupSummary:
-    return groups_pb2.GroupSummary(
-        prompt_id=group.prompt_id,
-        attempt=group.attempt,
-        server_id=group.server_id,
-        data_source=group.data_source,
-        num_trajectories=len(group.trajectories),
-        num_tokens=group.num_response_tokens,
-        mean_reward=group.mean_reward,
-        min_version=group.min_version,
-        max_version=group.max_version,
-        finished_at_ms=group.finished_at_ms,
-    )
+        groups = await self.groups.decoded([result.prompt_id for result in results if result.state == "queued"])
+        return {group.prompt_id: (await self.groups.with_details(group)).SerializeToString() for group in groups}
 
 
 def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:

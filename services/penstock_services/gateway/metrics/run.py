@@ -1,4 +1,4 @@
-"""Metrics of the gateway: its own requests, and the run's queue and fleet as Redis shows them at scrape time."""
+"""Metrics of a run: its queue, its servers and its parts, read from Redis at each scrape."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -18,24 +16,23 @@ from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import LEARNER, Heartbeats
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
-from penstock_services.gateway.request_metrics import Observation, RequestSeries
 
 RUN_STATES = ("waiting", "training", "paused", "stopped", "finished")
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread")
-"""Reasons that are known beforehand: their series start at 0."""
+"""Known reasons. Their series start at 0, so that a first increase is seen."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the config says of the run's series."""
+    """Facts of the run's config that its metrics use."""
 
     capacity_bytes: int = 0
     max_staleness: int = 0
     placement: str = ""
     num_steps: int = 0
     silence_s: float = 30.0
-    """A part that has been silent for longer is not running."""
+    """A part whose last heartbeat is older than this counts as not running."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFacts:
@@ -43,26 +40,6 @@ class RunFacts:
         return cls(
             replay.capacity_bytes, replay.max_staleness, learner.placement, learner.num_steps, replay.lease_ttl_s
         )
-
-
-class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
-        self.registry = registry
-        self.requests = RequestSeries()
-        registry.register(self.requests)
-        info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
-        info.labels(facts.placement, __version__).set(1)
-        self.run = RunCollector(facts)
-        registry.register(self.run)
-
-    def observe(self, protocol: str) -> Observation:
-        """A `with` block that counts and times one request."""
-        return Observation(self.requests, protocol)
-
-    def render(self, snapshot: RunSnapshot | None) -> bytes:
-        """Prometheus text. Without a snapshot the run's series are absent, rather than stale."""
-        self.run.snapshot = snapshot
-        return generate_latest(self.registry)
 
 
 @dataclass(frozen=True)
@@ -75,7 +52,7 @@ class RunSnapshot:
     restarts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     is_paused: bool = False
-    """An operator said so: no prompt is leased."""
+    """An operator has paused the run: no prompt is leased."""
 
     @classmethod
     async def take(
@@ -91,8 +68,10 @@ class RunSnapshot:
         return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused)
 
     def run_state(self, facts: RunFacts) -> str:
-        """`waiting` for a first learner, `training` while one lives, then `finished`, or `stopped` before its end;
-        `paused` instead of the first two."""
+        """One of RUN_STATES.
+
+        `waiting` until a first learner starts, `training` while a learner is alive, and then `finished` or, before the
+        last step, `stopped`. A paused run is `paused` instead of `waiting` or `training`."""
         if self.heartbeat_ages_s.get(LEARNER, facts.silence_s) < facts.silence_s:
             return "paused" if self.is_paused else "training"
         if self.stat.term == 0:
@@ -101,7 +80,7 @@ class RunSnapshot:
 
 
 class RunCollector(Collector):
-    """Series of the run. `queue="prompts"` waits for rollout servers, `queue="groups"` for the learner."""
+    """Collects the run's metrics. The label `queue` is `prompts` for rollout servers and `groups` for the learner."""
 
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
@@ -115,18 +94,20 @@ class RunCollector(Collector):
             return
         stat = self.snapshot.stat
         ready = stat.queued - stat.delivered
-        yield _by_queue("depth", "Entries that wait.", prompts=stat.pending, groups=ready)
-        yield _by_queue("pending", "Handed out, not yet settled.", prompts=stat.in_flight, groups=stat.delivered)
+        yield _by_queue("depth", "Waiting entries.", prompts=stat.pending, groups=ready)
+        yield _by_queue(
+            "pending", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
+        )
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
         yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.facts.capacity_bytes)
         ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
-        yield _by_queue("oldest_age_seconds", "How long the entry that is next in line has waited.", **ages)
+        yield _by_queue("oldest_age_seconds", "Age of the next entry in line.", **ages)
         for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
             yield CounterMetricFamily(f"penstock_{name}", f"Groups {name}.", value=getattr(stat, name))
         dead = dict.fromkeys(_DEAD_REASONS, 0) | self.snapshot.dead_letter_reasons
         expired = dict.fromkeys(_EXPIRED_REASONS, 0) | self.snapshot.expired_reasons
-        yield _counters("dead_lettered", "Groups put aside as unusable.", "reason", dead)
-        yield _counters("expired", "Groups dropped: too old, or not worth training.", "reason", expired)
+        yield _counters("dead_lettered", "Groups dead-lettered as unusable.", "reason", dead)
+        yield _counters("expired", "Groups dropped because they were too old or not worth training.", "reason", expired)
         yield from self._limiter(stat)
         yield from self._parts(self.snapshot)
         yield GaugeMetricFamily(
@@ -136,25 +117,25 @@ class RunCollector(Collector):
         )
 
     def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
-        """The run's state and that of its parts."""
+        """State of the run and of its parts."""
         current, by_state = snapshot.run_state(self.facts), snapshot.servers_by_state
         states = {state: int(state == current) for state in RUN_STATES}
-        yield _gauges("run_state", "1 for the state that the run is in.", "state", states)
+        yield _gauges("run_state", "1 for the current state of the run.", "state", states)
         servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
         yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
         ages = snapshot.heartbeat_ages_s
-        yield _gauges("heartbeat_age_seconds", "Since the last sign of life.", "component", ages)
+        yield _gauges("heartbeat_age_seconds", "Time since the last heartbeat.", "component", ages)
         restarts = snapshot.restarts
-        yield _counters("component_restarts", "Starts after the first.", "component", restarts)
+        yield _counters("component_restarts", "Restarts of a component.", "component", restarts)
         yield _gauges("eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores)
 
     def _limiter(self, stat: QueueStat) -> Iterator[Metric]:
-        """Admission, as staleness and as samples per insert."""
+        """Limits of admission and how close the run is to them."""
         for name, documentation, value in (
-            ("staleness_limit_versions", "Bound of staleness that admission holds.", self.facts.max_staleness),
-            ("queue_admission_limit", "What trained, queued and in flight may add up to.", stat.admission_limit),
+            ("staleness_limit_versions", "Largest staleness that admission allows.", self.facts.max_staleness),
+            ("queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", stat.admission_limit),
             ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
-            ("queue_samples_per_insert", "Groups trained for each group handed in.", stat.samples_per_insert),
+            ("queue_samples_per_insert", "Groups trained per group handed in.", stat.samples_per_insert),
         ):
             yield GaugeMetricFamily(f"penstock_{name}", documentation, value=value)
 

@@ -1,4 +1,4 @@
-"""The console: static files that carry nothing of a run, and so need no key. Its calls do."""
+"""Routes of the console's static files. They hold no data of a run and need no key; the calls of the console do."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _HEADERS = {
 
 
 class ConsoleRoutes:
-    """Holds the files in memory: there are few, and they are small."""
+    """Keeps the files in memory: there are few, and they are small."""
 
     def __init__(self) -> None:
         folder = resources.files("penstock_services.gateway") / "console"
-        self.files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+        self.files = {
+            entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.name.rpartition(".")[2] in _TYPES
+        }
 
     def router(self) -> APIRouter:
         return add_routes("console", ("GET", "/", self.index), ("GET", "/console/{name}", self.file))

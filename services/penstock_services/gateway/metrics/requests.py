@@ -1,4 +1,4 @@
-"""Series of the requests that a gateway answers."""
+"""Metrics of the requests that a gateway answers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _EDGES = (*map(str, SHORT_SECONDS), "+Inf")
 
 
 class RequestSeries(Collector):
-    """Written and read by the event loop alone: the locks of prometheus_client's own would be most of what a request's
-    metrics cost."""
+    """Counters of requests, without the locks of prometheus_client's counters, which would be most of their cost.
+
+    Only the event loop may write and read them."""
 
     def __init__(self) -> None:
         self.inflight: defaultdict[str, int] = defaultdict(int)
         self.answered: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-        """By protocol, route and code."""
+        """Number of answers by protocol, route and code."""
         self.durations: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * (len(_EDGES) + 1))
-        """By protocol and route: how many ended up to each edge and above the one before, and last the sum."""
+        """By protocol and route: the number of requests in each bucket, and last the sum of their durations."""
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -50,13 +51,13 @@ class RequestSeries(Collector):
 
 
 class Observation:
-    """One request being answered, as a `with` block; route and code are set when they become known."""
+    """Context manager of one request. Its route and code are set once they are known."""
 
     __slots__ = ("_protocol", "_series", "_started", "code", "route")
 
     def __init__(self, series: RequestSeries, protocol: str) -> None:
         self.route = "unmatched"
-        """The template, never the path: labels stay few."""
+        """The route's template and not the path, so that there are few labels."""
         self.code = "INTERNAL"
         self._series = series
         self._protocol = protocol

@@ -1,0 +1,1 @@
+"""The web console: its static files, and the routes that serve them."""

@@ -1,0 +1,150 @@
+"""ASGI middleware of the REST interface: metrics, authentication and the limit of a body, in this order.
+
+The scope of a request carries its `Observation`, and after authentication its `Caller`, which routes pass to handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.logs import bind
+from penstock_services.gateway import problems
+from penstock_services.gateway.access import Access
+from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics.requests import Observation
+
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics"})
+"""Answered without a key: probes, scrapes and the console's files show no prompts and no weights."""
+BODY_TIMEOUT_S = 60.0
+DISCARD_TIMEOUT_S = 5.0
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def request_id_of(given: str) -> str:
+    """The client's request id if it sent a usable one, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+
+
+class MetricsMiddleware:
+    """Counts and times every request, and gives it an id that log lines and the response carry."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        with self.metrics.observe("rest") as seen:
+            request_id = request_id_of(Headers(scope=scope).get("x-request-id", ""))
+            bind(request_id=request_id)
+            scope["observation"], scope["request_id"] = seen, request_id
+            try:
+                await self.app(scope, receive, _watch(send, seen, request_id))
+            finally:
+                seen.route = getattr(scope.get("route"), "path", seen.route)
+
+
+class AuthenticationMiddleware:
+    """Finds the caller of a request by its key and limits how often the key is used."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app = app
+        self.access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            try:
+                authorization = Headers(scope=scope).get("authorization", "")
+                scope["caller"] = self.access.authenticate(authorization, scope["request_id"])
+            except PenstockError as error:
+                await _refuse(problems.from_error(error), scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Reads the whole body before a route runs, and refuses one that is too large or too slow."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body, has_more = await self._read_body(receive)
+        except TimeoutError:
+            detail = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again"
+            refusal = problems.problem(408, "REQUEST_TIMEOUT", detail, headers={"Connection": "close"})
+            await _refuse(refusal, scope, receive, send)
+            return
+        if len(body) <= self.max_body_bytes:
+            await self.app(scope, _replay(body, receive), send)
+            return
+        if has_more:
+            await _discard(receive)
+        detail = f"the body is larger than {self.max_body_bytes} bytes; split the request"
+        refusal = problems.problem(413, "BODY_TOO_LARGE", detail, headers={"Connection": "close"})
+        await _refuse(refusal, scope, receive, send)
+
+    async def _read_body(self, receive: Receive) -> tuple[bytes, bool]:
+        """The body up to the first piece that exceeds the limit, and whether more follows."""
+        body, has_more = bytearray(), True
+        while has_more and len(body) <= self.max_body_bytes:
+            message = await receive()
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+        return bytes(body), has_more
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith("/console/")
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer before any route is chosen; metrics show the route `refused`."""
+    scope["observation"].route = "refused"
+    await response(scope, receive, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body for a while: most clients read the answer only after they have sent everything."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body once, then what follows it."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+def _watch(send: Send, seen: Observation, request_id: str) -> Send:
+    """A `send` that notes the status for the metrics and adds the request id to the response."""
+
+    async def watched(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            seen.code = str(message["status"])
+            message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+        await send(message)
+
+    return watched

@@ -1,0 +1,92 @@
+"""Groups that wait in the queue: read whole, with text where the tokenizer is known, or as summaries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.codec import decode_group, group_to_proto
+from penstock.config.run import RunConfig
+from penstock.errors import NotFound, PoisonGroup
+from penstock.replay.contract import Delivery
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.results import PromptBook
+from penstock.trajectory import Group
+from penstock.v1 import groups_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.token_text import TokenText
+
+
+class GroupReader:
+    """Reads queued groups of one run. Decoding runs in a thread, because a group may be large."""
+
+    def __init__(self, run: str, queue: RedisReplayQueue, texts: TokenText) -> None:
+        self.queue = queue
+        self.texts = texts
+        self.recomputed = RecomputedLogProbs(queue.client, run)
+
+    async def get(self, prompt_id: int) -> groups_pb2.Group:
+        payload = await self.queue.get_group(prompt_id)
+        return await self.with_details(await asyncio.to_thread(decode_group, payload))
+
+    async def decoded(self, prompt_ids: Sequence[int]) -> list[Group]:
+        """The groups of these prompts that are queued and can be decoded."""
+        deliveries = await self.queue.fetch(prompt_ids)
+        groups = [await asyncio.to_thread(_decode, delivery) for delivery in deliveries]
+        return [group for group in groups if group is not None]
+
+    async def with_details(self, group: Group) -> groups_pb2.Group:
+        """The group with the text of its tokens and the learner's log-probs, where they are known."""
+        message = group_to_proto(group)
+        for sent, log_probs in zip(message.trajectories, await self.recomputed.get(group), strict=False):
+            sent.learner_log_probs = log_probs.astype("<f4").tobytes()
+        self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
+        return message
+
+
+class GroupHandlers:
+    def __init__(self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, groups: GroupReader) -> None:
+        self.config = config
+        self.audit = audit
+        self.groups = groups
+        self.book = PromptBook(queue)
+
+    @operation("read")
+    async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
+        if not 1 <= request.prompt_id <= validation.MAX_PROMPT_ID:
+            raise NotFound(f"prompt {request.prompt_id} does not exist")
+        return await self.groups.get(request.prompt_id)
+
+    @operation("read")
+    async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
+        page_size = validation.checked_page_size(request.page_size)
+        after = int(validation.decode_page_token("groups", request.page_token, "[0-9]{1,10}") or 0)
+        page = await self.book.page(after, page_size, "queued")
+        groups = await self.groups.decoded([status.prompt_id for status in page.prompts])
+        token = validation.encode_page_token("groups", page.after) if page.has_more else ""
+        return groups_pb2.ListGroupsResponse(groups=[_summary(group) for group in groups], next_page_token=token)
+
+
+def _decode(delivery: Delivery) -> Group | None:
+    """None for a group that the learner will dead-letter."""
+    try:
+        return decode_group(delivery.payload)
+    except PoisonGroup:
+        return None
+
+
+def _summary(group: Group) -> groups_pb2.GroupSummary:
+    return groups_pb2.GroupSummary(
+        prompt_id=group.prompt_id,
+        attempt=group.attempt,
+        server_id=group.server_id,
+        data_source=group.data_source,
+        num_trajectories=len(group.trajectories),
+        num_tokens=group.num_response_tokens,
+        mean_reward=group.mean_reward,
+        min_version=group.min_version,
+        max_version=group.max_version,
+        finished_at_ms=group.finished_at_ms,
+    )

@@ -1,0 +1,86 @@
+"""One run that the gateway serves: its part of Redis, and the handlers of its resources."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from penstock.config.run import RunConfig
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.created_runs import CreatedRuns
+from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import RedisClient
+from penstock.store.run_control import RunControl
+from penstock.tracing import Tracing
+from penstock_services.gateway.datasets.handlers import DatasetHandlers
+from penstock_services.gateway.generate.handlers import GenerateHandlers
+from penstock_services.gateway.generate.sessions import Sessions
+from penstock_services.gateway.operations import AuditLog
+from penstock_services.gateway.policies.handlers import PolicyHandlers
+from penstock_services.gateway.prompts.groups import GroupHandlers, GroupReader
+from penstock_services.gateway.prompts.handlers import PromptHandlers
+from penstock_services.gateway.runs.dead_letters import DeadLetterHandlers
+from penstock_services.gateway.runs.evaluations import EvaluationHandlers
+from penstock_services.gateway.runs.handlers import RunHandlers
+from penstock_services.gateway.runs.servers import ServerHandlers
+from penstock_services.gateway.token_text import TokenText
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """Plain bundle. Handlers do not know it and do not know each other."""
+
+    config: RunConfig
+    queue: RedisReplayQueue
+    fleet: Fleet
+    heartbeats: Heartbeats
+    control: RunControl
+    texts: TokenText
+    prompts: PromptHandlers
+    groups: GroupHandlers
+    policies: PolicyHandlers
+    lifecycle: RunHandlers
+    servers: ServerHandlers
+    evaluations: EvaluationHandlers
+    dead_letters: DeadLetterHandlers
+    datasets: DatasetHandlers
+    generation: GenerateHandlers
+
+    @property
+    def name(self) -> str:
+        return self.config.run
+
+    @classmethod
+    def create(
+        cls, client: RedisClient, config: RunConfig, created: CreatedRuns, audit: AuditLog, stopping: asyncio.Event,
+        tracing: Tracing | None = None,
+    ) -> ServedRun:  # fmt: skip
+        """Reads the tokenizer's file, so call it in a thread. `stopping` ends the streams of the handlers."""
+        queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
+        registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
+        texts = TokenText.load(config.model.path)
+        groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
+        return cls(
+            config=config,
+            queue=queue,
+            fleet=fleet,
+            heartbeats=Heartbeats(client, config.run),
+            control=control,
+            texts=texts,
+            prompts=PromptHandlers(config, audit, queue, groups, stopping, tracing),
+            groups=GroupHandlers(config, audit, queue, groups),
+            policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
+            lifecycle=RunHandlers(config, audit, queue, registry, fleet, control, created),
+            servers=servers,
+            evaluations=EvaluationHandlers(config, audit, queue),
+            dead_letters=DeadLetterHandlers(config, audit, queue),
+            datasets=DatasetHandlers(config, audit, queue),
+            generation=GenerateHandlers(config, audit, fleet, registry, control, Sessions(config, queue)),
+        )
+
+    async def close(self) -> None:
+        await self.prompts.feed.close()
+        await self.policies.current.close()
+        await self.generation.close()

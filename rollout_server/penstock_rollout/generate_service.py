@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.codec import FINISH_TO_PROTO, sampling_from_proto
 from penstock.config.weights import WeightsConfig
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, PenstockError, PromptTooLong
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import is_authorised
@@ -89,9 +89,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
     def _sampling(self, request: generate_pb2.GenerateRequest, num_prompt_tokens: int) -> Sampling:
         room = self.max_model_len - num_prompt_tokens
-        if num_prompt_tokens < 1 or room < 1:
-            most = self.max_model_len - 1
-            raise InvalidInput("prompt", f"has {num_prompt_tokens} tokens; it needs at least 1 and at most {most}")
+        if num_prompt_tokens < 1:
+            raise InvalidInput("prompt", "has no tokens; it needs at least 1")
+        if room < 1:
+            raise PromptTooLong("prompt", f"has {num_prompt_tokens} tokens, more than {self.max_model_len - 1}")
         sampling = sampling_from_proto(request.sampling)
         return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
 

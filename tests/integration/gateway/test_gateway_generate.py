@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import openai
 import pytest
 import redis.asyncio as redis
 
 from gateways import RUN, Gateway, publish, run_config, running
+from penstock.client import retries
 from penstock.codec import decode_group
 from penstock.config.weights import WeightsConfig
+from penstock.errors import PromptTooLong
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
@@ -111,9 +114,29 @@ async def test_what_is_not_offered_is_refused(client: openai.AsyncOpenAI) -> Non
         arguments: dict[str, Any] = wrong
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(model="test", messages=QUESTION, **arguments)
-    with pytest.raises(openai.BadRequestError) as long:
-        await client.completions.create(model="test", prompt=[5] * 300)
-    assert "has 300 tokens; it needs at least 1 and at most 255" in detail(long.value)
+
+
+async def test_a_prompt_that_is_too_long_has_its_own_reason_in_both_protocols(gateway: Gateway) -> None:
+    """The rollout server refuses it. Its reason and field reach the client."""
+    detail = "prompt: has 300 tokens, more than 255"
+    response = await gateway.rest.post("/v1/completions", json={"model": "test", "prompt": [5] * 300})
+    problem = response.json()
+    assert (response.status_code, problem["reason"], problem["field"]) == (400, "PROMPT_TOO_LONG", "prompt")
+    assert problem["detail"] == detail
+    failure = retries.response_failure(response)
+    assert type(failure.error) is PromptTooLong and failure.error.field == "prompt"
+
+    generate: Any = generate_pb2_grpc.GenerateServiceStub(gateway.channel)
+    request = generate_pb2.GenerateRequest(
+        token_ids=np.full(300, 5, dtype="<i4").tobytes(),
+        sampling=prompts_pb2.Sampling(temperature=1, top_p=1, max_tokens=9),
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [chunk async for chunk in generate.Generate(request)]
+    trailing = dict(caught.value.trailing_metadata() or ())
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (trailing["reason"], trailing["field"]) == ("PROMPT_TOO_LONG", "prompt")
+    assert caught.value.details() == detail
 
 
 async def test_a_session_becomes_training_data(

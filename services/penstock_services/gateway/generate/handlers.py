@@ -11,15 +11,7 @@ from typing import Any
 import grpc
 
 from penstock.config.run import RunConfig
-from penstock.errors import (
-    ERRORS_BY_REASON,
-    Conflict,
-    DeadlineExceeded,
-    InvalidInput,
-    PenstockError,
-    RateLimited,
-    Unavailable,
-)
+from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, PenstockError, Unavailable, error_from_reason
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
@@ -200,13 +192,12 @@ def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateCh
 
 
 def _translated(error: grpc.aio.AioRpcError, server: ServerRecord) -> PenstockError:
+    """The error that the server raised, with its reason and field, or Unavailable if it did not answer."""
     details = error.details() or "no details"
     trailing = {name: str(value) for name, value in error.trailing_metadata() or ()}
-    if field := trailing.get("field"):
-        return InvalidInput(field, details.removeprefix(f"{field}: "))
-    kind = ERRORS_BY_REASON.get(trailing.get("reason", ""))
-    if kind is not None and kind is not RateLimited:
-        return kind(details)
+    known = error_from_reason(trailing.get("reason", ""), details, trailing.get("field", ""))
+    if known is not None:
+        return known
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{server.server_id} did not finish in time; ask for fewer tokens")
     if error.code() == grpc.StatusCode.FAILED_PRECONDITION:

@@ -1,6 +1,6 @@
 # Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
 SHELL := /bin/bash
-VENV ?= .venv
+VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
 BENCHES := codec replay weights rollout gateway metrics
 export PENSTOCK_VENV := $(VENV)

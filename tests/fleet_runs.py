@@ -31,8 +31,9 @@ from penstock.errors import PenstockError
 from penstock.feed.datasets import read_prompts
 from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling
@@ -299,9 +300,9 @@ class FleetRun:
 
     def _follow_states(self) -> None:
         """Every write to the fleet registry, as Redis sees it: no move is too short to be noticed."""
-        prefix = re.escape(key_prefix(self.config.run))
-        moved = re.compile(rf"HSET {prefix}server_states (\S+) (\S+)$")
-        reported = re.compile(rf"HSET {prefix}servers (\S+) (\{{.*\}})$")
+        keys = RunKeys(self.config.run)
+        moved = re.compile(rf"HSET {re.escape(keys.server_states)} (\S+) (\S+)$")
+        reported = re.compile(rf"HSET {re.escape(keys.servers)} (\S+) (\{{.*\}})$")
         with contextlib.closing(redis.Redis.from_url(self._redis_url)) as client, client.monitor() as monitor:
             for seen in monitor.listen():
                 if self._ending.is_set():

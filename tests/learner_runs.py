@@ -21,7 +21,8 @@ from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.replay.contract import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
@@ -112,7 +113,7 @@ async def hand_in(config: RunConfig, num_groups: int, make: Callable[[int], Grou
 async def forget_run(config: RunConfig) -> None:
     """Redis as it is after a disk was lost."""
     client = connect(config.redis)
-    async for key in client.scan_iter(f"{key_prefix(config.run)}*"):
+    async for key in client.scan_iter(f"{RunKeys(config.run).prefix}*"):
         await client.delete(key)
     await client.aclose()
 

@@ -122,7 +122,7 @@ class Feeder:
         """Submit chunks until enough prompts wait; returns the position, and whether it is the end."""
         position = await self._submit(0, [])
         while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
-            if (await self.queue.stat()).pending >= self.config.max_pending:
+            if (await self.queue.stat()).pending_prompts >= self.config.max_pending:
                 return position, False
             position = await self._submit(position, chunk)
         return position, True

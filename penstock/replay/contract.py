@@ -99,10 +99,10 @@ class FeedPosition:
 class Outbox:
     """What a producer still has to care for."""
 
-    settled: tuple[int, ...]
-    """Committed, buried or superseded: forget them."""
+    done: tuple[int, ...]
+    """Prompts whose group was committed, buried or superseded: forget them."""
     missing: tuple[int, ...]
-    """Lost with Redis' tail: append them again."""
+    """Prompts whose group Redis lost with its tail: append it again."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,11 @@ class Delivery:
 
 @dataclass(frozen=True)
 class QueueStat:
-    """One consistent look at every place of the diagram above. Two looks that differ by their time only are equal."""
+    """Counts of every place of the diagram above at one moment. Two that differ only in their ages are equal.
 
-    pending: int
+    The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
+
+    pending_prompts: int
     admitted: int
     in_flight: int
     queued: int

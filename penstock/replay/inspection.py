@@ -1,9 +1,9 @@
 """The operator's view of a replay queue: looks into every place, and repairs what has died.
 
 Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt anew,
-`admit` submits and leases prompts whose groups are brought along (`penstock queue import`). Both are one atomic script,
-so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs the learner's
-term: they only ever add prompts.
+`import_prompts` submits and leases prompts whose groups are brought along (`penstock queue import`). Both are one
+atomic script, so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs
+the learner's term: they only ever add prompts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
 from penstock.replay.contract import Lease, QueueStat
-from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue, key_prefix
-from penstock.replay.scripts import call_script
+from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
 from penstock.store.redis_client import RedisClient
 from penstock.store.redis_errors import guarded
+from penstock.store.scripts import QUEUE, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
 DELETE_PAGE = 1000
-SETTLE_MARGIN_S = 10.0
+DURABLE_MARGIN_S = 10.0
+"""Time beyond twice the loss window that new ids get to become durable."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,6 @@ class QueueInspector:
     def __init__(self, client: RedisClient, run: str, replay: ReplayConfig | None = None) -> None:
         self.client = client
         self.run = run
-        self.prefix = key_prefix(run)
         self.knows_limits = replay is not None
         self.queue = RedisReplayQueue(client, run, replay or ReplayConfig())
 
@@ -140,7 +140,7 @@ class QueueInspector:
         self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
     ) -> list[int]:
         """Ready groups in the order the learner will take them, after the delivered ones if those are asked for."""
-        ids: list[int] = await self._call("queued", selection, limit, int(include_delivered))
+        ids: list[int] = await self._call("inspect_queued", selection, limit, int(include_delivered))
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
@@ -149,7 +149,7 @@ class QueueInspector:
 
     async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
         """Encoded; empty where the prompt is gone."""
-        payloads: list[bytes] = await self._call("prompts", *prompt_ids) if prompt_ids else []
+        payloads: list[bytes] = await self._call("inspect_prompts", *prompt_ids) if prompt_ids else []
         return payloads
 
     # ── dead letters ──
@@ -159,11 +159,7 @@ class QueueInspector:
         last = await self._newest_dead_letter()
         first = "-"
         while last:
-            flat = await self._call("dead", first, last, DEAD_PAGE, int(newest_first))
-            page = [
-                DeadLetter(flat[i].decode(), flat[i + 1], flat[i + 2].decode(errors="replace"), *flat[i + 3 : i + 5])
-                for i in range(0, len(flat), 5)
-            ]
+            page = await self._dead_letters(first, last, DEAD_PAGE, newest_first=newest_first)
             for letter in page:
                 if not kind or letter.kind == kind:
                     yield letter
@@ -176,7 +172,7 @@ class QueueInspector:
 
     async def dead_letter(self, stream_id: str) -> DeadLetterContents:
         _check_stream_id(stream_id)
-        entries = await guarded(self.client.xrange(f"{self.prefix}dead", stream_id, stream_id))
+        entries = await guarded(self.client.xrange(self.queue.keys.dead, stream_id, stream_id))
         if not entries:
             raise _no_dead_letter(stream_id)
         fields = {name.decode(): value for name, value in entries[0][1].items()}
@@ -195,7 +191,7 @@ class QueueInspector:
         prompt = (await self.dead_letter(stream_id)).prompt
         if prompt is None:
             raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
-        prompt_id: int = await self._call("requeue", stream_id, prompt.priority)
+        prompt_id: int = await self._call("inspect_requeue", stream_id, prompt.priority)
         if not prompt_id:
             raise _no_dead_letter(stream_id)
         return prompt_id
@@ -207,36 +203,37 @@ class QueueInspector:
         num_deleted = 0
         for start in range(0, len(stream_ids), DELETE_PAGE):
             page = stream_ids[start : start + DELETE_PAGE]
-            num_deleted += await guarded(self.client.xdel(f"{self.prefix}dead", *page))
+            num_deleted += await guarded(self.client.xdel(self.queue.keys.dead, *page))
         return num_deleted
 
     # ── import ──
 
-    async def admit(
+    async def import_prompts(
         self, key: str, server_id: str, lease_ttl_s: float, rows: Sequence[tuple[int, bytes, int]]
     ) -> list[Lease]:
-        """Submit (row, encoded prompt, priority) and lease each at once, without asking for admission.
+        """Submit prompts and lease them at once, without asking for admission. `rows` are (row number, encoded prompt,
+        priority).
 
-        The same row under the same key gets the same prompt id for a week; its attempt is 0 once its group was brought.
-        Waits until Redis can no longer lose the ids, as every lease does."""
+        The same row under the same key gets the same prompt id for a week. Its attempt is 0 once its group was
+        imported. Waits until Redis can no longer lose the ids, as every lease does."""
         flat = [item for row in rows for item in row]
-        settle_s = self.queue.config.settle_s
-        deadline = time.monotonic() + 2 * settle_s + SETTLE_MARGIN_S  # those before these settle first
+        loss_window_s = self.queue.config.settle_s
+        deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
         while True:
-            times_ms = int(lease_ttl_s * 1000), int(settle_s * 1000)
-            answer = await self._call("admit", key, IDEMPOTENCY_TTL_S, server_id, *times_ms, *flat)
-            if answer or not rows:
+            times_ms = int(lease_ttl_s * 1000), int(loss_window_s * 1000)
+            answer = await self._call("import_prompts", key, IDEMPOTENCY_TTL_S, server_id, *times_ms, *flat)
+            leased = list(read_rows(answer))
+            if leased or not rows:
                 break
             if time.monotonic() > deadline:
-                raise DeadlineExceeded("new prompt ids do not settle; is Redis restarting? Import again")
-            await asyncio.sleep(settle_s / 10)
-        return [Lease(answer[2 * i], answer[2 * i + 1], rows[i][1]) for i in range(len(rows))]
+                raise DeadlineExceeded("new prompt ids do not become durable; is Redis restarting? Import again")
+            await asyncio.sleep(loss_window_s / 10)
+        return [Lease(**lease, payload=row[1]) for lease, row in zip(leased, rows, strict=True)]
 
     # ── how ──
 
     async def _places(self) -> dict[str, int]:
-        flat = await self._call("places")
-        return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+        return read_record(await self._call("inspect_places"))
 
     async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
         """Time since a group was finished; None where there is none or its producer did not say."""
@@ -246,11 +243,20 @@ class QueueInspector:
         return max(0.0, (places["now_ms"] - found[0].group.finished_at_ms) / 1000)
 
     async def _newest_dead_letter(self) -> str:
-        flat = await self._call("dead", "-", "+", 1, 1)
-        return flat[0].decode() if flat else ""
+        newest = await self._dead_letters("-", "+", 1, newest_first=True)
+        return newest[0].stream_id if newest else ""
+
+    async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[DeadLetter]:
+        answer = await self._call("inspect_dead", first, last, limit, int(newest_first))
+        return [
+            DeadLetter(
+                **row | {"stream_id": row["stream_id"].decode(), "reason": row["reason"].decode(errors="replace")}
+            )
+            for row in read_rows(answer)
+        ]
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        return await call_script(self.client, self.prefix, f"inspect_{name}", *arguments)
+        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:

@@ -111,8 +111,8 @@ class MemoryReplayQueue:
             max_staleness=config.max_staleness, groups_per_step=config.groups_per_step,
         )  # fmt: skip
         return QueueStat(
-            pending=len(store.pending), in_flight=store.in_flight, queued=store.queued, delivered=len(store.delivered),
-            pending_age_ms=store.pending_age_ms, ready_age_ms=store.ready_age_ms,
+            pending_prompts=len(store.pending), in_flight=store.in_flight, queued=store.queued,
+            delivered=len(store.delivered), pending_age_ms=store.pending_age_ms, ready_age_ms=store.ready_age_ms,
             admission_limit=state.limit, admission_room=state.room,
             **{
                 name: count[name]
@@ -137,8 +137,8 @@ class MemoryReplayQueue:
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         store, config = self.store, self.config
         self._reclaim()
-        settled_id = store.settle(config.settle_s)
-        evaluations = store.eval_pending.lowest(max_prompts, below=settled_id + 1)
+        durable_id = store.newest_durable_id(config.settle_s)
+        evaluations = store.eval_pending.lowest(max_prompts, below=durable_id + 1)
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
@@ -148,7 +148,7 @@ class MemoryReplayQueue:
         for prompt_id in store.pending.lowest(len(store.pending)):
             if len(leases) == max_prompts:
                 break
-            if prompt_id > settled_id:
+            if prompt_id > durable_id:
                 continue
             if prompt_id not in store.returned:
                 if room <= 0:
@@ -182,7 +182,7 @@ class MemoryReplayQueue:
         is_over = in_queue > 0 and in_queue + len(payload) > self.config.capacity_bytes
         if is_over and not self._is_waited_for(prompt_id):
             return "full"
-        number = store.settle_admission(prompt_id)
+        number = store.release_admission(prompt_id)
         store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
         store.make_ready(prompt_id)
         store.count("inserted")
@@ -213,14 +213,14 @@ class MemoryReplayQueue:
             self.store.return_prompt(lease.prompt_id, failure, max_attempts)
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
-        settled, missing = [], []
+        done, missing = [], []
         for lease in held:
             prompt = self.store.prompts.get(lease.prompt_id)
             if prompt is None or (lease.prompt_id not in self.store.groups and prompt.attempt > lease.attempt):
-                settled.append(lease.prompt_id)
+                done.append(lease.prompt_id)
             elif lease.prompt_id not in self.store.groups:
                 missing.append(lease.prompt_id)
-        return Outbox(tuple(settled), tuple(missing))
+        return Outbox(tuple(done), tuple(missing))
 
     # ── learner ──
 
@@ -277,7 +277,7 @@ class MemoryReplayQueue:
         for prompt_id in prompt_ids:
             if prompt_id in store.prompts:
                 if store.remove_group(prompt_id) is None:
-                    store.settle_admission(prompt_id)
+                    store.release_admission(prompt_id)
                 del store.prompts[prompt_id]
                 store.count("trained")
                 found += 1

@@ -112,7 +112,7 @@ class MemoryStore:
         self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
         self.ready, self.fresh = Ordered(), Ordered()
         self.eval_pending, self.eval_leases = Ordered(), Ordered()
-        self.settling_since = 0.0
+        self.awaited_since = 0.0
         self.returned: set[int] = set()
         self.delivered: set[int] = set()
 
@@ -146,16 +146,16 @@ class MemoryStore:
             self.make_pending(prompt_id)
         return ids
 
-    def settle(self, settle_s: float) -> int:
-        """The newest id that may be leased: it, or a later one, has been the newest for `settle_s`."""
+    def newest_durable_id(self, loss_window_s: float) -> int:
+        """The newest id that may be leased: it, or a later one, has been the newest for `loss_window_s`."""
         count, now = self.counters, self.clock()
-        if count["settling_id"] > count["settled_id"] and now - self.settling_since >= settle_s:
-            count["settled_id"] = count["settling_id"]
-        if count["next_prompt_id"] > count["settled_id"] >= count["settling_id"]:
-            count["settling_id"], self.settling_since = count["next_prompt_id"], now
-            if settle_s == 0:
-                count["settled_id"] = count["next_prompt_id"]
-        return count["settled_id"]
+        if count["awaited_id"] > count["durable_id"] and now - self.awaited_since >= loss_window_s:
+            count["durable_id"] = count["awaited_id"]
+        if count["next_prompt_id"] > count["durable_id"] >= count["awaited_id"]:
+            count["awaited_id"], self.awaited_since = count["next_prompt_id"], now
+            if loss_window_s == 0:
+                count["durable_id"] = count["next_prompt_id"]
+        return count["durable_id"]
 
     def make_pending(self, prompt_id: int) -> None:
         self.pending.put(prompt_id, -self.prompts[prompt_id].priority * 1e12 + prompt_id)
@@ -179,7 +179,7 @@ class MemoryStore:
         self.delivered.discard(prompt_id)
         return self.groups.pop(prompt_id)
 
-    def settle_admission(self, prompt_id: int) -> float:
+    def release_admission(self, prompt_id: int) -> float:
         """Remove a prompt from every place before its group; returns its admission, which is made now if need be."""
         self.prompts[prompt_id].owner = None
         was_leased, was_returned = self.leases.remove(prompt_id), prompt_id in self.returned

@@ -12,7 +12,7 @@ import numpy as np
 import redis.asyncio as redis
 from numpy.typing import NDArray
 
-from penstock.replay.redis_queue import key_prefix
+from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
 from penstock.trajectory import Group
 
@@ -25,7 +25,7 @@ class RecomputedLogProbs:
 
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
-        self.prefix = key_prefix(run)
+        self.keys = RunKeys(run)
 
     async def keep(self, groups: Sequence[Group], log_probs: NDArray[np.float32]) -> None:
         """`log_probs` are those of every response token of the groups, one after the other."""
@@ -44,4 +44,4 @@ class RecomputedLogProbs:
         return [part.astype(np.float32) for part in np.split(np.frombuffer(data, dtype="<f4"), ends)]
 
     def _key(self, group: Group) -> str:
-        return f"{self.prefix}recomputed:{group.prompt_id}:{group.attempt}"
+        return self.keys.recomputed(group.prompt_id, group.attempt)

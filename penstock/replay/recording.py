@@ -33,7 +33,7 @@ from penstock.v1 import prompts_pb2
 SERVER_ID = "import"
 """Who holds the leases while groups are brought in. The groups keep the names of the servers that made them."""
 FETCH_GROUPS = 16
-ADMIT_GROUPS = 64
+IMPORT_GROUPS = 64
 POLL_S = 0.2
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ async def import_groups(
     num_groups, row = 0, 0
     with Recording(path) as recording:
         advance(0, recording.num_rows)
-        for batch in recording.batches(ADMIT_GROUPS):
+        for batch in recording.batches(IMPORT_GROUPS):
             num_groups += await importer.bring(path, row, batch)
             row += len(batch)
             advance(row, recording.num_rows)
@@ -115,7 +115,7 @@ class _Importer:
         ]
         lease_ttl_s = self.queue.config.lease_ttl_s
         leases = await self._when_there_is_room(
-            lambda: self.inspector.admit(self.key, SERVER_ID, lease_ttl_s, rows), held=()
+            lambda: self.inspector.import_prompts(self.key, SERVER_ID, lease_ttl_s, rows), held=()
         )
         wanted = [(lease, recorded) for lease, recorded in zip(leases, batch, strict=True) if lease.attempt]
         num_new = 0

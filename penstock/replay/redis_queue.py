@@ -1,18 +1,13 @@
-"""The replay queue on Redis (6.2 or newer): every transition is one Lua script, so it happens whole or not at all.
+"""The replay queue on Redis (6.2 or newer). Every transition is one Lua script, so it happens whole or not at all.
 
-Payloads of groups are plain strings, set in the same transaction as the script that files them, and fetched with MGET:
-the large bytes never pass through Lua, nor through the event loop. All keys of a run share the hash tag `{run}`.
+The scripts are in `lua/`. penstock.replay.group_payloads moves the groups' bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
-
-import redis
-from redis.exceptions import NoScriptError
+from collections.abc import Sequence
+from typing import Any
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import NotFound
@@ -29,35 +24,29 @@ from penstock.replay.contract import (
     QueueStat,
     Submission,
 )
-from penstock.replay.scripts import call_script, load_script
+from penstock.replay.group_payloads import GroupPayloads
 from penstock.sample_scores import summarise
-from penstock.store.redis_client import RedisClient, RedisClusterClient
+from penstock.store.keys import RunKeys
+from penstock.store.redis_client import RedisClient
 from penstock.store.redis_errors import guarded
+from penstock.store.scripts import QUEUE, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
-APPENDED_BYTES = 2**20
-FETCHED_GROUPS = 16
-"""What goes in one exchange: Redis is slower with more, which its caches do not hold, and answers nobody meanwhile."""
-_STAT_FIELDS = [field.name for field in dataclasses.fields(QueueStat) if not field.name.startswith("admission_")]
-"""What stat.lua answers, in its order."""
-
-
-def key_prefix(run: str) -> str:
-    return f"penstock:{{{run}}}:"
 
 
 class RedisReplayQueue:
-    """PromptIntake, GroupProducer and GroupConsumer of one run. `term` is 0 until this object takes one."""
+    """PromptIntake, GroupProducer and GroupConsumer of one run. `term` is 0 until `take_term` was called."""
 
     def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
         self.client = client
-        self.prefix = key_prefix(run)
+        self.keys = RunKeys(run)
         self.config = config
         self.term = 0
+        self.payloads = GroupPayloads(client, self.keys)
         self._attempts: dict[int, int] = {}
-        """Of the groups that were taken and not yet fetched; that of any other is asked for."""
+        """Attempts of the groups that were taken and not yet fetched. For any other group, Redis is asked."""
         self._manifests: dict[int, list[int]] = {}
-        """What this learner knows of the open ones."""
+        """Ids in the open manifests, as far as this learner knows them."""
 
     # ── gateway ──
 
@@ -65,30 +54,29 @@ class RedisReplayQueue:
         return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
 
     async def submit_many(self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]]) -> list[Submission]:
-        """As `submit` for the payloads, priorities and key of each in turn, in one exchange."""
+        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key."""
         flat: list[Any] = []
         for payloads, priorities, idempotency_key in requests:
             flat += (idempotency_key, len(payloads))
             flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
-        answers = await self._call("submit", IDEMPOTENCY_TTL_S, *flat)
         return [
-            Submission(tuple(range(first, first + count)), bool(replayed))
-            for first, count, replayed in zip(answers[::3], answers[1::3], answers[2::3], strict=True)
+            Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
+            for row in read_rows(await self._call("submit", IDEMPOTENCY_TTL_S, *flat))
         ]
 
     async def feed(
         self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
     ) -> FeedPosition:
         flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
-        stored, known = await self._call("feed", name, fingerprint, position, *flat)
-        return FeedPosition(stored, known.decode())
+        feed = read_record(await self._call("feed", name, fingerprint, position, *flat))
+        return FeedPosition(feed["position"], feed["fingerprint"].decode())
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         await self._call("create_evaluation", evaluation_id, *payloads)
         return await self.get_evaluation(evaluation_id)
 
     async def get_evaluation(self, evaluation_id: str) -> Evaluation:
-        fields = await guarded(self.client.hgetall(f"{self.prefix}evaluation:{evaluation_id}"))
+        fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
         if not fields:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
@@ -106,10 +94,10 @@ class RedisReplayQueue:
         )
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
-        answer = await self._call("get_prompt", prompt_id)
-        if not answer:
+        found = read_record(await self._call("get_prompt", prompt_id))
+        if not found:
             raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
-        return PromptStatus(prompt_id, answer[0].decode(), answer[1], answer[2])
+        return PromptStatus(prompt_id, found["state"].decode(), found["attempt"], found["payload"])
 
     async def get_group(self, prompt_id: int) -> bytes:
         deliveries = await self.fetch([prompt_id])
@@ -118,7 +106,7 @@ class RedisReplayQueue:
         return deliveries[0].payload
 
     async def stat(self) -> QueueStat:
-        numbers = dict(zip(_STAT_FIELDS, await self._call("stat"), strict=True))
+        numbers = read_record(await self._call("stat"))
         state = admission(
             step=numbers["step"], trained=numbers["trained"], queued=numbers["queued"], in_flight=numbers["in_flight"],
             max_staleness=self.config.max_staleness, groups_per_step=self.config.groups_per_step,
@@ -126,24 +114,24 @@ class RedisReplayQueue:
         return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
     async def dead_letter_reasons(self) -> dict[str, int]:
-        return await self._reasons("dead_reasons")
+        return await self._reasons(self.keys.dead_reasons)
 
     async def expired_reasons(self) -> dict[str, int]:
-        return await self._reasons("expired_reasons")
+        return await self._reasons(self.keys.expired_reasons)
 
     async def evaluation_scores(self) -> dict[str, float]:
-        scores = await guarded(self.client.hgetall(self.prefix + "scores"))
+        scores = await guarded(self.client.hgetall(self.keys.scores))
         return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
 
     # ── rollout server ──
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         config = self.config
-        flat = await self._call(
+        answer = await self._call(
             "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
             config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
         )  # fmt: skip
-        return [Lease(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        return [Lease(**row) for row in read_rows(answer)]
 
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
         if not leases:
@@ -155,33 +143,7 @@ class RedisReplayQueue:
         return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
-        parts = _parts(groups)
-        if isinstance(self.client, RedisClusterClient):
-            return await self.client.payloads.run(lambda client: _append_one_by_one(client, map(self._append, parts)))
-        try:
-            # Redis works on one transaction while the next is on its way, and need not hash the script again for that.
-            return await self.client.payloads.run(
-                lambda client: _append_at_once(
-                    client, (self._append(part, by_digest=index > 0) for index, part in enumerate(parts))
-                )
-            )
-        except NoScriptError:  # forgotten since the first: what was appended comes back as a duplicate
-            return await self.client.payloads.run(lambda client: _append_at_once(client, map(self._append, parts)))
-
-    def _append(self, groups: Sequence[FinishedGroup], *, by_digest: bool = False) -> list[tuple[Any, ...]]:
-        """A transaction: the payloads, then the script that files them. By its digest only where Redis must know it:
-        else the payloads could be set and not filed."""
-        payloads: dict[str, bytes] = {}
-        arguments: list[Any] = [self.config.capacity_bytes, self.config.take_order]
-        for group in groups:
-            prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
-            payloads[self._group_key(prompt_id, attempt)] = group.payload
-            arguments += (prompt_id, attempt, len(group.payload), group.min_version)
-        script = load_script("append")
-        return [
-            ("MSET", *(part for pair in payloads.items() for part in pair)),
-            ("EVALSHA" if by_digest else "EVAL", script.sha if by_digest else script.text, 1, self.prefix, *arguments),
-        ]
+        return await self.payloads.append(groups, self.config)
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
@@ -198,8 +160,8 @@ class RedisReplayQueue:
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         if not held:
             return Outbox((), ())
-        settled, missing = await self._call("reconcile", *_pairs(held))
-        return Outbox(tuple(settled), tuple(missing))
+        answer = read_record(await self._call("reconcile", *_pairs(held)))
+        return Outbox(tuple(answer["done"]), tuple(answer["missing"]))
 
     # ── learner ──
 
@@ -218,51 +180,31 @@ class RedisReplayQueue:
         return manifests
 
     async def feed_positions(self) -> dict[str, int]:
-        fields = await guarded(self.client.hgetall(f"{self.prefix}feeds"))
+        fields = await guarded(self.client.hgetall(self.keys.feeds))
         return {name.decode(): int(value) for name, value in fields.items() if b":" not in name}
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
-        flat: list[int] = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
-        self._attempts.update(zip(flat[::2], flat[1::2], strict=True))
-        known += flat[::2]
-        return flat[::2]
+        answer = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
+        taken: dict[int, int] = {row["prompt_id"]: row["attempt"] for row in read_rows(answer)}
+        self._attempts |= taken
+        known += taken
+        return list(taken)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
         keys = {
-            prompt_id: self._group_key(prompt_id, self._attempts.pop(prompt_id))
+            prompt_id: self.keys.group(prompt_id, self._attempts.pop(prompt_id))
             for prompt_id in prompt_ids
             if prompt_id in self._attempts
         }
-        payloads = await self._payloads(keys)
-        # Those taken by a learner before this one, or under an attempt that is no longer theirs.
+        payloads = await self.payloads.fetch(keys)
+        # A learner before this one took these, or their attempt has changed.
         unknown = [prompt_id for prompt_id in prompt_ids if prompt_id not in payloads]
         if unknown:
             located = await self._call("locate", *unknown)
             keys = {prompt_id: key for prompt_id, key in zip(unknown, located, strict=True) if key}
-            payloads |= await self._payloads(keys)
+            payloads |= await self.payloads.fetch(keys)
         return [Delivery(prompt_id, payloads[prompt_id]) for prompt_id in prompt_ids if prompt_id in payloads]
-
-    async def _payloads(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """Those that are there, by prompt id."""
-        if not keys:
-            return {}
-        names = list(keys.values())
-
-        parts = [names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS)]
-        is_cluster = isinstance(self.client, RedisClusterClient)
-
-        def exchange(client: redis.Redis) -> list[Any]:
-            if is_cluster:
-                return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
-            # Redis writes one answer while the one before is being read.
-            pipeline = client.pipeline(transaction=False)
-            for part in parts:
-                pipeline.mget(part)
-            return [payload for answer in pipeline.execute() for payload in answer]
-
-        found = await self.client.payloads.run(exchange)
-        return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
         committed: int = await self._call("commit", self.term, step, *prompt_ids)
@@ -291,55 +233,12 @@ class RedisReplayQueue:
     def _lease_ttl_ms(self) -> int:
         return int(self.config.lease_ttl_s * 1000)
 
-    def _group_key(self, prompt_id: int, attempt: int) -> str:
-        return f"{self.prefix}group:{prompt_id}:{attempt}"
-
-    async def _reasons(self, name: str) -> dict[str, int]:
-        reasons = await guarded(self.client.hgetall(self.prefix + name))
+    async def _reasons(self, key: str) -> dict[str, int]:
+        reasons = await guarded(self.client.hgetall(key))
         return {reason.decode(): int(count) for reason, count in reasons.items()}
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        return await call_script(self.client, self.prefix, name, *arguments)
-
-
-def _parts(groups: Sequence[FinishedGroup]) -> list[list[FinishedGroup]]:
-    """In order, each of about APPENDED_BYTES."""
-    parts: list[list[FinishedGroup]] = []
-    num_bytes = APPENDED_BYTES
-    for group in groups:
-        if num_bytes >= APPENDED_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(group)
-        num_bytes += len(group.payload)
-    return parts
-
-
-def _append_at_once(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
-    pipeline: Any = client.pipeline(transaction=False)
-    for transaction in transactions:
-        for command in (("MULTI",), *transaction, ("EXEC",)):
-            pipeline.execute_command(*command)
-    return [outcome for answer in pipeline.execute()[3::4] for outcome in _outcomes(answer)]
-
-
-def _append_one_by_one(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
-    """By name: the methods are not offered in a transaction of a cluster."""
-    outcomes: list[AppendOutcome] = []
-    for transaction in transactions:
-        pipeline: Any = client.pipeline(transaction=True)
-        for command in transaction:
-            pipeline.execute_command(*command)
-        outcomes += _outcomes(pipeline.execute())
-    return outcomes
-
-
-def _outcomes(answer: list[Any]) -> list[AppendOutcome]:
-    """Of the transaction's MSET and script."""
-    for part in answer:
-        if isinstance(part, Exception):
-            raise part
-    return [outcome.decode() for outcome in answer[1]]
+        return await QUEUE.call(self.client, self.keys.prefix, name, *arguments)
 
 
 def _pairs(leases: Sequence[Lease]) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any
 from penstock.errors import InvalidInput
 from penstock.replay.contract import PromptState, PromptStatus
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.replay.scripts import call_script
 from penstock.store.redis_errors import guarded
+from penstock.store.scripts import QUEUE, read_record, read_rows
 
 IDS_LOOKED_AT = 2_000
 """In one call of a list: Redis answers nobody else meanwhile."""
@@ -50,22 +50,20 @@ class PromptBook:
     def __init__(self, queue: RedisReplayQueue) -> None:
         self.queue = queue
         self.client: Any = queue.client
-        self._results = f"{queue.prefix}results"
+        self._results = queue.keys.results
 
     async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptPage:
         """By id, oldest first. A page may be short, or empty, and still have a next one."""
-        last, has_more, *flat = await self._call("list_prompts", after, limit, state or "", IDS_LOOKED_AT)
-        prompts = tuple(
-            PromptStatus(flat[i], flat[i + 1].decode(), flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)
-        )
-        return PromptPage(prompts, last, bool(has_more))
+        page = read_record(await self._call("list_prompts", after, limit, state or "", IDS_LOOKED_AT))
+        prompts = tuple(PromptStatus(**row | {"state": row["state"].decode()}) for row in read_rows(page["prompts"]))
+        return PromptPage(prompts, page["last_id"], bool(page["has_more"]))
 
     async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
         """Take back what the learner has not taken. Answers what each is now; None for a prompt that never was."""
-        flat = await self._call("cancel", *prompt_ids)
+        rows = read_rows(await self._call("cancel", *prompt_ids))
         return [
-            PromptStatus(prompt_id, flat[2 * i].decode(), flat[2 * i + 1], b"") if flat[2 * i] else None
-            for i, prompt_id in enumerate(prompt_ids)
+            PromptStatus(prompt_id, row["state"].decode(), row["attempt"], b"") if row["state"] else None
+            for prompt_id, row in zip(prompt_ids, rows, strict=True)
         ]
 
     async def start(self, cursor: str) -> str:
@@ -109,7 +107,7 @@ class PromptBook:
         ]
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        return await call_script(self.client, self.queue.prefix, name, *arguments)
+        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
 
 
 def entry_of(cursor: str) -> str:

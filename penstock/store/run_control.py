@@ -1,9 +1,9 @@
-"""What operators tell a run: kept in Redis, written by the gateway, followed by the servers and the learner.
+"""Operators' orders to a run. The gateway writes them to Redis; the servers and the learner follow them.
 
 paused         no prompt is leased (lease.lua)
-stop_term      the learner of this term, or an earlier one, ends after its step, with a checkpoint
+stop_term      a learner of this term or an earlier one ends after its step and writes a checkpoint
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
-roll_backs     how many there were; the learner goes back to the weights of roll_back_version once for each
+roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
 """
 
@@ -14,16 +14,9 @@ from typing import Any
 
 import redis.asyncio as redis
 
-from penstock.replay.redis_queue import key_prefix
+from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
-
-_HOLD = """
-if redis.call('HGET', KEYS[1], 'held_version') ~= ARGV[1] then
-  redis.call('HSET', KEYS[1], 'held_version', ARGV[1], 'roll_back_version', ARGV[1])
-  redis.call('HINCRBY', KEYS[1], 'roll_backs', 1)
-end
-return 1
-"""
+from penstock.store.scripts import STORE
 
 
 @dataclass(frozen=True)
@@ -34,25 +27,24 @@ class Orders:
     term: int = 0
     roll_backs: int = 0
     roll_back_version: int = 0
-    """Of the last one, which a release does not undo."""
+    """Version of the last roll back. A release does not change it."""
 
     @property
     def is_stopped(self) -> bool:
-        """The learner that runs, if any does, was told to end."""
+        """Whether the current learner, if there is one, was ordered to end."""
         return self.is_paused and self.stop_term >= self.term > 0
 
 
 class RunControl:
-    """Orders of one run. Each is one write, and repeating it changes nothing."""
+    """Orders of one run. Each order is one write, and repeating it changes nothing."""
 
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
-        self._counters = f"{key_prefix(run)}counters"
-        self._drained = f"{key_prefix(run)}drained"
+        self.keys = RunKeys(run)
 
     async def orders(self) -> Orders:
         fields = ("paused", "held_version", "stop_term", "term", "roll_backs", "roll_back_version")
-        paused, held, *numbers = await guarded(self.client.hmget(self._counters, fields))
+        paused, held, *numbers = await guarded(self.client.hmget(self.keys.counters, fields))
         stop_term, term, roll_backs, version = (int(number or 0) for number in numbers)
         return Orders(paused == b"1", stop_term, int(held) if held else None, term, roll_backs, version)
 
@@ -63,23 +55,24 @@ class RunControl:
         await self._set(paused=0)
 
     async def stop(self) -> None:
-        """Ends the learner of the current term. One that is started later takes a new term, and runs."""
+        """Pause the run and end the learner of the current term. A learner that starts later takes a new term and
+        runs."""
         await self._set(paused=1, stop_term=(await self.orders()).term)
 
     async def hold(self, policy_version: int) -> None:
-        await guarded(self.client.eval(_HOLD, 1, self._counters, policy_version))
+        await STORE.call(self.client, self.keys.prefix, "hold_version", policy_version)
 
     async def release(self) -> None:
-        await guarded(self.client.hdel(self._counters, "held_version"))
+        await guarded(self.client.hdel(self.keys.counters, "held_version"))
 
     async def drain(self, server_id: str) -> None:
-        await guarded(self.client.sadd(self._drained, server_id))
+        await guarded(self.client.sadd(self.keys.drained, server_id))
 
     async def undrain(self, server_id: str) -> None:
-        await guarded(self.client.srem(self._drained, server_id))
+        await guarded(self.client.srem(self.keys.drained, server_id))
 
     async def drained(self) -> frozenset[str]:
-        return frozenset(name.decode() for name in await guarded(self.client.smembers(self._drained)))
+        return frozenset(name.decode() for name in await guarded(self.client.smembers(self.keys.drained)))
 
     async def _set(self, **fields: int) -> None:
-        await guarded(self.client.hset(self._counters, mapping=fields))
+        await guarded(self.client.hset(self.keys.counters, mapping=fields))

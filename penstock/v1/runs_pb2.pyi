@@ -221,12 +221,10 @@ class ListServersRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class ListServersResponse(_message.Message):
-    __slots__ = ("servers", "generation")
+    __slots__ = ("servers",)
     SERVERS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     servers: _containers.RepeatedCompositeFieldContainer[Server]
-    generation: int
-    def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ...) -> None: ...
 
 class Server(_message.Message):
     __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained")

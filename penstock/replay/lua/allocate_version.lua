@@ -1,4 +1,4 @@
--- ARGV: term, the least version. Versions only ever grow, whatever a checkpoint says.
+-- ARGV: term, lowest acceptable version. Returns a version that was never returned before: versions only grow.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local version = math.max(counter('allocated_version') + 1, tonumber(ARGV[2]))

@@ -1,15 +1,16 @@
--- Runs in one transaction after MSET of the payloads. ARGV: capacity bytes, order of take, then id, attempt, payload bytes
--- and min version of each group. Returns an outcome each. Begins every path that writes with a delete: see run_when_full.
+-- Runs in one transaction after the MSET of the payloads. ARGV: capacity bytes, order of take, then id, attempt,
+-- payload bytes and min version of each group. Returns one outcome for each group. Every path that writes begins with a
+-- delete, so it runs when Redis is out of memory: see run_when_full.
 local capacity, order, num_groups = tonumber(ARGV[1]), ARGV[2], (#ARGV - 2) / 4
 local ids = {}
 for i = 1, num_groups do ids[i] = ARGV[4 * i - 1] end
 local metas, attempts, in_queue = ask_many('HMGET', META, ids), ask_many('HMGET', ATTEMPTS, ids), counter('queued_bytes')
 
--- Accepted groups are filed together. Until then their ids and places in ARGV are here.
+-- Accepted groups are stored together at the end. Until then these hold their ids and their positions in ARGV.
 local accepted, places, accepted_attempt = {}, {}, {}
 
--- The numbers of their admissions. As settle_admission, for many.
-local function settle_admissions()
+-- release_admission for all accepted groups. Returns the numbers of their admissions.
+local function release_admissions()
   call_many('HDEL', OWNERS, accepted)
   local num_in_flight = call_many('ZREM', LEASES, accepted)
   if num_in_flight < #accepted then
@@ -22,33 +23,35 @@ local function settle_admissions()
   return numbers
 end
 
-local function file_accepted()
+local function store_accepted()
   if #accepted == 0 then return end
-  local numbers, filed, ready, fresh, handed_in, sum = settle_admissions(), {}, {}, {}, {}, 0
+  local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
   local now = now_ms()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()
-    local bytes, min_version = ARGV[place + 2], ARGV[place + 3]
-    filed[2 * i - 1], filed[2 * i] = id, ARGV[place + 1] .. ' ' .. bytes .. ' ' .. number .. ' ' .. min_version
-    filed[2 * i] = filed[2 * i] .. ' ' .. now
+    local attempt, num_bytes, min_version = ARGV[place + 1], ARGV[place + 2], ARGV[place + 3]
+    metas_stored[2 * i - 1], metas_stored[2 * i] = id, write_meta({
+      attempt = attempt, num_bytes = num_bytes, admission = number, min_version = min_version, appended_ms = now,
+    })
     ready[2 * i - 1], ready[2 * i] = number, id
     fresh[2 * i - 1], fresh[2 * i] = min_version, id
-    handed_in[i] = id .. ':' .. ARGV[place + 1]
-    sum = sum + bytes
+    appended[i] = id .. ':' .. attempt
+    sum = sum + num_bytes
   end
-  call_many('HSET', META, filed)
+  call_many('HSET', META, metas_stored)
   call_many('ZADD', READY, ready)
   call_many('ZADD', FRESH, fresh)
   count('queued_bytes', sum)
   count('inserted', #accepted)
-  record_result('queued', table.concat(handed_in, ' '), '')
+  record_result('queued', table.concat(appended, ' '), '')
   accepted, places = {}, {}
 end
 
--- In order of admission, a group that every ready one waits for has room even in a full queue: else none would move.
+-- In the order of admission, a group that all ready groups wait for is accepted even if the queue is full. Otherwise
+-- nothing could be taken, and the queue would stay full.
 local function is_waited_for(id)
   if order ~= 'admission' then return false end
-  file_accepted()
+  store_accepted()
   if redis.call('ZRANGE', OPEN, 0, 0)[1] ~= id then return false end
   return tonumber(redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')[2]) > tonumber(redis.call('ZSCORE', OPEN, id))
 end
@@ -59,10 +62,10 @@ local function append(i, place)
     redis.call('UNLINK', group_key(id, attempt))
     return outcome
   end
-  local queued_attempt = accepted_attempt[id] or (metas[i] and string.match(metas[i], '^%d+'))
+  local queued_attempt = accepted_attempt[id] or (metas[i] and read_meta(metas[i]).attempt)
   if queued_attempt == attempt then return 'duplicate' end
   if queued_attempt then return refuse('duplicate') end
-  -- A prompt with attempts is there. One without may have lost them with Redis' tail.
+  -- A prompt that has attempts exists. Redis may have lost the attempts of one that has none.
   if not attempts[i] and redis.call('HEXISTS', PROMPTS, id) == 0 then
     return refuse(redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
   end
@@ -74,5 +77,5 @@ end
 
 local outcomes = {}
 for i = 1, num_groups do outcomes[i] = append(i, 4 * i - 1) end
-file_accepted()
+store_accepted()
 return outcomes

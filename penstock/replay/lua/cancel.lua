@@ -1,6 +1,6 @@
--- ARGV: prompt ids. Takes back what is not yet being trained; a held-out prompt belongs to its evaluation and stays.
--- Returns {state, attempt} of each afterwards; an unknown prompt has the state ''.
-local answers = {}
+-- ARGV: prompt ids. Cancels prompts that the learner has not taken. A held-out prompt belongs to its evaluation and
+-- stays. Returns rows of state and attempt after the call, one for each id; an unknown prompt has the state ''.
+local values = {}
 for _, id in ipairs(ARGV) do
   local state, attempt = prompt_state(id)
   local is_taken = state == 'queued' and redis.call('SISMEMBER', DELIVERED, id) == 1
@@ -14,14 +14,14 @@ for _, id in ipairs(ARGV) do
     if payload_key or was_in_flight then
       count('expired', 1)
       count('discarded', 1)
-      count_reason('expired_reasons', 'cancelled')
+      count_reason(EXPIRED_REASONS, 'cancelled')
     end
     redis.call('SETBIT', CANCELLED, id, 1)
     record_result('cancelled', id, 'cancelled')
     forget_prompts({id})
     state = 'cancelled'
   end
-  answers[#answers + 1] = state or ''
-  answers[#answers + 1] = attempt or 0
+  values[#values + 1] = state or ''
+  values[#values + 1] = attempt or 0
 end
-return answers
+return rows({'state', 'attempt'}, values)

@@ -1,4 +1,5 @@
--- ARGV: term, step, prompt ids. One atomic acknowledgement of what a durable checkpoint covers.
+-- ARGV: term, step, prompt ids. Acknowledges and deletes the groups that a durable checkpoint covers. Returns how many
+-- prompts were still there.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local ids, is_covered = {}, {}
@@ -7,22 +8,22 @@ for i = 3, #ARGV do
   is_covered[ARGV[i]] = true
 end
 
--- A queued group has its prompt. One that Redis lost with its tail may have left it behind.
-local queued_ids, payload_keys, found, metas = {}, {}, {}, ask_many('HMGET', META, ids)
+-- Every queued group has its prompt. If Redis lost a group with its tail, its prompt may still be there.
+local queued_ids, payload_keys, found, texts, metas = {}, {}, {}, ask_many('HMGET', META, ids), {}
 for i, id in ipairs(ids) do
-  if metas[i] then
+  if texts[i] then
+    metas[id] = read_meta(texts[i])
     queued_ids[#queued_ids + 1], found[#found + 1] = id, id
-    payload_keys[#payload_keys + 1] = group_key(id, string.match(metas[i], '^%d+'))
+    payload_keys[#payload_keys + 1] = group_key(id, metas[id].attempt)
   elseif redis.call('HEXISTS', PROMPTS, id) == 1 then
-    settle_admission(id)
+    release_admission(id)
     found[#found + 1] = id
   end
 end
 if call_many('SREM', DELIVERED, queued_ids) < #queued_ids then
   for _, id in ipairs(queued_ids) do
     if redis.call('ZREM', READY, id) == 1 then
-      local _, bytes = group_meta(id)
-      count('queued_bytes', -bytes)
+      count('queued_bytes', -metas[id].num_bytes)
     end
   end
   call_many('ZREM', FRESH, queued_ids)
@@ -34,7 +35,7 @@ end
 forget_prompts(found)
 if #found > 0 then count('trained', #found) end
 
--- Ids are near each other: one word of the bitmap holds many.
+-- Sets the bits of the ids in `trained`. Ids are near each other, so one word of the bitmap holds many.
 local words, bits, wanted = {}, {}, {}
 for _, id in ipairs(ids) do
   local word = math.floor(id / 32)
@@ -56,14 +57,13 @@ for first = 1, #words, 300 do
   redis.call('BITFIELD', TRAINED, unpack(changed))
 end
 
--- What a manifest of these steps still holds was neither trained nor dropped: a reply of take was lost, or Redis lost
--- its tail. It is ready again.
+-- Groups that a manifest of these steps still holds were neither trained nor dropped: the answer to a take was lost, or
+-- Redis lost its tail. They become ready again.
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   if tonumber(step) <= tonumber(ARGV[2]) then
     for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
       if not is_covered[id] and redis.call('SREM', DELIVERED, id) == 1 then
-        local _, bytes, admission, version = group_meta(id)
-        make_ready(id, bytes, admission, version)
+        make_ready(id, group_meta(id))
       end
     end
     redis.call('HDEL', MANIFESTS, step)

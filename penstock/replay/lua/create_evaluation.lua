@@ -1,5 +1,5 @@
--- ARGV: evaluation id, then payloads. Returns nothing of interest; an existing evaluation is left as it is.
-local evaluation = P .. 'evaluation:' .. ARGV[1]
+-- ARGV: evaluation id, then payloads. Returns 1 if the evaluation is new; an existing one is left as it is.
+local evaluation = EVALUATION .. ARGV[1]
 if redis.call('EXISTS', evaluation) == 1 then return 0 end
 redis.call('HSET', evaluation, 'num_prompts', #ARGV - 1, 'num_finished', 0, 'num_samples', 0, 'reward_sum', 0)
 for i = 2, #ARGV do

@@ -1,4 +1,4 @@
--- ARGV: term, id, reason. Buries a queued group with its bytes.
+-- ARGV: term, id, reason. Moves a queued group, with its payload, to the dead letters. Returns 1 if there was one.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local payload_key = remove_group(ARGV[2])

@@ -1,4 +1,4 @@
--- ARGV: term, id, reason. Drops a queued group for good: its prompt is forgotten, which makes room for another one.
+-- ARGV: term, id, reason. Drops a queued group for good. Its prompt is forgotten, so another one can be admitted.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local payload_key = remove_group(ARGV[2])
@@ -7,5 +7,5 @@ redis.call('UNLINK', payload_key)
 forget_prompts({ARGV[2]})
 count('expired', 1)
 count('discarded', 1)
-count_reason('expired_reasons', ARGV[3])
+count_reason(EXPIRED_REASONS, ARGV[3])
 return 1

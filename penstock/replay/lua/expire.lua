@@ -1,12 +1,12 @@
--- ARGV: term, id. Drops a queued group and makes its prompt pending, to be admitted anew.
+-- ARGV: term, id. Drops a queued group and makes its prompt pending, to be admitted again.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local payload_key = remove_group(ARGV[2])
 if not payload_key then return 0 end
 redis.call('UNLINK', payload_key)
--- The next attempt number: a producer that still holds the group in its outbox sees that it is not wanted.
+-- A higher attempt tells a producer that still holds the group in its outbox that the group is not wanted.
 redis.call('HINCRBY', ATTEMPTS, ARGV[2], 1)
 count('expired', 1)
-count_reason('expired_reasons', 'stale')
+count_reason(EXPIRED_REASONS, 'stale')
 make_pending(ARGV[2])
 return 1

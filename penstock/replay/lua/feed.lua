@@ -1,6 +1,6 @@
--- ARGV: feed, fingerprint, position, then payload and priority of each prompt. Adds them where the feed stands at this
--- position, and moves it on with the same step; adds nothing where it stands elsewhere or is of other data.
--- Returns {position, fingerprint} of the feed, as they are afterwards.
+-- ARGV: feed, fingerprint, position, then payload and priority of each prompt. If the feed stands at this position and
+-- has this fingerprint, adds the prompts and moves the position on in one step; otherwise adds nothing.
+-- Returns position and fingerprint of the feed after the call.
 local name, position = ARGV[1], tonumber(ARGV[3])
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
@@ -11,4 +11,4 @@ if #ARGV > 3 and stored == position and fingerprint == ARGV[2] then
   stored = position + #places
   redis.call('HSET', FEEDS, name, stored, name .. ':fingerprint', fingerprint)
 end
-return {stored, fingerprint}
+return {'position', stored, 'fingerprint', fingerprint}

@@ -1,3 +1,3 @@
--- ARGV: prompt id. Returns {state, attempt, payload}; an unknown prompt has no state.
+-- ARGV: prompt id. Returns state, attempt and payload; nothing for an unknown prompt.
 local state, attempt, payload = prompt_state(ARGV[1])
-return state and {state, attempt, payload} or {}
+return state and {'state', state, 'attempt', attempt, 'payload', payload} or {}

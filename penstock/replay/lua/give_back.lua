@@ -1,4 +1,5 @@
--- ARGV: server, id, attempt, failure (empty: none), max attempts. A lease that is no longer held is left alone.
+-- ARGV: server, id, attempt, failure (empty: none), max attempts. Ends a lease; does nothing if the server lost it
+-- already.
 run_when_full()
 local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end

@@ -1,4 +1,5 @@
--- ARGV: server, ttl ms, then id and attempt of each lease. Returns the ids this server no longer holds.
+-- ARGV: server, ttl ms, then id and attempt of each lease. Renews the leases and returns the ids that the server has
+-- lost.
 run_when_full()
 local expiry, lost = now_ms() + tonumber(ARGV[2]), {}
 for i = 3, #ARGV, 2 do

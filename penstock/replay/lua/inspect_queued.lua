@@ -1,5 +1,5 @@
--- ARGV: selection, at most how many ready groups (-1: all), 1 to put delivered groups in front. Changes nothing.
--- Returns prompt ids: delivered ones in the order of their batches, then ready ones in the order they will be taken.
+-- ARGV: selection, most ready groups to list (-1: all), 1 to list delivered groups first. Changes nothing.
+-- Returns prompt ids: delivered groups in the order of their batches, then ready groups in the order of take.
 local ids, last = {}, tonumber(ARGV[2])
 if last > 0 then last = last - 1 end
 if ARGV[3] == '1' then

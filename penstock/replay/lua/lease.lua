@@ -1,6 +1,7 @@
--- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts, settle ms.
--- Returns {id, attempt, payload, id, ...}.
+-- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts, loss window ms.
+-- Takes back leases that ran out, then leases prompts. Returns a row for each lease.
 local server, wanted, now = ARGV[1], tonumber(ARGV[2]), now_ms()
+local COLUMNS = {'prompt_id', 'attempt', 'payload'}
 local expiry = now + tonumber(ARGV[3])
 run_when_full()
 
@@ -12,10 +13,11 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT
   return_evaluation(id, 'lease_expired', tonumber(ARGV[7]))
 end
 
-if counter('paused') == 1 or redis.call('SISMEMBER', P .. 'drained', server) == 1 then return {} end
+if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
 
-local MOST_UNSETTLED = 1024 -- looked past in one call
-local newest, settled_id = counter('next_prompt_id'), settle_ids(now, tonumber(ARGV[8]))
+-- How many prompts that Redis may still lose one call skips.
+local MAX_SKIPPED = 1024
+local newest, durable_id = counter('next_prompt_id'), newest_durable_id(now, tonumber(ARGV[8]))
 
 local leased = {}
 local function grant(id, leases)
@@ -27,21 +29,21 @@ local function grant(id, leases)
   table.insert(leased, redis.call('HGET', PROMPTS, id))
 end
 
--- A held-out prompt whose evaluation is pinned to a version waits for a server that has reported this one. A server that
--- is pinned itself answers no other prompt.
-local MOST_PINNED = 256 -- looked past in one call
-local has_pins, version = redis.call('EXISTS', P .. 'policy_pins') == 1, nil
-local is_pinned = has_pins and redis.call('HEXISTS', P .. 'policy_pins', server) == 1
+-- A held-out prompt whose evaluation is pinned to a version is leased only to a server that has reported this version.
+-- A server that is pinned itself leases nothing else.
+local MAX_PINNED_SKIPPED = 256
+local has_pins, version = redis.call('EXISTS', POLICY_PINS) == 1, nil
+local is_pinned = has_pins and redis.call('HEXISTS', POLICY_PINS, server) == 1
 local function may_answer(id)
-  local pinned = has_pins and redis.call('HGET', P .. 'policy_pins', redis.call('HGET', EVAL_OF, id) or '')
+  local pinned = has_pins and redis.call('HGET', POLICY_PINS, redis.call('HGET', EVAL_OF, id) or '')
   if not pinned then return not is_pinned end
-  local record = not version and redis.call('HGET', P .. 'servers', server)
+  local record = not version and redis.call('HGET', SERVERS, server)
   version = version or (record and tonumber(cjson.decode(record)['policy_version'])) or -1
   return tonumber(pinned) == version
 end
 
-local num_evals, looked_at = 0, wanted + (has_pins and MOST_PINNED or 0)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', settled_id, 'LIMIT', 0, looked_at)) do
+local num_evals, looked_at = 0, wanted + (has_pins and MAX_PINNED_SKIPPED or 0)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
   if num_evals < wanted and may_answer(id) then
     redis.call('ZREM', EVAL_PENDING, id)
     grant(id, EVAL_LEASES)
@@ -53,11 +55,11 @@ local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local room = limit - (counter('trained') + queued() + in_flight())
 if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
 local budget = is_pinned and 0 or wanted - num_evals
-local window = budget + math.min(newest - settled_id, MOST_UNSETTLED)
+local window = budget + math.min(newest - durable_id, MAX_SKIPPED)
 for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
   if budget == 0 then break end
-  if tonumber(id) <= settled_id then
-    -- A returned prompt holds its place in in_flight already, so it needs no room.
+  if tonumber(id) <= durable_id then
+    -- A returned prompt counts in in_flight already, so it needs no room.
     if redis.call('SREM', RETURNED, id) == 0 then
       if room <= 0 then break end
       room = room - 1
@@ -69,4 +71,4 @@ for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) 
     budget = budget - 1
   end
 end
-return leased
+return rows(COLUMNS, leased)

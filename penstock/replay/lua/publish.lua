@@ -1,7 +1,7 @@
--- ARGV: term, version, step, encoded policy. Makes the version the current one and records it in the registry.
+-- ARGV: term, version, step, encoded policy. Makes the version the current one and adds it to the registry.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 redis.call('HSET', COUNTERS, 'policy_version', ARGV[2], 'step', ARGV[3])
-redis.call('HSET', P .. 'policies', ARGV[2], ARGV[4])
-redis.call('ZADD', P .. 'policy_versions', ARGV[2], ARGV[2])
+redis.call('HSET', POLICIES, ARGV[2], ARGV[4])
+redis.call('ZADD', POLICY_VERSIONS, ARGV[2], ARGV[2])
 return 1

@@ -1,5 +1,6 @@
--- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text.
-local evaluation, id = P .. 'evaluation:' .. ARGV[1], ARGV[2]
+-- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text. Counts
+-- a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before.
+local evaluation, id = EVALUATION .. ARGV[1], ARGV[2]
 if redis.call('HDEL', PROMPTS, id) == 0 then return 0 end
 redis.call('ZREM', EVAL_LEASES, id)
 redis.call('ZREM', EVAL_PENDING, id)

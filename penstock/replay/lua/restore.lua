@@ -1,4 +1,4 @@
--- ARGV: term, step of the checkpoint. Returns {step, 'id id ...', ...} of the manifests Redis holds.
+-- ARGV: term, step of the checkpoint. Sets the step and returns the hash of manifests: {step, 'id id ...', ...}.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 redis.call('HSET', COUNTERS, 'step', ARGV[2])

@@ -1,7 +1,7 @@
--- One consistent look. The order is that of QueueStat's fields.
+-- The fields of QueueStat, by name, at one moment.
 local now = now_ms()
 
--- Milliseconds since the prompt that is next in line was submitted. Of more submissions than are remembered, at least.
+-- Milliseconds since the next prompt in line was submitted. A lower bound if that submission is no longer remembered.
 local function pending_age()
   local head = redis.call('ZRANGE', PENDING, 0, 0)[1]
   if not head then return 0 end
@@ -10,16 +10,30 @@ local function pending_age()
   return mark and math.max(0, now - tonumber(string.match(mark, '^%d+'))) or 0
 end
 
--- Milliseconds since the group that is next in line was handed in.
+-- Milliseconds since the next group in line was appended.
 local function ready_age()
   local head = redis.call('ZRANGE', READY, 0, 0)[1]
-  local time = head and string.match(redis.call('HGET', META, head), '^%d+ %d+ %d+ %-?%d+ (%d+)$')
-  return time and math.max(0, now - tonumber(time)) or 0
+  local meta = head and group_meta(head)
+  return meta and meta.appended_ms and math.max(0, now - meta.appended_ms) or 0
 end
 
 return {
-  redis.call('ZCARD', PENDING), counter('admitted'), in_flight(), queued(), redis.call('SCARD', DELIVERED),
-  counter('queued_bytes'), counter('trained'), counter('expired'), counter('dead_lettered'), counter('redelivered'),
-  counter('reclaimed'), counter('discarded'), counter('inserted'), counter('step'), counter('policy_version'),
-  counter('term'), pending_age(), ready_age(),
+  'pending_prompts', redis.call('ZCARD', PENDING),
+  'admitted', counter('admitted'),
+  'in_flight', in_flight(),
+  'queued', queued(),
+  'delivered', redis.call('SCARD', DELIVERED),
+  'queued_bytes', counter('queued_bytes'),
+  'trained', counter('trained'),
+  'expired', counter('expired'),
+  'dead_lettered', counter('dead_lettered'),
+  'redelivered', counter('redelivered'),
+  'reclaimed', counter('reclaimed'),
+  'discarded', counter('discarded'),
+  'inserted', counter('inserted'),
+  'step', counter('step'),
+  'policy_version', counter('policy_version'),
+  'term', counter('term'),
+  'pending_age_ms', pending_age(),
+  'ready_age_ms', ready_age(),
 }

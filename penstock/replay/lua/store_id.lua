@@ -1,4 +1,4 @@
--- ARGV: a random name. Returns the name of this store, which is the first one that it was given.
+-- ARGV: a random name. Returns the name of this store: the first name that it was given.
 local name = redis.call('HGET', COUNTERS, 'store_id')
 if not name then
   run_when_full()

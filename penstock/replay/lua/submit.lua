@@ -1,10 +1,10 @@
--- ARGV: keys' seconds to live, then for each submission its idempotency key, its number of prompts, and payload and
--- priority of each. Returns {first id, count, replayed} of each, in one list.
--- All that is new is added at once: a command for each submission would cost most of the script's time.
+-- ARGV: the idempotency keys' seconds to live, then for each submission its idempotency key, its number of prompts, and
+-- payload and priority of each prompt. Returns a row for each submission.
+-- All new prompts are added together: a command for each submission would take most of the script's time.
 local answers, places, place, next_id = {}, {}, 2, counter('next_prompt_id') + 1
 while place <= #ARGV do
   local key, n = ARGV[place], tonumber(ARGV[place + 1])
-  local idempotency = P .. 'idempotency:' .. key
+  local idempotency = IDEMPOTENCY .. key
   local seen = key ~= '' and redis.call('HMGET', idempotency, 'first', 'count') or {}
   local first, count, replayed = tonumber(seen[1] or nil), tonumber(seen[2] or nil), 1
   if not first then
@@ -21,4 +21,4 @@ while place <= #ARGV do
   place = place + 2 + 2 * n
 end
 add_prompts(places)
-return answers
+return rows({'first_id', 'count', 'replayed'}, answers)

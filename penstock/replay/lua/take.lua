@@ -1,19 +1,20 @@
--- ARGV: term, step, max groups, order, then the ids in the step's manifest that the learner knows of.
--- Returns {prompt id, attempt, ...} of groups that join the manifest, or else of those that it holds and the learner does
--- not know of: the answer to an earlier take was lost.
--- In the order of admission, no group is taken while a prompt admitted before it is in flight.
+-- ARGV: term, step, max groups, order, then the ids in the step's manifest that the learner knows.
+-- Returns rows of groups that the manifest holds and the learner does not know, because the answer to an earlier take
+-- was lost. If there are none, moves ready groups into the manifest and returns rows of those.
+-- In the order of admission, no group is taken while a prompt that was admitted before it is in flight.
+local COLUMNS = {'prompt_id', 'attempt'}
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local manifest, is_known, taken = redis.call('HGET', MANIFESTS, ARGV[2]), {}, {}
 for i = 5, #ARGV do is_known[ARGV[i]] = true end
 for id in string.gmatch(manifest or '', '%d+') do
-  local attempt = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
-  if attempt then
+  local meta = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
+  if meta then
     taken[#taken + 1] = tonumber(id)
-    taken[#taken + 1] = tonumber(attempt)
+    taken[#taken + 1] = tonumber(meta.attempt)
   end
 end
-if #taken > 0 then return taken end
+if #taken > 0 then return rows(COLUMNS, taken) end
 
 local last = tonumber(ARGV[3]) - 1
 local ids
@@ -25,16 +26,16 @@ elseif ARGV[4] == 'admission' then
 else
   ids = redis.call('ZRANGE', READY, 0, last)
 end
-if #ids == 0 then return {} end
+if #ids == 0 then return rows(COLUMNS, {}) end
 call_many('ZREM', READY, ids)
 call_many('ZREM', FRESH, ids)
 call_many('SADD', DELIVERED, ids)
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
 local sum = 0
-for i, meta in ipairs(ask_many('HMGET', META, ids)) do
-  local attempt, bytes = string.match(meta, '^(%d+) (%d+)')
-  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(attempt)
-  sum = sum + bytes
+for i, text in ipairs(ask_many('HMGET', META, ids)) do
+  local meta = read_meta(text)
+  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(meta.attempt)
+  sum = sum + meta.num_bytes
 end
 count('queued_bytes', -sum)
-return taken
+return rows(COLUMNS, taken)

@@ -134,7 +134,7 @@ class Producer:
             await asyncio.sleep(RECONCILE_S)
             try:
                 outbox = await self.queue.reconcile([group.lease for group in self._outbox.values()])
-                for prompt_id in outbox.settled:
+                for prompt_id in outbox.done:
                     self._outbox.pop(prompt_id, None)
                 for prompt_id in outbox.missing:
                     logger.warning("Redis lost the group of prompt %d; appending it again", prompt_id)

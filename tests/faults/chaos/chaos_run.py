@@ -178,7 +178,7 @@ class ChaosRun:
                 sent, unsent = sent + unsent[:2], unsent[2:]
                 for numbers in again:
                     await self._submit(numbers)
-            elif unsent and (await self._stat()).pending < BACKLOG:
+            elif unsent and (await self._stat()).pending_prompts < BACKLOG:
                 numbers = unsent.pop(0)
                 sent.append(numbers)
                 await self._submit(numbers)
@@ -319,7 +319,7 @@ class ChaosRun:
             while True:
                 found = self._newest()
                 stat = await self._stat()
-                is_empty = stat.pending + stat.in_flight + stat.queued == 0
+                is_empty = stat.pending_prompts + stat.in_flight + stat.queued == 0
                 if found and is_empty and sum(found.times.values()) >= self.plan.num_groups:
                     break
                 await asyncio.sleep(0.1)
@@ -339,12 +339,12 @@ class ChaosRun:
         report.times, report.content, report.ledger = folded.times, folded.content, state.ledger
         report.lost_replies = self.proxy.num_lost
         report.stat = await self._stat()
-        prefix = self.queue.prefix
+        prefix = self.queue.keys.prefix
         names = {key.decode().removeprefix(prefix) async for key in self.client.scan_iter(count=1000)}
         submissions = {name for name in names if name.startswith("idempotency:")}
         report.num_submissions = len(submissions)
         report.keys = names - submissions
-        manifests = await self.client.hgetall(f"{prefix}manifests")
+        manifests = await self.client.hgetall(self.queue.keys.manifests)
         report.open_manifests = {int(step): [int(word) for word in ids.split()] for step, ids in manifests.items()}
 
 

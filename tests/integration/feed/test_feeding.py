@@ -56,7 +56,7 @@ def start_feed(config: RunConfig) -> subprocess.Popen[str]:
 
 async def submitted(queue: RedisReplayQueue) -> list[int]:
     """Ground truths of all prompts, in the order of their ids."""
-    payloads = await queue.client.hgetall(f"{queue.prefix}prompts")
+    payloads = await queue.client.hgetall(f"{queue.keys.prefix}prompts")
     return [decode_prompt(payloads[key]).ground_truth for key in sorted(payloads, key=int)]
 
 
@@ -105,7 +105,7 @@ async def test_a_feeder_goes_on_when_redis_has_lost_its_tail(
         await queue.feed("train", feeder.fingerprint, position, payloads, [0] * count)
 
     await feed(0, 500)
-    keys = [key async for key in client.scan_iter(f"{queue.prefix}*")]
+    keys = [key async for key in client.scan_iter(f"{queue.keys.prefix}*")]
     kept = {key: await client.dump(key) for key in keys}
     await feed(500, 300)
     assert await queue.feed_positions() == {"train": 800}
@@ -124,7 +124,7 @@ async def test_no_more_than_wanted_wait(tmp_path: Path, redis_process: RedisProc
         async with asyncio.timeout(60):
             num_leased = 0
             while num_leased < NUM_PROMPTS:
-                assert (await queue.stat()).pending < 300 + 256
+                assert (await queue.stat()).pending_prompts < 300 + 256
                 num_leased += len(await wide.lease("s", 200))
                 await asyncio.sleep(0.01)
             assert await task == NUM_PROMPTS

@@ -189,7 +189,7 @@ async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: R
     body = {"prompts": [PROMPT]}
     again = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
     assert again.json() == first | {"replayed": True}
-    assert (await queue.stat()).pending == 1
+    assert (await queue.stat()).pending_prompts == 1
     assert_problem(await post(gateway, PROMPT, PROMPT, idempotency_key="k"), 400, "INVALID_INPUT", "idempotency_key")
     body |= {"idempotency_key": "other"}
     differing = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
@@ -218,7 +218,7 @@ async def test_a_wrong_field_is_named_and_nothing_is_accepted(
     gateway: Gateway, queue: RedisReplayQueue, change: dict[str, Any], field: str
 ) -> None:
     assert_problem(await post(gateway, PROMPT, PROMPT | change), 400, "INVALID_INPUT", field)
-    assert (await queue.stat()).pending == 0
+    assert (await queue.stat()).pending_prompts == 0
 
 
 async def test_bodies_that_are_no_request(gateway: Gateway) -> None:

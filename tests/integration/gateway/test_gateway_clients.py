@@ -177,14 +177,14 @@ async def test_a_submission_survives_a_gateway_that_is_killed(
         async with PenstockClient(f"http://127.0.0.1:{config.gateway.port}", deadline_s=60, timeout_s=5) as client:
             await client.get_run()
             submitting = [asyncio.create_task(client.submit([PROMPT] * 4)) for _ in range(20)]
-            while not (await queue.stat()).pending:  # noqa: ASYNC110
+            while not (await queue.stat()).pending_prompts:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             processes[0].kill()
             processes[0].wait(20)
             processes.append(start(command))
             submissions = await asyncio.gather(*submitting)
         ids = [prompt_id for submission in submissions for prompt_id in submission.prompt_ids]
-        assert sorted(ids) == list(range(1, 81)) and (await queue.stat()).pending == 80
+        assert sorted(ids) == list(range(1, 81)) and (await queue.stat()).pending_prompts == 80
     finally:
         for process in processes:
             process.kill()

@@ -54,7 +54,13 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     ]
     assert await queue.append(cancelled_lease, encode_group(group_of(2, 1)), 3) == "unknown"
     stat = await queue.stat()
-    assert (stat.pending, stat.queued, stat.in_flight, stat.discarded, stat.conservation_error) == (2, 0, 0, 2, 0)
+    assert (stat.pending_prompts, stat.queued, stat.in_flight, stat.discarded, stat.conservation_error) == (
+        2,
+        0,
+        0,
+        2,
+        0,
+    )
     waited = await both(
         gateway, "GET", f"{RUN}/prompts/1:wait?timeout_s=5",
         prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=5)),
@@ -163,7 +169,7 @@ async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue:
     )
     body = {"num_samples": 2, "sampling": {"max_tokens": 8}}
     done = await both(gateway, "POST", f"{path}:submit", datasets.SubmitDataset(submit_request), to_json, json=body)
-    assert done["num_submitted"] == 600 and (await queue.stat()).pending == 600
+    assert done["num_submitted"] == 600 and (await queue.stat()).pending_prompts == 600
     got = datasets.GetDataset(datasets_pb2.GetDatasetRequest(name="sums"))
     assert await both(gateway, "GET", path, got, to_json) == done
     record = await rest(gateway, "GET", f"{RUN}/prompts/600")

@@ -33,7 +33,7 @@ async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(qu
             known[key] = answer
     assert len(known) == 8
     assert {prompt_id: (await queue.get_prompt(prompt_id)).payload for prompt_id in expected} == expected
-    assert (await queue.stat()).pending == len(expected)
+    assert (await queue.stat()).pending_prompts == len(expected)
 
 
 async def test_prompts_of_joined_requests_are_leased_by_priority(queue: RedisReplayQueue) -> None:

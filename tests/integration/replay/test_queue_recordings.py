@@ -79,14 +79,15 @@ def test_an_interrupted_import_goes_on(tools: Tools, recording: Path) -> None:
 
     async def die(queue: RedisReplayQueue) -> None:
         inspector = QueueInspector(queue.client, other)
-        leases = await inspector.admit(_import_key(recording, 0), SERVER_ID, 60, [(row, b"", 0) for row in range(3)])
+        rows = [(row, b"", 0) for row in range(3)]
+        leases = await inspector.import_prompts(_import_key(recording, 0), SERVER_ID, 60, rows)
         await queue.give_back(SERVER_ID, leases[0])
 
     tools.on(die, run=other)
     assert (tools.stat(other).admitted, tools.stat(other).in_flight) == (3, 3)
     assert "imported 10 groups" in tools("import", str(recording), run=other)
     stat = tools.stat(other)
-    assert (stat.admitted, stat.queued, stat.in_flight, stat.pending) == (10, 10, 0, 0)
+    assert (stat.admitted, stat.queued, stat.in_flight, stat.pending_prompts) == (10, 10, 0, 0)
     original, resumed = tools.taken(tools.run, 10), tools.taken(other, 10)
     assert [content(group) for group in resumed] == [content(group) for group in original]
 

@@ -121,7 +121,7 @@ def test_requeued_prompts_are_new_submissions(tools: Tools) -> None:
     assert "requeued 1 " in tools("requeue", "--all")
     assert tools.json("dlq") == []
     stat = tools.stat()
-    assert (stat.admitted, stat.dead_lettered, stat.pending) == (251, 251, 251)
+    assert (stat.admitted, stat.dead_lettered, stat.pending_prompts) == (251, 251, 251)
     [lease] = tools.on(lambda queue: queue.lease("rollout-0", 1))
     assert (lease.prompt_id, lease.attempt, lease.payload) == (252, 1, QUESTION)
     assert tools.stat().admitted == 252
@@ -132,7 +132,7 @@ def test_a_dead_letter_without_its_prompt_stays(tools: Tools) -> None:
     error = tools("requeue", "--all", code=1)
     assert "1 dead letters were left where they are" in error and "purge it" in error
     assert len(tools.json("dlq")) == 1
-    assert tools.stat().pending == 1
+    assert tools.stat().pending_prompts == 1
 
 
 def test_purging_needs_a_yes(tools: Tools) -> None:

@@ -86,8 +86,8 @@ async def test_what_frees_memory_runs_when_redis_is_full(client: Redis, queue: R
     assert await queue.commit(1, [1, 2, 3, 4]) == 4
     stat = await queue.stat()
     assert (stat.trained, stat.expired, stat.dead_lettered, stat.conservation_error) == (4, 2, 1, 0)
-    group_keys = [key async for key in client.scan_iter(match=f"{queue.prefix}group:*")]
-    assert group_keys == [f"{queue.prefix}group:8:1".encode()], "a refused append leaves no bytes behind"
+    group_keys = [key async for key in client.scan_iter(match=f"{queue.keys.prefix}group:*")]
+    assert group_keys == [f"{queue.keys.prefix}group:8:1".encode()], "a refused append leaves no bytes behind"
 
     await client.config_set("maxmemory", 4 * 2**20)
     assert await queue.append(leases[8], b"x" * 10_000, 0) == "accepted"

@@ -35,7 +35,7 @@ async def test_a_discarded_prompt_is_finished_and_makes_room_for_another(queue: 
     assert [lease.prompt_id for lease in await queue.lease("s", 5)] == [ids[4]]
     with pytest.raises(NotFound):
         await queue.get_prompt(ids[0])
-    assert (await queue.reconcile([leases[0]])).settled == (ids[0],)
+    assert (await queue.reconcile([leases[0]])).done == (ids[0],)
     assert await queue.append(leases[0], b"late", 0) == "unknown"
     await assert_conserved(queue)
 

@@ -83,7 +83,7 @@ class ReplayMachine(RuleBasedStateMachine):
         freed = after.dead_lettered - before.dead_lettered
         assert gained <= before.admission_room + freed
         if len(leases) < count and after.queued_bytes < self.queue.config.capacity_bytes:
-            assert after.pending == 0 or after.admission_room == 0
+            assert after.pending_prompts == 0 or after.admission_room == 0
         self.held += [(server, lease) for lease in leases]
 
     @precondition(lambda self: self.held)

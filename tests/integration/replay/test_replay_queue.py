@@ -26,7 +26,7 @@ async def test_submission_with_the_same_key_is_accepted_once(queue: ReplayQueue)
     again = await queue.submit([b"a", b"b"], [0, 0], "key")
     assert again.prompt_ids == first.prompt_ids
     assert (first.replayed, again.replayed) == (False, True)
-    assert (await queue.stat()).pending == 2
+    assert (await queue.stat()).pending_prompts == 2
 
 
 async def test_higher_priority_is_leased_first(queue: ReplayQueue) -> None:
@@ -191,9 +191,9 @@ async def test_expiry_admits_the_prompt_again_and_tells_the_outbox(queue: Replay
     await queue.take_term(0)
     await queue.take(1, 1)
     await queue.expire(prompt_id)
-    assert (await queue.reconcile([lease])).settled == (prompt_id,)
+    assert (await queue.reconcile([lease])).done == (prompt_id,)
     stat = await queue.stat()
-    assert (stat.expired, stat.pending, stat.admitted) == (1, 1, 1)
+    assert (stat.expired, stat.pending_prompts, stat.admitted) == (1, 1, 1)
     [again] = await queue.lease("s", 1)
     assert again.prompt_id == prompt_id and again.attempt > lease.attempt
     assert (await queue.stat()).admitted == 2
@@ -230,7 +230,7 @@ async def test_reconcile_names_groups_that_redis_lost(queue: ReplayQueue) -> Non
     lost, kept = await queue.lease("s", 2)
     await finish(queue, [kept])
     outbox = await queue.reconcile([lost, kept])
-    assert (outbox.settled, outbox.missing) == ((), (lost.prompt_id,))
+    assert (outbox.done, outbox.missing) == ((), (lost.prompt_id,))
 
 
 async def test_freshest_first_takes_the_newest_version(make_queue: MakeQueue) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.replay import redis_queue
+from penstock.replay import group_payloads
 from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.replay.scripts import load_script
+from penstock.store.scripts import QUEUE, ScriptFolder
 
 
 async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
@@ -45,7 +45,7 @@ async def test_dead_letter_keeps_the_bytes(queue: RedisReplayQueue) -> None:
     await queue.append(lease, b"group", 0)
     await queue.take_term(0)
     await queue.dead_letter(prompt_id, "corrupt: bad magic")
-    [(_, fields)] = await queue.client.xrange(f"{queue.prefix}dead")
+    [(_, fields)] = await queue.client.xrange(f"{queue.keys.prefix}dead")
     assert (fields[b"group"], fields[b"prompt"]) == (b"group", b"prompt")
 
 
@@ -64,7 +64,7 @@ async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, e
         await getattr(queue, end)(prompt_id, "reason")
     if end != "expire":
         assert await queue.append(lease, b"late", 0) in ("duplicate", "unknown")
-    kept = {key.decode().removeprefix(queue.prefix) for key in await queue.client.keys(f"{queue.prefix}*")}
+    kept = {key.decode().removeprefix(queue.keys.prefix) for key in await queue.client.keys(f"{queue.keys.prefix}*")}
     assert not {name for name in kept if name.startswith("group:")}
     assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}
 
@@ -79,19 +79,21 @@ async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(
     taken = await queue.take(1, 2)
     await queue.client.script_flush()
     assert len(await queue.fetch(taken)) == await queue.commit(1, taken) == 2
-    assert await queue.client.keys(f"{queue.prefix}group:*") == []
+    assert await queue.client.keys(f"{queue.keys.prefix}group:*") == []
 
 
 async def test_scripts_forgotten_in_the_middle_of_a_batch_lose_no_group(
     queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transactions after the first name the script by a digest, here by one that Redis does not know."""
-    monkeypatch.setattr(redis_queue, "APPENDED_BYTES", 1)
-    monkeypatch.setattr(redis_queue, "load_script", lambda name: replace(load_script(name), sha="0" * 40))
+    load = ScriptFolder.load
+    monkeypatch.setattr(group_payloads, "APPENDED_BYTES", 1)
+    script = replace(QUEUE.load("append"), sha="0" * 40)
+    monkeypatch.setattr(ScriptFolder, "load", lambda self, name: script if name == "append" else load(self, name))
     await queue.submit([b"p"] * 3, [0] * 3, "")
     groups = [FinishedGroup(lease, b"group", 0) for lease in await queue.lease("s", 3)]
     assert await queue.append_many(groups) == ["duplicate", "accepted", "accepted"]
-    assert (await queue.stat()).queued == len(await queue.client.keys(f"{queue.prefix}group:*")) == 3
+    assert (await queue.stat()).queued == len(await queue.client.keys(f"{queue.keys.prefix}group:*")) == 3
 
 
 async def test_a_large_batch_passes_in_one_call(queue: RedisReplayQueue) -> None:

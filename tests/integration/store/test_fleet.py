@@ -19,14 +19,11 @@ async def test_a_learner_whose_term_has_passed_moves_no_server(
     old = await queue.take_term(0)
     await fleet.set_state("a", "READY", old)
     new = await queue.take_term(0)
-    before = await fleet.generation()
     with pytest.raises(Fenced, match=f"term {old} has passed; the current one is {new}"):
         await fleet.set_state("a", "EVICTED", old)
     assert [server.state for server in await fleet.servers()] == ["READY"]
-    assert await fleet.generation() == before
     await fleet.set_state("a", "EVICTED", new)
     assert await fleet.report(ServerRecord("a", "127.0.0.1:1", "torch")) == "EVICTED"
-    assert await fleet.generation() == before + 1
     assert await fleet.term() == new
 
 

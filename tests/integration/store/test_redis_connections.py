@@ -47,7 +47,6 @@ async def round_trip(config: RedisConfig) -> None:
         await fleet.join(ServerRecord("s", "127.0.0.1:1", "torch"))
         await fleet.set_state("s", "READY")
         assert [server.state for server in await fleet.servers()] == ["READY"]
-        assert await fleet.generation() == 1
         assert (await queue.stat()).conservation_error == 0
     finally:
         await client.aclose()

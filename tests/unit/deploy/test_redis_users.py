@@ -125,7 +125,6 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert await fleets["rollout"].term() == learner.term
     assert [server.state for server in await fleets["learner"].servers()] == ["READY"]
     assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
-    assert await fleets["gateway"].generation() > 0
     await fleets["rollout"].leave("r0")
     await Heartbeats(clients["rollout"], run).count_start("r0")
     async with Heartbeats(clients["learner"], run).beating("learner"):

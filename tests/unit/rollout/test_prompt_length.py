@@ -99,5 +99,5 @@ async def test_an_overlong_prompt_is_dead_lettered_at_once() -> None:
         await end_task(loop)
         await producer.drain()
     assert await queue.dead_letter_reasons() == {"prompt_too_long": 1}
-    assert (await queue.stat()).pending == 1
+    assert (await queue.stat()).pending_prompts == 1
     assert producer.metrics.failures.labels("prompt_too_long")._value.get() == 2

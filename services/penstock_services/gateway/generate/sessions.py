@@ -20,7 +20,8 @@ from penstock.config.run import RunConfig
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.replay.contract import Lease
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue, key_prefix
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
 from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2
@@ -129,7 +130,9 @@ class Sessions:
             (index, encode_prompt(Prompt(token_ids=tuple(one.prompt_token_ids), data_source=DATA_SOURCE)), 0)
             for index, one in enumerate(found)
         ]
-        return await self.inspector.admit(f"session:{session_id}", SERVER_ID, self.config.replay.lease_ttl_s, rows)
+        return await self.inspector.import_prompts(
+            f"session:{session_id}", SERVER_ID, self.config.replay.lease_ttl_s, rows
+        )
 
     async def _append(self, lease: Lease, conversation: Conversation, reward: float, parts: Mapping[str, float]) -> str:
         group = Group(
@@ -146,10 +149,10 @@ class Sessions:
         return await self.queue.append(lease, encode_group(group), group.min_version)
 
     def _calls(self, session_id: str) -> str:
-        return f"{key_prefix(self.config.run)}session:{session_id}"
+        return RunKeys(self.config.run).session(session_id)
 
     def _rewarded(self, session_id: str) -> str:
-        return f"{key_prefix(self.config.run)}session:{session_id}:rewarded"
+        return RunKeys(self.config.run).session(session_id, "rewarded")
 
 
 def _int32(data: bytes) -> list[int]:

@@ -94,7 +94,7 @@ class RunCollector(Collector):
             return
         stat = self.snapshot.stat
         ready = stat.queued - stat.delivered
-        yield _by_queue("depth", "Waiting entries.", prompts=stat.pending, groups=ready)
+        yield _by_queue("depth", "Waiting entries.", prompts=stat.pending_prompts, groups=ready)
         yield _by_queue(
             "pending", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
         )

@@ -44,7 +44,7 @@ def run_to_json(run: runs_pb2.Run) -> Json:
 
 
 def servers_to_json(response: runs_pb2.ListServersResponse) -> Json:
-    return {"servers": [server_to_json(server) for server in response.servers], "generation": response.generation}
+    return {"servers": [server_to_json(server) for server in response.servers]}
 
 
 def evaluation_to_json(evaluation: runs_pb2.Evaluation) -> Json:

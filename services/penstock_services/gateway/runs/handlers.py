@@ -113,21 +113,5 @@ def _state(orders: Orders, created: CreatedRun | None) -> runs_pb2.Run.State:
 
 
 def _stat_to_proto(stat: QueueStat) -> runs_pb2.QueueStat:
-    return runs_pb2.QueueStat(
-        pending_prompts=stat.pending,
-        admitted=stat.admitted,
-        in_flight=stat.in_flight,
-        queued=stat.queued,
-        delivered=stat.delivered,
-        queued_bytes=stat.queued_bytes,
-        trained=stat.trained,
-        expired=stat.expired,
-        dead_lettered=stat.dead_lettered,
-        conservation_error=stat.conservation_error,
-        redelivered=stat.redelivered,
-        reclaimed=stat.reclaimed,
-        discarded=stat.discarded,
-        admission_limit=stat.admission_limit,
-        admission_room=stat.admission_room,
-        inserted=stat.inserted,
-    )
+    """The fields have the same names on both sides."""
+    return runs_pb2.QueueStat(**{name: getattr(stat, name) for name in runs_pb2.QueueStat.DESCRIPTOR.fields_by_name})

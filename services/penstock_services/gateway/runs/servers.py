@@ -20,9 +20,7 @@ class ServerHandlers:
     @operation("read")
     async def list_servers(self, request: runs_pb2.ListServersRequest) -> runs_pb2.ListServersResponse:
         del request
-        return runs_pb2.ListServersResponse(
-            servers=await list_servers(self.fleet, self.control), generation=await self.fleet.generation()
-        )
+        return runs_pb2.ListServersResponse(servers=await list_servers(self.fleet, self.control))
 
     @operation("admin")
     async def drain_server(self, request: runs_pb2.ChangeServerRequest) -> runs_pb2.Server:

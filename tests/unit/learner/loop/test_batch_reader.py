@@ -130,7 +130,7 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
     assert batch.prompt_ids == [3, 4], "version 3 is no older than 9, whose weights are its own"
     assert await reader.replace_outdated(batch, 9) is batch
     stat = await queue.stat()
-    assert (stat.pending, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
+    assert (stat.pending_prompts, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
 
 
 def test_age_is_in_steps_of_training_through_roll_backs() -> None:

@@ -1,0 +1,127 @@
+"""Moving encoded groups to and from Redis.
+
+Payloads are plain strings, set in the same transaction as the script that appends them, and fetched with MGET. The
+large bytes pass neither through Lua nor through the event loop: they go over `RedisClient.payloads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import redis
+from redis.exceptions import NoScriptError
+
+from penstock.config.service import ReplayConfig
+from penstock.replay.contract import AppendOutcome, FinishedGroup
+from penstock.store.keys import RunKeys
+from penstock.store.redis_client import RedisClient, RedisClusterClient
+from penstock.store.scripts import QUEUE
+
+APPENDED_BYTES = 2**20
+FETCHED_GROUPS = 16
+"""Size of one exchange. Larger ones do not fit Redis' caches, which makes it slower, and keep other clients waiting."""
+
+
+class GroupPayloads:
+    """Appends and fetches the encoded groups of one run."""
+
+    def __init__(self, client: RedisClient, keys: RunKeys) -> None:
+        self.client = client
+        self.keys = keys
+
+    async def append(self, groups: Sequence[FinishedGroup], config: ReplayConfig) -> list[AppendOutcome]:
+        parts, limits = _parts(groups), (config.capacity_bytes, config.take_order)
+        if isinstance(self.client, RedisClusterClient):
+            return await self.client.payloads.run(
+                lambda client: _append_one_by_one(client, (self._transaction(part, limits) for part in parts))
+            )
+        try:
+            # Redis works on one transaction while the next is on its way. Only the first has to send the script.
+            return await self.client.payloads.run(
+                lambda client: _append_at_once(
+                    client, (self._transaction(part, limits, by_digest=index > 0) for index, part in enumerate(parts))
+                )
+            )
+        except NoScriptError:  # Redis forgot the script after the first; groups that were appended answer `duplicate`
+            return await self.client.payloads.run(
+                lambda client: _append_at_once(client, (self._transaction(part, limits) for part in parts))
+            )
+
+    async def fetch(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """The payloads that exist, by prompt id; `keys` has the key of each."""
+        if not keys:
+            return {}
+        names = list(keys.values())
+        parts = [names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS)]
+        is_cluster = isinstance(self.client, RedisClusterClient)
+
+        def exchange(client: redis.Redis) -> list[Any]:
+            if is_cluster:
+                return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+            # Redis writes one answer while the answer before it is being read.
+            pipeline = client.pipeline(transaction=False)
+            for part in parts:
+                pipeline.mget(part)
+            return [payload for answer in pipeline.execute() for payload in answer]
+
+        found = await self.client.payloads.run(exchange)
+        return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
+
+    def _transaction(
+        self, groups: Sequence[FinishedGroup], limits: tuple[Any, ...], *, by_digest: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """Set the payloads, then run append.lua. Calls the script by its digest only if Redis knows it for certain:
+        otherwise the payloads could be set without being appended."""
+        payloads: dict[str, bytes] = {}
+        arguments: list[Any] = [*limits]
+        for group in groups:
+            prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
+            payloads[self.keys.group(prompt_id, attempt)] = group.payload
+            arguments += (prompt_id, attempt, len(group.payload), group.min_version)
+        script = QUEUE.load("append")
+        call = ("EVALSHA", script.sha) if by_digest else ("EVAL", script.text)
+        return [
+            ("MSET", *(part for pair in payloads.items() for part in pair)),
+            (*call, 1, self.keys.prefix, *arguments),
+        ]
+
+
+def _parts(groups: Sequence[FinishedGroup]) -> list[list[FinishedGroup]]:
+    """Split into parts of about APPENDED_BYTES, in order."""
+    parts: list[list[FinishedGroup]] = []
+    num_bytes = APPENDED_BYTES
+    for group in groups:
+        if num_bytes >= APPENDED_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(group)
+        num_bytes += len(group.payload)
+    return parts
+
+
+def _append_at_once(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
+    pipeline: Any = client.pipeline(transaction=False)
+    for transaction in transactions:
+        for command in (("MULTI",), *transaction, ("EXEC",)):
+            pipeline.execute_command(*command)
+    return [outcome for answer in pipeline.execute()[3::4] for outcome in _outcomes(answer)]
+
+
+def _append_one_by_one(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
+    """Commands go by name, because a cluster's transaction does not have the methods."""
+    outcomes: list[AppendOutcome] = []
+    for transaction in transactions:
+        pipeline: Any = client.pipeline(transaction=True)
+        for command in transaction:
+            pipeline.execute_command(*command)
+        outcomes += _outcomes(pipeline.execute())
+    return outcomes
+
+
+def _outcomes(answer: list[Any]) -> list[AppendOutcome]:
+    """Outcomes of one transaction, whose answers are those of MSET and of the script."""
+    for part in answer:
+        if isinstance(part, Exception):
+            raise part
+    return [outcome.decode() for outcome in answer[1]]

@@ -1,0 +1,162 @@
+"""Every key that Penstock writes to Redis, by name.
+
+All keys of a run begin with `penstock:{run}:`. The braces are a hash tag, which keeps a run on one shard of a cluster.
+
+    keys = RunKeys("demo")
+    keys.counters                      penstock:{demo}:counters
+    keys.group(7, 1)                   penstock:{demo}:group:7:1
+
+Lua scripts get the prefix as KEYS[1] and read the same names from `lua_names()`: COUNTERS, GROUP and so on. The users
+in deploy/redis/users.acl may touch only keys that are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Key:
+    """One key of a run; its name is the attribute's name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, keys: Any, owner: type) -> str:
+        prefix: str = keys.prefix
+        return prefix + self.name
+
+
+class KeyFamily:
+    """Keys that have more parts after the name: `keys.group(7, 1)` is `PREFIXgroup:7:1`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, keys: Any, owner: type) -> Callable[..., str]:
+        start: str = keys.prefix + self.name
+        return lambda *parts: ":".join((start, *map(str, parts)))
+
+
+class RunKeys:
+    """The keys of one run."""
+
+    def __init__(self, run: str) -> None:
+        self.prefix = f"penstock:{{{run}}}:"
+
+    # ── run ──
+    counters = Key()
+    """Hash of numbers: the queue's counts, step, term, policy_version, ids, operators' orders."""
+    heartbeats = Key()
+    """Hash: part of the run to the time of its last sign of life, in ms."""
+    starts = Key()
+    """Hash: part of the run to how often it was started."""
+    drained = Key()
+    """Set of servers that lease nothing."""
+
+    # ── prompts ──
+    prompts = Key()
+    """Hash: prompt id to the encoded prompt, until it is trained or dead-lettered."""
+    priorities = Key()
+    """Hash: prompt id to its priority, where that is not 0."""
+    attempts = Key()
+    """Hash: prompt id to how often it was leased."""
+    failures = Key()
+    """Hash: prompt id to how many leases failed."""
+    pending = Key()
+    """Sorted set of prompts that can be leased, by priority and age."""
+    leases = Key()
+    """Sorted set of leased prompts, by the time the lease runs out."""
+    owners = Key()
+    """Hash: leased prompt to `server/attempt`."""
+    returned = Key()
+    """Set of prompts whose lease ended without a group; they are in `pending` too."""
+    open = Key()
+    """Sorted set of prompts in flight (leased or returned), by the number of their admission."""
+    submitted = Key()
+    """Sorted set of `time:first id` of the latest submissions, by first id."""
+    feeds = Key()
+    """Hash: dataset to the number of its next prompt, and `dataset:fingerprint` to the hash of its rows."""
+    idempotency = KeyFamily()
+    """Hash of what a submission was answered, by its idempotency key; expires."""
+    cancelled = Key()
+    """Bitmap of prompts that were cancelled."""
+    results = Key()
+    """Stream of finished prompts: see penstock.replay.results."""
+
+    # ── groups ──
+    group = KeyFamily()
+    """The encoded group of a prompt id and an attempt."""
+    meta = Key()
+    """Hash: prompt of a queued group to `attempt bytes admission min_version appended_ms`."""
+    ready = Key()
+    """Sorted set of groups that can be taken, by the number of their admission."""
+    fresh = Key()
+    """Sorted set of the same groups, by their oldest policy version."""
+    delivered = Key()
+    """Set of groups that were taken and are not committed."""
+    manifests = Key()
+    """Hash: step to the ids of the groups in its batch."""
+    trained = Key()
+    """Bitmap of prompts that a durable checkpoint covers."""
+    dead = Key()
+    """Stream of dead letters."""
+    buried = Key()
+    """Bitmap of prompts that were dead-lettered."""
+    dead_reasons = Key()
+    """Hash: reason to the number of dead letters."""
+    expired_reasons = Key()
+    """Hash: reason to the number of groups that were expired or discarded."""
+    recomputed = KeyFamily()
+    """The learner's own log-probs of a group's tokens; expires."""
+
+    # ── evaluations ──
+    evaluation = KeyFamily()
+    """Hash of one evaluation: its counts, rewards and versions."""
+    eval_pending = Key()
+    """Sorted set of held-out prompts that can be leased, by id."""
+    eval_leases = Key()
+    """Sorted set of leased held-out prompts, by the time the lease runs out."""
+    eval_of = Key()
+    """Hash: held-out prompt to its evaluation."""
+    scores = Key()
+    """Hash: benchmark to the newest score."""
+
+    # ── policies and servers ──
+    policies = Key()
+    """Hash: version to its encoded record."""
+    policy_versions = Key()
+    """Sorted set of published versions."""
+    policy_pins = Key()
+    """Hash: server or evaluation to the version it is pinned to."""
+    retired_versions = Key()
+    """Set of retired versions."""
+    servers = Key()
+    """Hash: server to its record."""
+    server_states = Key()
+    """Hash: server to its state."""
+
+    # ── sessions ──
+    session = KeyFamily()
+    """List of a session's calls. With `rewarded` as a second part: what its reward was answered."""
+
+
+class CreatedRunsKeys:
+    """Keys of the registry of created runs. No run can have the name in braces."""
+
+    prefix = "penstock:{_runs}:"
+    created = prefix + "created"
+    """Hash: run to its record."""
+
+
+def key_names() -> Iterator[tuple[str, bool]]:
+    """Name of each key of a run, and whether it is a family."""
+    for name, value in vars(RunKeys).items():
+        if isinstance(value, Key | KeyFamily):
+            yield name, isinstance(value, KeyFamily)
+
+
+def lua_names() -> str:
+    """Lua constants for all keys: `local COUNTERS = PREFIX .. 'counters'`; a family's ends in a colon."""
+    lines = [f"local {name.upper()} = PREFIX .. '{name}{':' * is_family}'" for name, is_family in key_names()]
+    return "\n".join(["local PREFIX = KEYS[1]", *lines, ""])

@@ -1,0 +1,29 @@
+-- Shared by all scripts. Time is Redis' own, so no two clocks are ever compared.
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function counter(name)
+  return tonumber(redis.call('HGET', COUNTERS, name) or '0')
+end
+
+local function count(name, by)
+  redis.call('HINCRBY', COUNTERS, name, by)
+end
+
+-- A Redis that is out of memory refuses a script whose first write could need memory, but lets one run to its end that
+-- starts with a delete. A script that frees memory, or keeps leases and servers alive until memory is freed, must run.
+-- It starts with this delete of a field that never exists.
+local function run_when_full()
+  redis.call('HDEL', COUNTERS, '')
+end
+
+-- Returns an error to answer with when `term` is not the current one.
+local function check_term(term)
+  local current = counter('term')
+  if tonumber(term) ~= current then
+    return redis.error_reply('FENCED term ' .. term .. ' has passed; the current one is ' .. current)
+  end
+  run_when_full()
+end

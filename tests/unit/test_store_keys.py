@@ -1,0 +1,54 @@
+"""The names of keys: the same in Python, in Lua and in the users' permissions."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from penstock.store.keys import CreatedRunsKeys, RunKeys, key_names, lua_names
+from penstock.store.scripts import QUEUE, STORE, ScriptFolder
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    (folder, entry.name.removesuffix(".lua"))
+    for folder in (STORE, QUEUE)
+    for entry in (resources.files(folder.package) / "lua").iterdir()
+    if entry.name != "prelude.lua"
+]
+
+
+def test_names() -> None:
+    keys = RunKeys("demo")
+    assert keys.counters == "penstock:{demo}:counters"
+    assert keys.group(7, 1) == "penstock:{demo}:group:7:1"
+    assert keys.session("s", "rewarded") == "penstock:{demo}:session:s:rewarded"
+    assert "local COUNTERS = PREFIX .. 'counters'" in lua_names()
+    assert "local GROUP = PREFIX .. 'group:'" in lua_names()
+
+
+@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=str)
+def test_scripts_take_every_key_from_the_list(folder: ScriptFolder, name: str) -> None:
+    own = (resources.files(folder.package) / "lua" / f"{name}.lua").read_text()
+    assert "KEYS[" not in own.replace("KEYS[1] is", "") and "penstock:" not in own
+    built = set(re.findall(r"PREFIX \.\. '(\w+)", own))
+    assert built <= {CreatedRunsKeys.created.removeprefix(CreatedRunsKeys.prefix)}
+    commands = re.findall(r"redis\.call\('\w+', (\w+)", folder.load(name).text)
+    defined = set(re.findall(r"local ([A-Z_]+) = PREFIX", folder.load(name).text))
+    assert {key for key in commands if key.isupper()} <= defined
+
+
+@pytest.mark.parametrize("path", ["deploy/redis/users.acl", "helm/penstock/files/users.acl"])
+def test_the_users_may_touch_these_keys_and_no_others(path: str) -> None:
+    patterns = {
+        pattern
+        for line in (ROOT / path).read_text().splitlines()
+        if line.split()[1] in ("gateway", "rollout", "learner")
+        for pattern in re.findall(r"~(\S+)", line)
+    }
+    run_patterns = {pattern for pattern in patterns if pattern.startswith("penstock:{*}:")}
+    assert patterns - run_patterns == {CreatedRunsKeys.created}
+    expected = {f"penstock:{{*}}:{name}{':*' * is_family}" for name, is_family in key_names()}
+    assert run_patterns == expected | {RunKeys("*").prefix}

@@ -1,6 +1,6 @@
-"""A stand-in of `cupy.cuda.runtime` on the host: the same calls, streams that run beside each other, events.
+"""A stand-in for `cupy.cuda.runtime` on the host: the same calls, with parallel streams and events.
 
-Memory is host memory, so that pointers of torch's CPU tensors are device pointers too. IPC works inside one process.
+Memory is host memory, so pointers of torch's CPU tensors are device pointers too. IPC works inside one process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.weights.cuda.stream import NOT_READY, SUCCESS
 
 
 class _Stream:
-    """A thread that works off what was enqueued."""
+    """A thread that executes the enqueued operations."""
 
     def __init__(self) -> None:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -44,7 +44,7 @@ class _Stream:
 
 
 class RuntimeStandIn:
-    """As `cupy.cuda.runtime`, of which it has what Penstock calls."""
+    """Stands in for `cupy.cuda.runtime`. It has the functions that Penstock calls."""
 
     streamNonBlocking = 1  # noqa: N815
     eventDisableTiming = 2  # noqa: N815

@@ -1,4 +1,4 @@
-"""A rollout server's weight listener with a torch engine behind it, in this process."""
+"""A member of the weight group in this process: the gRPC service with a torch engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config_of(folder: Path, model: Path, key_file: Path | None, transport: str =
 
 @contextlib.asynccontextmanager
 async def member(config: RunConfig) -> AsyncIterator[tuple[PushTarget, Engine, WeightMember]]:
-    """A rollout server's weight listener with a torch engine behind it."""
+    """Serve a torch engine as a member. Yields its target, the engine and the service."""
     engine = create_engine(EngineConfig(name="torch", max_model_len=64), config.model.path, "float32", 0)
     await engine.start(policy_version=0)
     servicer = WeightMember("push", engine, config.weights, RolloutMetrics(CollectorRegistry()))

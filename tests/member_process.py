@@ -1,8 +1,7 @@
-"""A member of the weight group as a process of its own: the real gRPC service and stage, and no model.
+"""A member of the weight group in a separate process, with the real gRPC service and stage, but without a model.
 
-A fault is `die@PHASE` or `stop@PHASE` (SIGSTOP), with PHASE one of announce, receive, commit, load. What the member
-does goes to a file, one JSON object a line: its port, then every version it loads with the digest of what it would
-serve.
+A fault is `die@PHASE` or `stop@PHASE` (SIGSTOP), where PHASE is announce, receive, commit or load. The member writes a
+file with one JSON object per line: its port, then each version that it loads, with the digest of the loaded bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Say = Callable[..., None]
 
 
 class Fault:
-    """Happens once, the first time its phase is reached."""
+    """Happens once, when its phase is reached for the first time."""
 
     def __init__(self, text: str, say: Say) -> None:
         self.kind, _, self.phase = text.partition("@")
@@ -56,11 +55,11 @@ class Fault:
         if self.kind == "die":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.2)  # the signal takes effect
+        time.sleep(0.2)  # until the signal takes effect
 
 
 class StagingEngine:
-    """Stages like an engine with several workers; what it would serve is the bytes it loaded last."""
+    """Stages weights like an engine with several workers. It would serve the bytes that it loaded last."""
 
     name = "staging"
 
@@ -128,12 +127,12 @@ class StagingEngine:
 
 
 def _digest(stage: WeightStage) -> str:
-    """Over what would be loaded, hashed here: nothing that travelled is believed."""
+    """Hash the loaded bytes here, without relying on checksums that were sent."""
     return weights_digest([host_checksum(XXH3, bucket.numpy()) for bucket in stage.buckets])
 
 
 def install_nccl_stand_in() -> NcclStandIn:
-    """NCCL over gloo, with pointers to host memory, in this process."""
+    """Replace NCCL in this process by gloo, with pointers to host memory."""
     runtime = RuntimeStandIn()
     nccl = NcclStandIn(runtime)
     libraries.runtime = lambda: runtime
@@ -142,7 +141,7 @@ def install_nccl_stand_in() -> NcclStandIn:
 
 
 def with_fault(fault: Fault) -> None:
-    """Let the fault happen after the first bucket that arrives."""
+    """Make the fault happen after the first bucket has arrived."""
 
     def find(transport: str) -> Receiver:
         inner = find_receiver(transport)
@@ -174,7 +173,7 @@ async def _serve(config_file: Path, num_workers: int, fault_text: str, is_quiet:
 
 
 def run(config_file: Path, num_workers: int, fault: str, is_quiet: bool, output: Path) -> None:
-    """What the process does."""
+    """Run a member. This is the main function of the process."""
     with output.open("w", buffering=1) as file:
 
         def say(**fields: object) -> None:
@@ -185,7 +184,7 @@ def run(config_file: Path, num_workers: int, fault: str, is_quiet: bool, output:
 
 @dataclass
 class MemberProcess:
-    """A running member, seen from the test."""
+    """A running member, for the test to control."""
 
     process: Any
     output: Path
@@ -195,7 +194,7 @@ class MemberProcess:
     def start(
         cls, config_file: Path, output: Path, num_workers: int = 1, fault: str = "", *, is_quiet: bool = False
     ) -> MemberProcess:
-        """Forked off a server that has imported everything already. Quiet: it does not hash what it loads again."""
+        """Fork a member from a fork server that has imported everything. A quiet member does not report its loads."""
         context = multiprocessing.get_context("forkserver")
         here = str(Path(__file__).parent)
         if here not in os.environ.get("PYTHONPATH", ""):  # Python 3.11's fork server does not get sys.path
@@ -211,21 +210,21 @@ class MemberProcess:
     def target(self) -> PushTarget:
         devices = ("cpu",) * self.num_workers
         address = f"127.0.0.1:{self.wait_for('port')}"
-        transports = ("nccl", *available_transports(devices))  # by the stand-in
+        transports = ("nccl", *available_transports(devices))  # the stand-in provides it
         return PushTarget(f"member-{self.process.pid}", address, devices, host_id(), transports)
 
     @property
     def loads(self) -> list[tuple[int, list[str]]]:
-        """Versions it loaded, in order, each with the digests of its workers' bytes."""
+        """The versions that it loaded, in order, each with the digests of its workers' bytes."""
         return [(line["version"], line["digests"]) for line in self._lines() if "version" in line]
 
     @property
     def has_hung(self) -> bool:
-        """Its fault has happened."""
+        """Whether its fault has happened."""
         return any("fault" in line for line in self._lines())
 
     def resume(self) -> None:
-        """After a SIGSTOP."""
+        """Continue the process after a SIGSTOP."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""One worker of a member, in a process of its own over the stand-ins, for tests that kill it.
+"""One worker of a member in a separate process, over the stand-ins, for tests that kill it.
 
     nccl_member.py MANIFEST_HEX RENDEZVOUS RANK WORLD_SIZE
 

@@ -1,8 +1,8 @@
-"""A stand-in of `cupy.cuda.nccl` over gloo: the same call signatures and results, for ranks in one or many processes.
+"""A stand-in for `cupy.cuda.nccl` over gloo, with the same signatures and results, for ranks in one or many processes.
 
-As with CuPy 14: a unique id is 128 bytes that say where rank 0 listens; a communicator waits for ever for a missing
-rank; with `blocking = 0` a call raises KeyError(7) while it is in progress, as CuPy does for a result that its table
-lacks; a broadcast runs on its stream, and hangs there when a peer does, until `abort`.
+It behaves like CuPy 14. A unique id is 128 bytes that contain the address of rank 0. A communicator waits for ever for
+a missing rank. With `blocking = 0` a call in progress raises KeyError(7), because CuPy's table lacks this result. A
+broadcast runs on its stream. If a peer hangs, the broadcast hangs until `abort`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NcclConfig:
 
 
 class NcclStandIn:
-    """As the module `cupy.cuda.nccl`. `num_inits` counts the communicators that were begun, `num_aborts` the aborts."""
+    """Stands in for the module `cupy.cuda.nccl`. Counts communicators (`num_inits`) and aborts (`num_aborts`)."""
 
     available = True
     NCCL_UINT8 = 1
@@ -51,9 +51,9 @@ class NcclStandIn:
         self.num_inits = 0
         self.num_aborts = 0
         self.silent_ranks: set[int] = set()
-        """These take part in the start, and never in a broadcast."""
+        """Ranks that take part in the start, but not in broadcasts."""
         self.broken_ranks: set[int] = set()
-        """These see an asynchronous error at the next broadcast."""
+        """Ranks that see an asynchronous error at the next broadcast."""
         self.communicators: list[_Communicator] = []
         self._stores: list[Any] = []
         module = self
@@ -69,7 +69,7 @@ class NcclStandIn:
         return f"127.0.0.1:{store.port}".encode().ljust(128, b"\0")
 
     def stop(self) -> None:
-        """End what a test left waiting; gloo does not survive a thread that the interpreter's end takes away."""
+        """End the calls that a test left waiting. Gloo crashes if the interpreter exits while its threads run."""
         for communicator in self.communicators:
             communicator.abort()
 
@@ -109,7 +109,7 @@ class _Communicator:
         self.nccl.runtime.enqueue(stream, lambda: self._broadcast(torch.from_numpy(array), root))
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """On the stream. A GPU's kernel would spin here too."""
+        """Run on the stream. A GPU's kernel would spin here too."""
         if self.rank in self.nccl.silent_ranks:
             self._aborted.wait()
         if self.rank in self.nccl.broken_ranks:

@@ -1,4 +1,4 @@
-"""An engine that says what a test wrote down, and a model folder with nothing but a tokenizer."""
+"""An engine that answers with the tokens of a script, and a model folder that contains only a tokenizer."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ CHATML = (
     "{% else %}<|start|>{{ message.role }}\n{{ message.content | trim }}<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-"""Shaped like Qwen's: every message ends with the stop token and a new line."""
+"""A template like Qwen's: every message ends with the stop token and a new line."""
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""No special token anywhere: the stop token that the model samples is not in the template."""
+"""A template without special tokens. The stop token that the model samples is not in it."""
 
 
 def make_tokenizer_folder(folder: Path, chat_template: str = CHATML) -> Path:
-    """A BPE that merges `ab` and `abc`. The ids of `a`, `b`, `c` decode to text that encodes to another id."""
+    """Write a BPE tokenizer that merges `ab` and `abc`. The ids of `a`, `b`, `c` decode to text with another id."""
     characters = TEXT.replace(" ", "\u0120").replace("\n", "\u010a")  # the byte-level alphabet's names
     tokens = [*SPECIAL, *characters, *("".join(pair) for pair in MERGES)]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -66,12 +66,12 @@ def make_tokenizer_folder(folder: Path, chat_template: str = CHATML) -> Path:
 
 
 def spelled(text: str) -> tuple[int, ...]:
-    """One id a character, as a model may sample them and the tokenizer never would."""
+    """Return one id per character. A model may sample these ids, but the tokenizer never returns them."""
     return tuple(len(SPECIAL) + TEXT.index(character) for character in text)
 
 
 def called(body: str) -> tuple[int, ...]:
-    """A Hermes tool call, spelled, and the end of the turn."""
+    """Return the ids of a Hermes tool call, spelled out, and of the end of the turn."""
     return (SPECIAL.index("<tool_call>"), *spelled(body), SPECIAL.index("</tool_call>"), END)
 
 
@@ -81,11 +81,11 @@ class ScriptedEngine:
 
     script: Sequence[Sequence[int]]
     versions: Sequence[int] = (0,)
-    """Version of each turn; the last one goes on."""
+    """Version of each turn. The last one applies to all further turns."""
     requests: list[GenerateRequest] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     hold: Callable[[GenerateRequest], asyncio.Event | None] = lambda request: None
-    """A request that gets an event waits for it in the middle of its tokens."""
+    """If it returns an event for a request, the request waits for it in the middle of its tokens."""
     name: str = "scripted"
 
     @property

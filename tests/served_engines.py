@@ -32,7 +32,7 @@ from penstock_rollout.engines.vllm import stamps as vllm_stamps
 from tests.engine_answers import Answer
 from tests.tiny_model import make_tiny_qwen2
 
-torch.set_num_threads(1)  # the forwards here are tiny, and OpenMP threads would spin against the engine's
+torch.set_num_threads(1)  # the models are tiny, and OpenMP threads would compete with the engine's
 
 TOLERANCE = 1e-3
 LONG = Sampling(max_tokens=400)
@@ -68,7 +68,7 @@ class Push:
 
     @classmethod
     def of(cls, model: Any, version: int) -> Push:
-        """Small buckets, so that there are several."""
+        """Pack the model's weights into small buckets, so that there are several."""
         weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
@@ -113,7 +113,7 @@ class Publisher:
 
 
 class Served:
-    """An engine, and the model it should be serving."""
+    """An engine, and the model that it should serve."""
 
     def __init__(self, engine: Engine, model: Any) -> None:
         self.engine = engine
@@ -128,7 +128,7 @@ class Served:
         return self.engine.generate(GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream))
 
     def next_model(self) -> Any:
-        """Other weights: those that serve, perturbed."""
+        """Return a copy of the served model with perturbed weights."""
         model = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(self.engine.policy_version)
         with torch.no_grad():
@@ -137,7 +137,7 @@ class Served:
         return model
 
     async def update(self, model: Any) -> int:
-        """Push the model by gloo and commit; returns the new version."""
+        """Push the model by gloo and commit it. Returns the new version."""
         version = self.engine.policy_version + 1
         push = Push.of(model, version)
         publisher = Publisher(push)
@@ -207,15 +207,17 @@ class ComparedStamps:
 
 
 def make_engine(config: EngineConfig, folder: Path) -> Engine:
-    """SGLang has no build for CPUs; a stand-in that speaks its protocol over the same model runs in its place."""
+    """Create an engine. SGLang has no CPU build, so a stand-in with the same model speaks its protocol."""
     if config.name == "sglang":
         return SglangEngine(config, folder, "float32", seed=0, module="tests.sglang_protocol.stand_in")
     return create_engine(config, folder, "float32", seed=0)
 
 
 async def start_engine(kind: str, folder: Path, keep_kv_cache: bool = True) -> Served:
-    """`vllm-own-stamps` is vllm without its own stamps of tokens, as releases before 0.32 are; `vllm-compared-stamps`
-    has both; `vllm-parallel` has a model over two workers."""
+    """Start an engine of the given kind.
+
+    `vllm-own-stamps` does not use vLLM's own version stamps, which releases before 0.32 do not have.
+    `vllm-compared-stamps` uses both. `vllm-parallel` has two workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     if kind.endswith("-stamps") and not vllm_stamps.reports_versions():

@@ -28,9 +28,9 @@ if _version_not_supported:
 class WeightMemberServiceStub:
     """Served by every rollout server on its internal port.
 
-    Announce -> the member prepares to receive and answers; no collective is entered before all have answered.
-    Commit   -> the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
-    Abort    -> the member forgets what it staged and keeps serving the version it has.
+    Announce: the member starts to receive and answers. The transfer starts when all members have answered.
+    Commit: the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
+    Abort: the member drops what it has staged and keeps serving its current version.
     """
 
     def __init__(self, channel):
@@ -59,9 +59,9 @@ class WeightMemberServiceStub:
 class WeightMemberServiceServicer:
     """Served by every rollout server on its internal port.
 
-    Announce -> the member prepares to receive and answers; no collective is entered before all have answered.
-    Commit   -> the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
-    Abort    -> the member forgets what it staged and keeps serving the version it has.
+    Announce: the member starts to receive and answers. The transfer starts when all members have answered.
+    Commit: the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
+    Abort: the member drops what it has staged and keeps serving its current version.
     """
 
     def Announce(self, request, context):
@@ -111,9 +111,9 @@ def add_WeightMemberServiceServicer_to_server(servicer, server):
 class WeightMemberService:
     """Served by every rollout server on its internal port.
 
-    Announce -> the member prepares to receive and answers; no collective is entered before all have answered.
-    Commit   -> the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
-    Abort    -> the member forgets what it staged and keeps serving the version it has.
+    Announce: the member starts to receive and answers. The transfer starts when all members have answered.
+    Commit: the member waits for its staged buckets, verifies them, loads them and flips its version atomically.
+    Abort: the member drops what it has staged and keeps serving its current version.
     """
 
     @staticmethod

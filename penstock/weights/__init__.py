@@ -1,1 +1,1 @@
-"""What publisher and members of a weight push agree on: manifests, bucket layout, checksums, snapshots. No torch."""
+"""The formats that publisher and members of a weight push share: manifests, buckets, checksums, snapshots. No torch."""

@@ -1,11 +1,11 @@
-"""Checksums of buckets. They tell torn, reordered and corrupted transfers; they do not keep out an attacker.
+"""Checksums of buckets. They detect torn, reordered and corrupted transfers. They do not protect against attackers.
 
-| name     | where it is fast | definition                                                                |
+| name     | fast in          | definition                                                                |
 |----------|------------------|---------------------------------------------------------------------------|
-| xxh3_128 | host memory      | xxHash's own                                                              |
+| xxh3_128 | host memory      | XXH3 of the xxHash library, 128 bits                                      |
 | mix64    | GPU memory       | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
 
-mix64 can be summed in any order, so that a GPU computes it at the speed of its memory (cuda/mix64.py).
+mix64 is a sum in any order, so a GPU computes it at the speed of its memory (cuda/mix64.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _CHUNK_WORDS = 2**20
 
 
 class RunningChecksum:
-    """The checksum of a bucket in host memory, taken piece by piece as the pieces are copied or arrive.
+    """The checksum of a bucket in host memory, updated piece by piece as the pieces are copied or arrive.
 
-    A piece that has just been written is still in the processor's cache, where hashing it costs a quarter of what it
-    costs from memory. All pieces but the last are of whole words."""
+    A piece that has just been written is still in the processor's cache. Hashing it there costs a quarter of what it
+    costs from memory. The size of every piece except the last must be a multiple of 8 bytes."""
 
     def __init__(self, name: str) -> None:
         if name not in (XXH3, MIX64):
             raise WeightPushFailed(
-                f"unknown checksum {name!r}; publisher and rollout server must be of the same version"
+                f"unknown checksum {name!r}; publisher and rollout server must have the same version"
             )
         self._name = name
         self._xxh3 = xxhash.xxh3_128()
@@ -54,19 +54,19 @@ class RunningChecksum:
 
 
 def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
-    """The checksum `name` of bytes in host memory."""
+    """Compute the checksum `name` of bytes in host memory."""
     checksum = RunningChecksum(name)
     checksum.update(bucket)
     return checksum.value
 
 
 def weights_digest(bucket_checksums: Sequence[str]) -> str:
-    """One digest for a whole version: equal on publisher and members exactly when every byte is."""
+    """Combine the bucket checksums of a version into one digest. Equal weights have equal digests."""
     return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
 
 
 def _mix64(words: NDArray[np.uint64], num_before: int) -> int:
-    """The sum over these words, which follow `num_before` others."""
+    """Return the part of the sum that these words contribute. `num_before` words come before them."""
     total = np.uint64(0)
     with np.errstate(over="ignore"):
         for start in range(0, len(words), _CHUNK_WORDS):

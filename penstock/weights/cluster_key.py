@@ -1,4 +1,4 @@
-"""The cluster's key: what the publisher sends, and members demand, on the internal port."""
+"""The cluster key: the publisher sends it with each call to a member, and the member checks it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADER = "x-penstock-cluster-key"
 
 
 def read_key(config: WeightsConfig) -> str:
-    """The key, or an empty string where none is configured (loopback only)."""
+    """Return the key, or an empty string if none is configured, which is allowed on loopback only."""
     if config.cluster_key_file is None:
         return ""
     try:
@@ -26,12 +26,13 @@ def read_key(config: WeightsConfig) -> str:
 
 
 def call_metadata(config: WeightsConfig) -> list[tuple[str, str]]:
+    """Return the gRPC metadata that carries the key."""
     key = read_key(config)
     return [(HEADER, key)] if key else []
 
 
 def is_authorised(config: WeightsConfig, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Constant-time check of a call's metadata."""
+    """Return whether a call's metadata carries the key. The comparison takes constant time."""
     wanted = read_key(config)
     given = next((value for name, value in metadata if name == HEADER), "")
     given_text = given.decode(errors="replace") if isinstance(given, bytes) else given

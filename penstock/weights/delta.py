@@ -1,10 +1,10 @@
-"""A bucket as what changed since the version before: `count`, then the changed items' indices, then their values.
+"""Encode a bucket as the items that changed since an earlier version.
 
-    int64 count | int32 index[count] (padded to 8 bytes) | item value[count]
+    int64 count | int32 index[count], padded to 8 bytes | item value[count], padded to 8 bytes
 
-Items are of the size of the bucket's dtype, so a bucket holds one dtype only. Optimizers move few bfloat16 weights per
-step by more than their rounding: most items are equal, bit for bit. `encode` gives None where sending the bucket whole
-is no larger. Applying a delta to anything but its base gives other bytes, which the bucket's checksum tells.
+An item has the size of the bucket's dtype, so a bucket must have one dtype only. Deltas are small, because a step of
+the optimizer changes few bfloat16 weights by more than their rounding. If a delta is applied to the wrong base, the
+checksum of the bucket differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEADER_BYTES = 8
 
 
 def encode(base: NDArray[np.uint8], bucket: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8] | None:
-    """The delta from `base` to `bucket`, or None when it is not smaller than the bucket."""
+    """Return the delta from `base` to `bucket`, or None if it is not smaller than the bucket."""
     word = _WORDS[item_bytes]
     old, new = base.view(word), bucket.view(word)
     index = np.flatnonzero(old != new)
@@ -35,11 +35,11 @@ def encode(base: NDArray[np.uint8], bucket: NDArray[np.uint8], item_bytes: int) 
 
 
 def apply(base: NDArray[np.uint8], wire: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
-    """The bucket that `encode(base, bucket)` was made of. Raises WeightPushFailed for bytes that are no delta of it."""
+    """Return the bucket whose delta on `base` is `wire`. Raises WeightPushFailed if `wire` is not a valid delta."""
     word = _WORDS[item_bytes]
     count = int(wire[:_HEADER_BYTES].view(np.int64)[0]) if len(wire) >= _HEADER_BYTES else -1
     if count < 0 or wire_bytes(count, item_bytes) != len(wire):
-        raise WeightPushFailed(f"a delta of {len(wire)} bytes says it holds {count} items")
+        raise WeightPushFailed(f"a delta of {len(wire)} bytes claims to hold {count} items")
     values_at = _HEADER_BYTES + _round_up(4 * count)
     index = wire[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(np.int32)
     bucket = base.copy()
@@ -51,6 +51,7 @@ def apply(base: NDArray[np.uint8], wire: NDArray[np.uint8], item_bytes: int) -> 
 
 
 def wire_bytes(count: int, item_bytes: int) -> int:
+    """Return the size of a delta with `count` items."""
     return _HEADER_BYTES + _round_up(4 * count) + _round_up(item_bytes * count)
 
 

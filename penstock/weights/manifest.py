@@ -1,7 +1,7 @@
-"""Bucket layout of a weight push.
+"""The bucket layout of a weight push.
 
-Tensors are packed in the order given into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own),
-each tensor aligned to 16 bytes and whole inside one bucket. Publisher and members derive everything from the manifest.
+Tensors are packed into buckets of at most `bucket_bytes`, in the given order. A larger tensor gets its own bucket. Each
+tensor is aligned to 16 bytes and lies inside one bucket. The manifest describes the layout completely.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "
 class TensorShape:
     name: str
     dtype: str
-    """As safetensors spells it."""
+    """Name of the type in safetensors, such as BF16."""
     shape: tuple[int, ...]
 
     @property
@@ -34,7 +34,7 @@ class TensorShape:
 def build_manifest(
     run: str, policy_version: int, term: int, tensors: Iterable[TensorShape], bucket_bytes: int
 ) -> weights_pb2.WeightManifest:
-    """Lay the tensors out. Checksums follow with the commit: they are known only after each bucket was gathered."""
+    """Lay out the tensors. The checksums come with the commit, when every bucket has been gathered."""
     manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term, checksum=XXH3)
     used = 0
     for tensor in tensors:
@@ -56,17 +56,17 @@ def build_manifest(
 
 
 def allocate_buckets(manifest: weights_pb2.WeightManifest) -> list[NDArray[np.uint8]]:
-    """Zeroed host buffers, so that alignment padding hashes the same everywhere."""
+    """Allocate host buffers. They are zeroed, so alignment padding has the same hash everywhere."""
     return [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
 
 
 def wire_sizes(manifest: weights_pb2.WeightManifest) -> list[int]:
-    """Bytes that travel, by bucket: of the delta, or of the whole bucket."""
+    """Return the number of bytes sent for each bucket: the size of its delta, or of the whole bucket."""
     return [bucket.wire_bytes or bucket.num_bytes for bucket in manifest.buckets]
 
 
 def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
-    """Of each bucket in one stretch of memory, at multiples of `alignment`, and of what comes after the last."""
+    """Return the offset of each bucket in one block of memory, aligned, and the offset after the last bucket."""
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // alignment) * alignment)
@@ -74,5 +74,5 @@ def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
 
 
 def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
-    """Size of one item; a manifest that carries deltas has one dtype."""
+    """Return the size of one item. A manifest with deltas has one dtype only."""
     return ITEM_BYTES[manifest.tensors[0].dtype]

@@ -1,6 +1,6 @@
-"""Snapshots: one version's weights as a safetensors file that vLLM and Hugging Face load too.
+"""Snapshots: the weights of one version as a safetensors file, which vLLM and Hugging Face can load.
 
-A snapshot is written aside, flushed and renamed, so a reader sees a whole one or none.
+The file is written under another name, flushed and renamed. So a reader sees a complete snapshot or none.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ def write_snapshot(
     buckets: Sequence[NDArray[np.uint8]],
     checksums: Sequence[str],
 ) -> None:
-    """Write the weights durably, and the manifest first: where there are weights there is a manifest."""
+    """Write the weights durably. The manifest is written first, so a folder with weights has a manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = weights_pb2.SnapshotManifest(manifest=manifest, bucket_checksums=checksums)
-    (folder / MANIFEST_NAME).write_bytes(kept.SerializeToString())
+    snapshot = weights_pb2.SnapshotManifest(manifest=manifest, bucket_checksums=checksums)
+    (folder / MANIFEST_NAME).write_bytes(snapshot.SerializeToString())
     _write_weights(folder, manifest, buckets)
 
 
 def read_manifest(folder: Path) -> weights_pb2.SnapshotManifest:
-    """What `write_snapshot` noted. Raises WeightPushFailed where no whole snapshot is."""
+    """Read the manifest that `write_snapshot` wrote. Raises WeightPushFailed if there is no complete snapshot."""
     try:
         if not (folder / FILE_NAME).is_file():
             raise FileNotFoundError
-        kept: weights_pb2.SnapshotManifest = weights_pb2.SnapshotManifest.FromString(
+        snapshot: weights_pb2.SnapshotManifest = weights_pb2.SnapshotManifest.FromString(
             (folder / MANIFEST_NAME).read_bytes()
         )
     except (OSError, DecodeError) as error:
-        raise WeightPushFailed(f"{folder} holds no snapshot; it was retired, or the volume is not shared") from error
-    return kept
+        raise WeightPushFailed(f"{folder} contains no snapshot; it was retired, or the volume is not shared") from error
+    return snapshot
 
 
 def _write_weights(folder: Path, manifest: weights_pb2.WeightManifest, buckets: Sequence[NDArray[np.uint8]]) -> None:
-    """`folder/model.safetensors`. The layout is the safetensors specification's: length, JSON, bytes."""
+    """Write `folder/model.safetensors` in the format of the specification: length of the header, header, bytes."""
     header: dict[str, object] = {"__metadata__": {"policy_version": str(manifest.policy_version), "format": "pt"}}
     offset = 0
     for spec in manifest.tensors:
@@ -71,7 +71,7 @@ def _write_weights(folder: Path, manifest: weights_pb2.WeightManifest, buckets: 
 
 
 def read_snapshot(folder: Path, manifest: weights_pb2.WeightManifest) -> list[NDArray[np.uint8]]:
-    """Read the tensors of `manifest` into its bucket layout; raises WeightPushFailed when the file does not fit it."""
+    """Read the tensors into the manifest's buckets. Raises WeightPushFailed if the file does not match the manifest."""
     path = folder / FILE_NAME
     buckets = allocate_buckets(manifest)
     try:
@@ -82,7 +82,7 @@ def read_snapshot(folder: Path, manifest: weights_pb2.WeightManifest) -> list[ND
                 entry = header[spec.name]
                 start, end = entry["data_offsets"]
                 if entry["dtype"] != spec.dtype or entry["shape"] != list(spec.shape) or end - start != spec.num_bytes:
-                    raise WeightPushFailed(f"{path}: {spec.name} has another dtype or shape than the manifest says")
+                    raise WeightPushFailed(f"{path}: {spec.name} has another dtype or shape than in the manifest")
                 file.seek(8 + header_bytes + start)
                 view = buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
                 if file.readinto(view.data) != spec.num_bytes:

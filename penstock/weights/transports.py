@@ -1,10 +1,10 @@
-"""The weight transports by name, and what each needs. Publisher and rollout server each have their end of every one.
+"""The names of the weight transports, and what each needs. The learner has a sender, the server a receiver for each.
 
-| name     | carries weights by                         | needs                                                        |
+| name     | how weights are sent                       | needs                                                        |
 |----------|--------------------------------------------|--------------------------------------------------------------|
 | nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a GPU of its own for the publisher and for each worker |
 | cuda_ipc | one copy inside a GPU                      | CuPy; publisher and worker on the same GPU of one host       |
-| shm      | sealed shared memory, mapped, not copied   | publisher and worker on one host, one user, one pid namespace|
+| shm      | sealed shared memory, mapped without copy  | publisher and worker on one host, one user, one pid namespace|
 | gloo     | TCP broadcast through host memory          | a network                                                    |
 | snapshot | a safetensors file                         | a volume that both sides mount                               |
 """
@@ -17,13 +17,13 @@ import os
 from pathlib import Path
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
-"""In the order in which `auto` prefers them."""
+"""In the order of `auto`'s preference."""
 PUBLISHER_RANK = 0
-"""Of every collective; the members' workers are 1, 2, …"""
+"""Rank of the publisher in every collective. The members' workers are 1, 2, …"""
 GLOO_PIECE_BYTES = 4 * 2**20
-"""A bucket travels in pieces of this size, each hashed while it is in the cache of the processor that took it in."""
+"""Size of the pieces in which a bucket is sent. The receiver hashes each while it is in the processor's cache."""
 GLOO_PIECES_AT_ONCE = 8
-"""Pieces that are on their way while those before are taken."""
+"""Number of pieces that are in flight at once."""
 
 
 @functools.cache
@@ -33,7 +33,9 @@ def has_cupy() -> bool:
 
 @functools.cache
 def host_id() -> str:
-    """Equal on two processes exactly when they can map each other's memory: one boot, pid namespace and user."""
+    """Return an id that is equal for processes that can map each other's memory: same boot, pid namespace and user.
+
+    Empty where there is no /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return ""

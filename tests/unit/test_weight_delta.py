@@ -1,4 +1,4 @@
-"""Deltas: what is encoded comes back byte for byte, and nothing else is believed."""
+"""Deltas: an encoded bucket is restored byte for byte, and invalid deltas are refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the CUDA transports share: streams, memory, checksums, NCCL groups and IPC. CuPy, imported late; no torch."""
+"""Code shared by the CUDA transports: streams, memory, checksums, NCCL groups, IPC. Imports CuPy late, and no torch."""

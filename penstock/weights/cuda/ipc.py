@@ -1,9 +1,9 @@
-"""CUDA IPC: GPU memory of one process, mapped by another on the same GPU.
+"""CUDA IPC: one process maps GPU memory that another process on the same GPU has allocated.
 
-    bucket | bucket | … | 16 bytes identity | 8 bytes number of buckets that are ready
+    bucket | bucket | … | 16 bytes identity | 8 bytes number of ready buckets
 
-Each bucket starts at a multiple of 512. The identity is a hash of run, term, version and sizes: a handle can come to
-mean other memory once its owner has freed it, and a member must not take one version for another.
+Each bucket starts at a multiple of 512. The identity is a hash of run, term, version and sizes. It keeps a member from
+taking one version for another, for example when the owner has freed the memory and the handle refers to new memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.weights.manifest import wire_sizes
 BUCKET_ALIGNMENT = 512
 HEADER = struct.Struct("<16sq")
 MAX_KEPT = 2
-"""A publisher fills one set of buckets while another is pushed."""
+"""Two, because a publisher fills one set of buckets while it pushes another."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class IpcOffer:
     """The rendezvous of cuda_ipc."""
 
     handle: str
-    """Hex."""
+    """The IPC handle, in hex."""
     device: str
     """UUID of the GPU."""
     num_bytes: int
-    """Of the buckets as they lie: where the header is."""
+    """Size of the buckets with their alignment, which is the offset of the header."""
     num_ready: int
-    """Buckets that were ready when the offer was made. The header has the last word."""
+    """Number of buckets that were ready when the offer was made. The header decides."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -47,28 +47,31 @@ class IpcOffer:
     @staticmethod
     def from_json(text: str) -> IpcOffer:
         try:
-            said = json.loads(text)
-            return IpcOffer(str(said["handle"]), str(said["device"]), int(said["num_bytes"]), int(said["num_ready"]))
+            fields = json.loads(text)
+            return IpcOffer(
+                str(fields["handle"]), str(fields["device"]), int(fields["num_bytes"]), int(fields["num_ready"])
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise WeightPushFailed(f"the rendezvous of cuda_ipc cannot be read: {error!r}") from error
 
 
 def identity(manifest: weights_pb2.WeightManifest) -> bytes:
-    said = [manifest.run, manifest.term, manifest.policy_version, wire_sizes(manifest)]
-    return xxhash.xxh3_128_digest(json.dumps(said).encode())
+    """Return the identity of a version for the header."""
+    hashed = [manifest.run, manifest.term, manifest.policy_version, wire_sizes(manifest)]
+    return xxhash.xxh3_128_digest(json.dumps(hashed).encode())
 
 
 def export_handle(pointer: int) -> bytes:
-    """The handle of the allocation that starts at `pointer`."""
+    """Return the IPC handle of the allocation that starts at `pointer`."""
     handle: bytes = libraries.runtime().ipcGetMemHandle(pointer)
     return handle
 
 
 class Mappings:
-    """Allocations of publishers, mapped into this process and kept: mapping costs ten times what copying does.
+    """Maps publishers' allocations into this process and keeps the mappings, because mapping costs ten times a copy.
 
-    A publisher uses its memory again, so the same few handles come back. At most MAX_KEPT that nobody uses stay, and
-    none of an earlier term: what a dead publisher leaves is held only until the next one pushes."""
+    A publisher reuses its memory, so the same few handles come back. At most MAX_KEPT unused mappings are kept, and
+    none of an earlier term: the memory of a dead publisher is released when the next one pushes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +79,7 @@ class Mappings:
 
     @contextmanager
     def opened(self, handle: bytes, device_index: int, term: int) -> Iterator[int]:
-        """Another process' allocation for a while; yields its address here."""
+        """Map another process's allocation. Yields its address in this process."""
         mapping = self._take(handle, device_index, term)
         try:
             yield mapping.pointer
@@ -89,7 +92,7 @@ class Mappings:
                 self._trim(term)
 
     def close(self) -> None:
-        """Let go of all that nobody uses."""
+        """Close all unused mappings."""
         with self._lock:
             for mapping in self._mapped.values():
                 mapping.is_trusted = False
@@ -127,5 +130,5 @@ def _open(handle: bytes, device_index: int) -> int:
         return int(runtime.ipcOpenMemHandle(handle))
     except (RuntimeError, ValueError) as error:
         raise WeightPushFailed(
-            f"the publisher's GPU memory cannot be mapped ({error}); cuda_ipc needs a living publisher on this host"
+            f"the publisher's GPU memory cannot be mapped ({error}); cuda_ipc needs a running publisher on this host"
         ) from error

@@ -1,4 +1,4 @@
-"""CuPy's bindings of NCCL and of the CUDA runtime, imported on first use; tests put stand-ins in their place."""
+"""CuPy's bindings of NCCL and the CUDA runtime, imported on first use. Tests replace them by stand-ins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MISSING = "CuPy cannot be imported ({}); install cupy-cuda13x, or set weights.t
 
 
 def runtime() -> Any:
-    """`cupy.cuda.runtime`."""
+    """Return the module `cupy.cuda.runtime`."""
     try:
         from cupy.cuda import runtime as found
     except ImportError as error:
@@ -19,11 +19,11 @@ def runtime() -> Any:
 
 
 def nccl() -> Any:
-    """`cupy.cuda.nccl`."""
+    """Return the module `cupy.cuda.nccl`."""
     try:
         from cupy.cuda import nccl as found
     except ImportError as error:
         raise WeightPushFailed(_MISSING.format(error)) from error
     if not found.available:
-        raise WeightPushFailed("CuPy does not find NCCL; install nvidia-nccl-cu13, or set weights.transport to gloo")
+        raise WeightPushFailed("CuPy cannot find NCCL; install nvidia-nccl-cu13, or set weights.transport to gloo")
     return found

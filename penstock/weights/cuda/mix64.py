@@ -1,4 +1,4 @@
-"""The mix64 checksum (penstock/weights/checksums.py) of bytes in GPU memory, in one pass."""
+"""Compute the mix64 checksum (penstock/weights/checksums.py) of bytes in GPU memory, in one pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.errors import WeightPushFailed
 
-BYTES_A_LOAD = 16
+LOAD_BYTES = 16
 _THREADS = 256
-_BLOCKS_A_MULTIPROCESSOR = 8
+_BLOCKS_PER_MULTIPROCESSOR = 8
 KERNEL = "penstock_mix64"
 SOURCE = r"""
 __device__ __forceinline__ unsigned long long splitmix64(unsigned long long x) {
@@ -47,14 +47,14 @@ extern "C" __global__ void penstock_mix64(
 
 
 def device_mix64(pointer: int, num_bytes: int, device_index: int) -> str:
-    """16 hex digits. Runs on a stream of its own and returns when it is done; the bytes must be complete before."""
-    if num_bytes % BYTES_A_LOAD or pointer % BYTES_A_LOAD:
-        raise WeightPushFailed(f"mix64 on a GPU needs multiples of {BYTES_A_LOAD} bytes, not {num_bytes} at {pointer}")
+    """Return the checksum as 16 hex digits. The bytes must be complete. Runs on its own stream and waits for it."""
+    if num_bytes % LOAD_BYTES or pointer % LOAD_BYTES:
+        raise WeightPushFailed(f"mix64 on a GPU takes multiples of {LOAD_BYTES} bytes, not {num_bytes} at {pointer}")
     return f"{_hasher(device_index).run(pointer, num_bytes):016x}"
 
 
 class _Hasher:
-    """The compiled kernel of one device, with its stream and the eight bytes of its result."""
+    """The compiled kernel of one device, with its stream and the memory of its result."""
 
     def __init__(self, device_index: int) -> None:
         import cupy
@@ -62,14 +62,14 @@ class _Hasher:
         self._device = cupy.cuda.Device(device_index)
         self._lock = threading.Lock()
         with self._device:
-            self._max_blocks = self._device.attributes["MultiProcessorCount"] * _BLOCKS_A_MULTIPROCESSOR
+            self._max_blocks = self._device.attributes["MultiProcessorCount"] * _BLOCKS_PER_MULTIPROCESSOR
             self._kernel = cupy.RawKernel(SOURCE, KERNEL)
             self._stream = cupy.cuda.Stream(non_blocking=True)
             with self._stream:
                 self._total = cupy.zeros(1, dtype=np.uint64)
 
     def run(self, pointer: int, num_bytes: int) -> int:
-        num_pairs = num_bytes // BYTES_A_LOAD
+        num_pairs = num_bytes // LOAD_BYTES
         num_blocks = max(1, min(-(-num_pairs // _THREADS), self._max_blocks))
         arguments = (np.uint64(pointer), np.uint64(num_pairs), self._total)
         with self._lock, self._device, self._stream:

@@ -1,7 +1,7 @@
-"""One NCCL communicator with deadlines: the publisher is rank 0, every worker of every member one more.
+"""An NCCL communicator with deadlines. The publisher is rank 0; every worker of every member has a rank.
 
-NCCL waits for its peers for ever. So its calls are made non-blocking where CuPy can say so, or else in a thread of
-their own, and every wait polls under a Deadline. `abort` ends whatever is still going on.
+NCCL itself waits for its peers for ever. So its calls are non-blocking if this CuPy supports that, or else made in a
+separate thread, and every wait polls with a Deadline. `abort` ends everything that still runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.transports import PUBLISHER_RANK
 
 MAX_ENQUEUED = 32
-"""Broadcasts that run ahead of what is known to be done. A full queue of CUDA's would wait without a deadline."""
+"""Upper bound on enqueued broadcasts that are not known to be done. CUDA's queue must not fill up: it would block."""
 ABORT_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.01
 IN_PROGRESS = 7
-"""ncclInProgress."""
+"""The result code ncclInProgress."""
 _CONFIG_MAGIC = struct.pack("<I", 0xCAFEBEEF)
 _UNDEFINED = -(2**31)
 
@@ -38,12 +38,12 @@ class NcclMeeting:
     """The rendezvous of nccl."""
 
     sender: str
-    """Which sender of which learner; it has one group at a time."""
+    """Id of the sender, which has one group at a time."""
     group: str
     unique_id: str
-    """NCCL's, as hex."""
+    """NCCL's unique id, in hex."""
     kept: bool
-    """The group exists already: everyone has it, or the push fails."""
+    """The group exists already. A worker that has left it fails the push."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -51,14 +51,18 @@ class NcclMeeting:
     @staticmethod
     def from_json(text: str) -> NcclMeeting:
         try:
-            said = json.loads(text)
-            return NcclMeeting(str(said["sender"]), str(said["group"]), str(said["unique_id"]), bool(said["kept"]))
+            fields = json.loads(text)
+            return NcclMeeting(
+                str(fields["sender"]), str(fields["group"]), str(fields["unique_id"]), bool(fields["kept"])
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise WeightPushFailed(f"the rendezvous of nccl cannot be read: {error!r}") from error
 
 
 class NcclGroup:
-    """open → broadcast, wait, … → abort. Used by one thread, but aborted by any. Not usable after a failure."""
+    """Call `open` first, then `broadcast` and `wait` as often as needed, and `abort` at the end.
+
+    One thread uses the group, but any thread may abort it. It is not usable after a failure."""
 
     def __init__(self, unique_id: bytes, world_size: int, rank: int, device_index: int) -> None:
         self.device_index = device_index
@@ -81,39 +85,39 @@ class NcclGroup:
         return self._is_made and not self._is_aborted
 
     def open(self, deadline: Deadline) -> None:
-        """Meet all other ranks."""
+        """Create the communicator together with all other ranks."""
         self._stream = DeviceStream(self.device_index)
         self._copies = DeviceStream(self.device_index)
-        # __init__ apart from __new__: a non-blocking one raises "in progress", and the object must outlive that.
+        # __new__ and __init__ apart: a non-blocking __init__ raises "in progress", and the object must survive that.
         kind = self._nccl.NcclCommunicator
         communicator = self._communicator = kind.__new__(kind)
         arguments = [self._world_size, self._unique_id, self._rank]
         if self._config is not None:
             arguments.append(self._config)
-        self._beside(lambda: communicator.__init__(*arguments), deadline)
-        deadline.wait_until(self._is_settled, POLL_S)
+        self._call_in_thread(lambda: communicator.__init__(*arguments), deadline)
+        deadline.wait_until(self._has_returned, POLL_S)
         self._is_made = True
 
     def broadcast(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object = None) -> int:
-        """Enqueue one broadcast, in place, from the publisher; returns the event of its end, for `wait`.
+        """Enqueue one in-place broadcast from the publisher. Returns the event of its end, for `wait`.
 
-        `hold` owns the memory, and is kept as long as NCCL may touch it."""
+        `hold` owns the memory. The group keeps a reference as long as NCCL may access it."""
 
         def call() -> None:
             stream = self._stream.handle
             self._communicator.bcast(pointer, num_bytes, self._nccl.NCCL_UINT8, PUBLISHER_RANK, stream)
 
         if self._config is None:
-            self._beside(call, deadline)
+            self._call_in_thread(call, deadline)
         else:
             self._guarded(lambda: _is_finished(call))
-        deadline.wait_until(self._is_settled, POLL_S)
+        deadline.wait_until(self._has_returned, POLL_S)
         event = self._guarded(self._stream.record)
         self._held[event] = hold
         return event
 
     def copy(self, target: int, source: int, num_bytes: int, *, after: int | None = None) -> int:
-        """Enqueue a copy that runs beside broadcasts, or after one of them; returns its event, for `wait`."""
+        """Enqueue a copy that runs in parallel to broadcasts, or after the event `after`. Returns its event."""
 
         def call() -> int:
             if after is not None:
@@ -124,17 +128,17 @@ class NcclGroup:
         return self._guarded(call)
 
     def wait(self, event: int, deadline: Deadline) -> None:
-        """Until the event has happened; then its memory is the caller's alone again."""
-        self._stream.wait(event, deadline, self._is_settled)
+        """Wait until the event has happened. NCCL does not access the memory any more then."""
+        self._stream.wait(event, deadline, self._has_returned)
         self._held.pop(event, None)
 
     def abort(self) -> None:
-        """Give up the communicator; what it still does on the GPU ends soon. Never waits for other ranks."""
+        """Abort the communicator. Its work on the GPU ends soon. Never waits for other ranks."""
         with self._lock:
             was_aborted, self._is_aborted = self._is_aborted, True
         if was_aborted or self._communicator is None:
             return
-        # A thread: NCCL's own abort has been seen to hang. It holds the memory until NCCL is off it.
+        # In a thread, because NCCL's abort can hang. The thread keeps the memory until NCCL has finished with it.
         thread = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)
         thread.start()
         thread.join(ABORT_TIMEOUT_S)
@@ -142,7 +146,7 @@ class NcclGroup:
     def _abort(self) -> None:
         libraries.runtime().setDevice(self.device_index)
         if not self._is_made and self._calling is not None:
-            self._calling.join()  # a communicator that is still being made must not be aborted by another thread
+            self._calling.join()  # no thread may abort a communicator that another one is still creating
         self._communicator.abort()
         while not (self._stream.is_drained() and self._copies.is_drained()):
             time.sleep(DRAIN_POLL_S)
@@ -150,8 +154,8 @@ class NcclGroup:
         self._stream.close()
         self._copies.close()
 
-    def _beside(self, call: Callable[[], object], deadline: Deadline) -> None:
-        """Make an NCCL call that may never return."""
+    def _call_in_thread(self, call: Callable[[], object], deadline: Deadline) -> None:
+        """Make an NCCL call that may never return, in a thread that can be abandoned."""
         failures: list[Exception] = []
 
         def run() -> None:
@@ -168,12 +172,12 @@ class NcclGroup:
         if failures:
             raise failures[0]
 
-    def _is_settled(self) -> bool:
-        """Whether the calls so far are done (not: what they put on the stream). Raises for an asynchronous error."""
+    def _has_returned(self) -> bool:
+        """Return whether all calls have returned; their work on the stream may go on. Raises asynchronous errors."""
         return self._guarded(lambda: _is_finished(self._communicator.check_async_error))
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
-        """Make a call that does not wait, and never one after or during an abort."""
+        """Make a call that does not block, unless the group is aborted."""
         with self._lock:
             if self._is_aborted:
                 raise WeightPushFailed("the NCCL group was aborted")
@@ -181,11 +185,11 @@ class NcclGroup:
 
 
 def _is_finished(call: Callable[[], object]) -> bool:
-    """Make an NCCL call; False when NCCL answers that it is still at it."""
+    """Make an NCCL call. Returns False if NCCL answers that it is still in progress."""
     try:
         call()
     except KeyError as error:
-        # CuPy's table of NCCL's results ends before this one.
+        # CuPy's table of result codes does not contain this one.
         if error.args != (IN_PROGRESS,):
             raise WeightPushFailed(f"NCCL failed with result {error}") from error
         return False
@@ -198,9 +202,10 @@ def _is_finished(call: Callable[[], object]) -> bool:
 
 
 def nonblocking_config(nccl: Any) -> Any:
-    """NCCL's own configuration with `blocking = 0`, or None where this CuPy cannot express it.
+    """Return an NCCL configuration with `blocking = 0`, or None if this CuPy has no way to set it.
 
-    CuPy 14 holds the structure (size, magic, version, blocking, …) but gives access to other fields only."""
+    CuPy 14 has the structure (size, magic, version, blocking, …) but gives no access to `blocking`, so the field is
+    written in memory."""
     try:
         config = nccl.NcclConfig()
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Host memory's part in a broadcast: two device buffers in turn, so that one is copied while the other is broadcast."""
+"""Broadcast from or to host memory by way of two GPU buffers: one is copied while the other is broadcast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUM_SLOTS = 2
 
 
 class Relay:
-    """Kept with its group. Before a bucket the caller has waited for the one NUM_SLOTS before it."""
+    """Lives as long as its group. Before each bucket the caller must wait for the one that came NUM_SLOTS earlier."""
 
     def __init__(self, group: NcclGroup, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -19,13 +19,13 @@ class Relay:
         self._num_used = 0
 
     def send(self, pointer: int, num_bytes: int, deadline: Deadline) -> int:
-        """Copy, and enqueue the broadcast; returns its event. Earlier broadcasts run meanwhile."""
+        """Copy to the GPU, then enqueue the broadcast. Returns its event. Earlier broadcasts run meanwhile."""
         slot = self._next_slot()
         self._group.wait(self._group.copy(slot.pointer, pointer, num_bytes), deadline)
         return self._group.broadcast(slot.pointer, num_bytes, deadline, hold=slot)
 
     def receive(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object) -> tuple[int, int]:
-        """Enqueue the broadcast and, after it, the copy to pinned memory, which `hold` owns. For `wait`."""
+        """Enqueue the broadcast, then the copy to pinned memory that `hold` owns. Returns their events, for `wait`."""
         slot = self._next_slot()
         arrived = self._group.broadcast(slot.pointer, num_bytes, deadline, hold=(slot, hold))
         return arrived, self._group.copy(pointer, slot.pointer, num_bytes, after=arrived)

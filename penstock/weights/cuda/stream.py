@@ -1,4 +1,4 @@
-"""CUDA streams and allocations of our own, beside those of torch. Pointers, streams and events are plain integers."""
+"""CUDA streams and allocations that are independent of torch. Pointers, streams and events are plain integers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.weights.deadline import Deadline
 SUCCESS, NOT_READY = 0, 600
 POLL_S = 0.0002
 SPIN_S = 0.002
-"""Waits are spun this long before they sleep: even a sleep of nothing costs a tenth of what copying a gigabyte does."""
+"""How long a wait spins before it sleeps. Even the shortest sleep costs a tenth of the time to copy a gigabyte."""
 
 
 class DeviceStream:
-    """A stream that does not wait for the default one, so that its copies run beside training or decoding.
+    """A stream that does not wait for the default stream, so its copies run during training or decoding.
 
     Its waits poll, because a wait inside CUDA has no deadline."""
 
@@ -28,21 +28,21 @@ class DeviceStream:
         self.handle = int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Enqueue a copy between any two of device and host memory."""
+        """Enqueue a copy. Source and target may each be device or host memory."""
         self._runtime.memcpyAsync(target, source, num_bytes, self._runtime.memcpyDefault, self.handle)
 
     def record(self) -> int:
-        """An event behind everything enqueued so far; `wait` disposes of it."""
+        """Return an event that happens after everything enqueued so far. `wait` destroys it."""
         event = int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
         self._runtime.eventRecord(event, self.handle)
         return event
 
     def follow(self, event: int) -> None:
-        """What is enqueued from now on starts after the event, of whichever stream."""
+        """Make everything that is enqueued from now on start after the event, which may be of another stream."""
         self._runtime.streamWaitEvent(self.handle, event)
 
     def wait(self, event: int, deadline: Deadline, check: Callable[[], object] = lambda: None) -> None:
-        """Until the event has happened. `check` is called at every poll and may raise."""
+        """Wait until the event has happened. `check` is called at every poll and may raise."""
 
         def happened() -> bool:
             if _is_done(self._runtime.eventQuery(event), "an event"):
@@ -51,7 +51,7 @@ class DeviceStream:
             return False
 
         spin_until = time.monotonic() + SPIN_S
-        while not happened():  # CuPy lets other threads of this interpreter run while it asks
+        while not happened():  # CuPy releases the GIL in eventQuery
             if time.monotonic() > spin_until:
                 deadline.wait_until(happened, POLL_S)
                 break
@@ -61,7 +61,7 @@ class DeviceStream:
         return _is_done(self._runtime.streamQuery(self.handle), "a stream")
 
     def synchronize(self) -> None:
-        """Without a deadline: for streams whose work waits for nobody else."""
+        """Wait without a deadline. Only for streams whose work does not depend on another process."""
         self._runtime.streamSynchronize(self.handle)
 
     def close(self) -> None:
@@ -69,8 +69,9 @@ class DeviceStream:
 
 
 class DeviceAllocation:
-    """One cudaMalloc: of no allocator's pool, so that its IPC handle covers exactly these bytes. Zeroed; freed with the
-    object."""
+    """Zeroed GPU memory from cudaMalloc, freed with this object.
+
+    It does not come from an allocator's pool, so its IPC handle covers exactly these bytes."""
 
     def __init__(self, num_bytes: int, device_index: int) -> None:
         self.num_bytes = num_bytes
@@ -82,7 +83,7 @@ class DeviceAllocation:
         self.clear()
 
     def clear(self) -> None:
-        """Zero it, on a stream of its own: the default one may wait for a transfer that hangs."""
+        """Zero the memory, on a separate stream: the default stream may wait for a transfer that hangs."""
         stream = DeviceStream(self.device_index)
         self._runtime.memsetAsync(self.pointer, 0, self.num_bytes, stream.handle)
         stream.synchronize()

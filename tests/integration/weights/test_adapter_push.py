@@ -1,4 +1,4 @@
-"""Low-rank adapters: trained sharded, pushed alone, served merged."""
+"""Low-rank adapters: they are trained sharded, pushed without the base weights, and served merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuda_ipc, both ends, over a stand-in of the CUDA runtime: content, streaming, stale memory, wrong GPUs, aborts."""
+"""Sender and receiver of cuda_ipc over a stand-in for the CUDA runtime: content, stale memory, wrong GPUs, aborts."""
 
 from __future__ import annotations
 
@@ -202,13 +202,13 @@ def test_memory_of_versions_that_are_gone_is_used_again_and_zeroed(runtime: Runt
         assert all(not bucket.any() for bucket in staged.memory.buckets)
         fill(staged, list(SHAPES))
         staged.checksums(deadline())
-        staged.memory.is_reusable = version % 2 == 0  # GPU memory is used again either way
+        staged.memory.is_reusable = version % 2 == 0  # GPU memory is reused either way
         pool.give_back(staged.memory)
     assert len(runtime.allocations) == 1
 
 
 def push(version: int, term: int = 1, staged: StagedVersion | None = None) -> StagedVersion:
-    """A whole push, in the memory of an earlier one if that is given."""
+    """Make a complete push, in the memory of an earlier version if one is given."""
     new = begin(version, "device")
     new.manifest.term = term
     if staged is not None:

@@ -1,4 +1,4 @@
-"""gloo, publisher and stage in one process: buckets that travel in several pieces, and a broadcast that stalls."""
+"""gloo with publisher and stage in one process: buckets in several pieces, and a broadcast that stalls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = [("embed", (3, 700_001)), ("norm", (5,)), ("layer", (1000, 1001)), ("he
 
 
 def stage_version(dtype: torch.dtype, name: str) -> tuple[StagedVersion, dict[str, torch.Tensor]]:
-    """Buckets of several pieces, with padding, from float32 weights."""
+    """Stage float32 weights in buckets of several pieces, with padding."""
     tensors = [TensorShape(tensor, name, shape) for tensor, shape in SHAPES]
     manifest = build_manifest("run", 1, 1, tensors, bucket_bytes=9 * 2**20)
     staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]), dtype)
@@ -78,7 +78,7 @@ def test_a_weight_that_was_staged_can_be_freed_as_fsdp_frees_it(dtype: torch.dty
 
 
 def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_once() -> None:
-    """However many are under way: whatever holds memory of the engine's machine must not do so until a deadline."""
+    """An aborted stage must release its memory at once, not at the deadline, however many pieces are in flight."""
     staged, _ = stage_version(torch.float32, "F32")
     timeout = timedelta(seconds=DEADLINE_S)
     store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)

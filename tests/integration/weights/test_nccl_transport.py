@@ -1,4 +1,4 @@
-"""nccl, both ends, over stand-ins of CuPy's bindings: content, kept communicators, deadlines, aborts, dead members."""
+"""Sender and receiver of nccl over stand-ins for CuPy: content, kept communicators, deadlines, aborts, dead members."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock_rollout.weights.stage import WeightStage
 DEADLINE_S = 60.0
 SHORT_S = 1.0
 PROMPT_S = 25.0
-"""Longer than a deadline of SHORT_S and an abort take on a busy machine, far shorter than DEADLINE_S."""
+"""Longer than a deadline of SHORT_S plus an abort on a busy machine, and far shorter than DEADLINE_S."""
 NUM_TENSORS = 9
 
 
@@ -51,7 +51,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
 
 @pytest.fixture(params=["device", "host"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of a bucket: broadcast where it lies, or through two device buffers."""
+    """The two ways to send a bucket: broadcast it in place, or by way of two device buffers."""
     if request.param == "device":
         monkeypatch.setattr(sending, "is_on_gpu", lambda wire: True)
         monkeypatch.setattr(receiving, "is_gpu", lambda device: True)
@@ -88,7 +88,7 @@ def start_stage(
 def push(
     sender: NcclSender, staged: StagedVersion, members: list[PushTarget], timeout_s: float = DEADLINE_S
 ) -> list[WeightStage]:
-    """A whole transfer to every worker; returns the stages when they are done."""
+    """Transfer a version to every worker. Returns the stages when they are done."""
     shipment, deadline = Shipment(staged.manifest, staged), Deadline(timeout_s, "sending")
     rendezvous = sender.open(shipment, members, deadline)
     num_workers = sum(len(member.devices) for member in members)
@@ -184,7 +184,7 @@ def test_a_member_that_hangs_in_a_broadcast_costs_a_deadline(nccl: NcclStandIn, 
     stages = [start_stage(staged.manifest, rendezvous, rank, 3) for rank in (1, 2)]
     started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
-        # Gloo lets rank 0 go on once its own part is done; NCCL's kernel would wait in the same place.
+        # Gloo lets rank 0 continue when its own part is done. NCCL's kernel would wait here too.
         nccl.silent_ranks.add(0)
         sender.send(shipment, members, deadline)
     sender.close(failed=True)
@@ -233,7 +233,7 @@ def test_a_member_that_is_killed_costs_no_more_than_a_deadline_and_the_others_go
     dies: str, nccl: NcclStandIn
 ) -> None:
     sender = NcclSender(torch.device("cpu"))
-    # More than sockets buffer: a publisher must notice a member that stopped reading.
+    # More than the sockets buffer, so that the publisher notices a member that stopped reading.
     staged, members = staged_version(1, num_items=2**20), [target("killed"), target("b")]
     shipment, deadline = Shipment(staged.manifest, staged), Deadline(DEADLINE_S, "sending")
     rendezvous = sender.open(shipment, members, deadline)
@@ -267,7 +267,7 @@ def test_a_member_that_is_killed_costs_no_more_than_a_deadline_and_the_others_go
 def member_process(
     manifest: weights_pb2.WeightManifest, rendezvous: str, rank: int, world_size: int
 ) -> Iterator[subprocess.Popen[str]]:
-    """A member in a process of its own, which stops after its first bucket: see nccl_member.py."""
+    """Start nccl_member.py: a member in a separate process, which stops after its first bucket."""
     script = Path(__file__).parents[2] / "nccl_member.py"
     arguments = [manifest.SerializeToString().hex(), rendezvous, str(rank), str(world_size)]
     process = subprocess.Popen(
@@ -314,7 +314,7 @@ def test_abort_from_another_thread_ends_a_start_that_waits(nccl: NcclStandIn) ->
 
 
 def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort that hangs must not give back memory which the GPU still writes to."""
+    """An abort that hangs must not free memory that the GPU still writes to."""
     monkeypatch.setattr(nccl_group, "ABORT_TIMEOUT_S", 0.2)
     group = NcclGroup(nccl.get_unique_id(), world_size=1, rank=0, device_index=0)
     deadline = Deadline(DEADLINE_S, "broadcasting")

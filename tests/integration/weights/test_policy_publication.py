@@ -1,4 +1,4 @@
-"""The order of versions: training never waits for a push, the newest wins, late joiners have a lane of their own."""
+"""The order of versions: training never waits for a push, the newest version wins, late joiners have their own lane."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from penstock_learner.weights.push_report import PushReport
 
 @dataclass
 class ScriptedPolicy:
-    """Stands for the policy's actors: a push lasts until the test lets it end."""
+    """Replaces the policy's actors. A push lasts until the test ends it."""
 
     pushed: list[tuple[str, int, list[str]]] = field(default_factory=list)
-    """Lane, version and servers of every push that began."""
+    """Lane, version and servers of every push that has begun."""
     gathered: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Version, and the versions that were to be kept, of every gather."""
+    """For every gather: its version, and the versions to keep."""
     failures: dict[str, str] = field(default_factory=dict)
     gives_way: bool = False
-    """The next push would have to start again, and finds a newer version."""
+    """Whether the next push reports that a newer version has superseded it."""
     gates: dict[str, deque[asyncio.Event]] = field(default_factory=dict)
 
     def hold(self, lane: str) -> asyncio.Event:
-        """The next push of the lane waits for the event."""
+        """Make the next push of the lane wait for the event."""
         event = asyncio.Event()
         self.gates.setdefault(lane, deque()).append(event)
         return event
@@ -164,7 +164,7 @@ async def test_a_member_that_fails_is_evicted_and_the_version_published(setting:
 
 
 def with_short_deadlines(publication: PolicyPublication) -> None:
-    """Deadlines that pass within the test."""
+    """Use deadlines that pass within the test."""
     config = publication.config
     weights = config.weights.model_copy(update={"ready_timeout_s": 0.05, "push_timeout_s": 0.05})
     learner = config.learner.model_copy(update={"rank_timeout_s": 0.1})

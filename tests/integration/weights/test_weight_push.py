@@ -1,4 +1,4 @@
-"""The publisher against real members: gRPC, gloo or a snapshot, and what happens when one of them fails."""
+"""The publisher with real members: gRPC, gloo or a snapshot, and members that fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def publisher_of(config: RunConfig, model: Path, version: int = 1, term: int = 1) -> WeightPublisher:
-    """A publisher that holds the weights of a model folder as `version`."""
+    """Return a publisher that has staged the weights of a model folder as `version`."""
     weights = list(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     publisher = WeightPublisher(config, HOST)
     staged = publisher.begin(version, term, [(name, tuple(weight.shape)) for name, weight in weights])

@@ -1,4 +1,4 @@
-"""Every transport, with members as processes of their own: content, versions, deltas, faults at every phase."""
+"""Every transport, with members in separate processes: content, versions, deltas, faults in every phase."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def config_of(folder: Path, transport: str, **weights: object) -> RunConfig:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """NCCL refuses two ranks on one GPU, and here is none: a stand-in of CuPy's bindings, over gloo."""
-    monkeypatch.setattr(libraries, "runtime", libraries.runtime)  # put back afterwards
+    """Replace CuPy's bindings by a stand-in over gloo, because the tests run without a GPU."""
+    monkeypatch.setattr(libraries, "runtime", libraries.runtime)  # restored after the test
     monkeypatch.setattr(libraries, "nccl", libraries.nccl)
     stand_in = install_nccl_stand_in()
     yield
@@ -51,7 +51,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts members; kills them in the end, stopped ones too."""
+    """Start members, and kill them at the end, including stopped ones."""
     members: list[MemberProcess] = []
 
     def start_one(config: RunConfig, num_workers: int = 1, fault: str = "") -> MemberProcess:
@@ -66,7 +66,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def stage(publisher: WeightPublisher, version: int, keep: tuple[int, ...] = (), changed: float = 1.0) -> str:
-    """Stage random weights, of which a share differs from version to version; returns the digest of the bytes."""
+    """Stage random weights. A part of them differs from version to version. Returns the digest of the bytes."""
     base, own = np.random.default_rng(0), np.random.default_rng(version)
     staged = publisher.begin(version, 1, SHAPES, keep=keep)
     for name, shape in SHAPES:
@@ -143,7 +143,7 @@ def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never
     hanging = [start(config, fault=f"stop@{phase}") for phase in PHASES]
     digests: dict[int, str] = {}
     version = 0
-    # A member that waits for one that hangs may fail before it comes to hang itself: then it does in the next push.
+    # A member that waits for a hanging one may fail before its own fault happens. It then happens in the next push.
     while waiting := [member for member in hanging if not member.has_hung]:
         version += 1
         assert version <= len(PHASES), "every push makes one hang at least"
@@ -155,7 +155,7 @@ def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never
     beyond, last = version + 1, version + 2
     digests[beyond] = stage(publisher, beyond, keep=(version,))
     assert_committed(publisher.push(beyond, targets(healthy)), healthy)
-    digests[last] = stage(publisher, last, keep=(beyond,))  # would reuse what they still read
+    digests[last] = stage(publisher, last, keep=(beyond,))  # must not reuse the memory that they still read
     for member in hanging:
         member.resume()
     report = publisher.push(last, targets(*hanging, healthy))
@@ -214,7 +214,7 @@ def test_shared_memory_cannot_be_written_by_others_nor_taken_for_another_version
 
 
 def unmet_rendezvous(transport: str, staged: StagedVersion, member: MemberProcess, folder: Path) -> str:
-    """Of a transfer that never begins."""
+    """Return the rendezvous of a transfer that never begins."""
     if transport == "snapshot":
         return str(folder / "never-written")
     sender = make_sender(transport, "127.0.0.1", torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What is sent to SGLang and what is read from it, without a server."""
+"""Requests to SGLang and its answers as plain data, without a server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def message(ids: list[int], num_tokens: int, log_probs: list[float]) -> dict[str
 
 
 def test_the_last_message_of_an_aborted_request_repeats_a_token() -> None:
-    """SGLang sends the last id and all log-probs again; nothing of that is new."""
+    """SGLang repeats the last id and all log-probs; none of them is new."""
     event = read_event(message([8], 3, [-1.0, -2.0, -3.0]), Sampling(), num_seen=3)
     assert (event.token_ids, event.log_probs, event.num_tokens) == ((), (), 3)
     event = read_event(message([7, 8], 4, [-1.0, -2.0, -3.0, -4.0]), Sampling(), num_seen=2)
@@ -108,7 +108,7 @@ def test_spans_that_leave_tokens_out_are_an_error() -> None:
 
 
 def test_the_engine_is_one_receiver_whatever_its_parallelism(tmp_path: Path) -> None:
-    """The learner counts a rank for each device."""
+    """The learner counts one rank per device."""
     config = EngineConfig(name="sglang", tensor_parallel_size=4)
     assert SglangEngine(config, tmp_path, "bfloat16", seed=0).devices == ("cpu",)
 

@@ -74,7 +74,7 @@ class BatchReader:
     async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
         """The batch after a roll back: groups that may no longer be trained are replaced by others.
 
-        Returns the same object where there are none. The deadline is as in `read`."""
+        Returns the same object if there are none. The deadline is as in `read`."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
         if not outdated:
             return batch
@@ -134,7 +134,7 @@ class BatchReader:
         return decoded
 
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
-        """The group, or None where it is not trained.
+        """The group, or None if it is not trained.
 
         That is so if its prompt was trained already, if it is poisonous, and, where the config says so, if it is too
         old or its rewards have no spread."""

@@ -56,8 +56,9 @@ class CheckpointWriter:
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def wait_until_written(self) -> None:
-        """Wait for the checkpoint that is being written, if any. It is then durable and acknowledged; a failure is
-        raised. Every call that it makes has a deadline of its own."""
+        """Wait for the checkpoint that is being written, if any. It is then durable and acknowledged.
+
+        Raises its error if it failed. Its calls to the ranks and to Redis have deadlines."""
         if self._writing is not None:
             await self._writing
             self._writing = None

@@ -1,4 +1,4 @@
-"""`penstock export` of what a real learner trained: vLLM loads it and says what the checkpoint's model says."""
+"""vLLM loads a folder of `penstock export` and generates the same text as the checkpoint's model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def main(folder, prompts, num_tokens):
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])))
 """
-"""A process of its own: vLLM forks its engine off, which a process with torch's threads does not survive."""
+"""Runs in a process of its own: vLLM forks its engine, which fails in a process with torch's threads."""
 
 
 @pytest.mark.parametrize("learner", [{}, {"lora": LORA, "lr": 0.05}], ids=["whole", "adapter"])
@@ -67,7 +67,7 @@ def test_vllm_serves_the_exported_checkpoint(
 
 
 def checkpoint_model(config: RunConfig) -> Any:
-    """The last checkpoint's policy, put together by hand; an adapter is added as its product."""
+    """The policy of the last checkpoint, assembled without `penstock export`. An adapter is added as its product."""
     folder = config.folder / "checkpoints" / f"term-000001-step-{NUM_STEPS:08d}"
     named = checkpoint_state(folder)["model"].items()
     weights = {name.removeprefix("lm.").replace(".base_layer.", "."): weight for name, weight in named}

@@ -1,4 +1,4 @@
-"""A real learner: Ray, FSDP2 ranks over gloo, both placements."""
+"""Runs of a real learner: Ray, FSDP2 ranks over gloo, both placements."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def trained(folder: Path, model: Path, redis: RedisProcess, run: str, **learner:
 def undisturbed_ppo(
     tmp_path_factory: pytest.TempPathFactory, model: Path, classifier: Path, redis_process: RedisProcess
 ) -> Outcome:
-    """Stand-alone, two ranks of each role that trains."""
+    """A PPO run without deaths: standalone placement, two ranks for each trained role."""
     return trained(tmp_path_factory.mktemp("ppo"), model, redis_process, "ppo-undisturbed", **ppo(classifier))
 
 
 def test_both_placements_train_the_same_two_rank_policy(
     tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:
-    """GRPO with a KL term, so that the reference role takes part; neither the placement nor a profile of a step may
-    change a single bit. The reference's forwards of the next step run beside the update."""
+    """GRPO with a KL term, so that there is a reference role. Neither the placement nor profiling a step may change a
+    single bit. The reference's forward passes for the next step run beside the update."""
     algorithm = {"correction": {"mode": "decoupled"}, "kl": {"placement": "loss"}}
     profile = {"steps": [2], "ranks": [1], "ray_timeline": True}
     first, second = (
@@ -89,7 +89,7 @@ def test_both_placements_train_the_same_two_rank_policy(
 
 
 def forwards_run_ahead(timeline: Path) -> bool:
-    """Whether the reference began with a batch before the policy's update on the batch before had ended."""
+    """Whether the reference began a batch before the policy's update on the previous batch had ended."""
     calls = sorted(json.loads(timeline.read_text()), key=lambda call: call["ts"])
     references = [call["ts"] for call in calls if call["cat"] == "task::ReferenceWorker.log_probs"]
     updates = [call["ts"] + call["dur"] for call in calls if call["cat"] == "task::PolicyWorker.update"]
@@ -100,8 +100,8 @@ def forwards_run_ahead(timeline: Path) -> bool:
 def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
 ) -> None:
-    """A rank of the critic dies after step 2, and both roles that train go back to its checkpoint; then the reward
-    model's rank dies, and is replaced within the step."""
+    """A rank of the critic dies after step 2, and policy and critic go back to that step's checkpoint. Then the reward
+    model's rank dies and is replaced within the step."""
     config = make_config(
         tmp_path, model, redis_process.url, "ppo-deaths", placement="split-collocate", **ppo(classifier)
     )
@@ -136,8 +136,8 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
 def test_a_dead_policy_and_a_dead_reference_are_replaced(
     tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:
-    """A rank of the policy dies while it waits for the second batch: there is no checkpoint yet, and it starts from the
-    model folder. The reference, which may have had the second batch by then, dies with the third or the fourth."""
+    """A rank of the policy dies while it waits for the second batch. There is no checkpoint yet, so it starts from the
+    model folder. The reference may have had the second batch by then, and dies with the third or the fourth."""
     settings: dict[str, Any] = {"policy": {"num_ranks": 2}, "algorithm": {"kl": {"placement": "loss"}}}
     undisturbed = trained(tmp_path, model, redis_process, "lives", **settings)
     config = make_config(tmp_path, model, redis_process.url, "dies", **settings, checkpoint={"every_steps": 100})

@@ -1,4 +1,4 @@
-"""The learner refuses to train on log-probs that its own model code does not confirm."""
+"""The learner ends if the engine's log-probs differ from those of its own model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def true_group(lm: Any, prompt_id: int) -> Group:
-    """A made-up group with the log-probs of a plain Hugging Face forward."""
+    """A made-up group with the log-probs of a plain Hugging Face forward pass."""
     group = make_group(prompt_id)
     prompt, trajectories = group.prompt_token_ids.tolist(), []
     for trajectory in group.trajectories:
@@ -44,7 +44,7 @@ def true_group(lm: Any, prompt_id: int) -> Group:
 def test_the_first_step_decides_whether_the_learner_goes_on(
     shift_nats: float, tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:
-    """Every log-prob off by the same, as a wrong temperature or another model would have them; or not at all."""
+    """Adds an offset to every log-prob, as a wrong temperature or another model would, or no offset at all."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()

@@ -1,4 +1,4 @@
-"""A real fleet and its learner, rolled back, released, pinned and stopped by the gateway; it generates meanwhile."""
+"""A real fleet and learner that generate and train while the gateway rolls back, releases, pins and stops them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def post(url: str, path: str, **body: Any) -> Any:
 
 
 def start_gateway(run: FleetRun) -> tuple[Part, str]:
-    """And its address."""
+    """The gateway and its address."""
     gateway = run._start("gateway", "penstock_services.gateway")
     run.until((run.config.folder / "gateway.json").exists, "the gateway")
     return gateway, GatewayAddress.from_run_dir(run.config.folder).url
 
 
 def oldest_published(run: FleetRun) -> int:
-    """Not every version is published: one that the next follows at once is skipped."""
+    """Not every version is published: one that is superseded at once is skipped."""
     return min(version for version in run.policies() if version > 0)
 
 
 def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
-    """The version that the learner made of an older one's weights, every byte of them. It goes back once."""
+    """The new version that has exactly the weights of an older one. The learner rolls back once."""
     policies = run.policies()
     found = [
         policy
@@ -64,7 +64,7 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         checkpoints = CheckpointStore(config.folder / "checkpoints", keep=1)
 
         def checkpointed() -> list[int]:
-            """Versions that were published, are of a checkpoint, and are not the newest."""
+            """Published versions that have a checkpoint and are not the newest."""
             return [version for version in run.policies() if checkpoints.of_version(version) and version < run.current]
 
         version = run.until(checkpointed, "a version of a checkpoint", timeout_s=240)[0]
@@ -89,7 +89,7 @@ def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_
     tmp_path: Path, redis_process: RedisProcess
 ) -> None:
     config = fleet_config(tmp_path, redis_process.url, "waiting")
-    # Room for another batch beside those that are published, trained and read ahead.
+    # Room for one more batch besides those that are published, trained and read ahead.
     config = config.model_copy(update={"replay": config.replay.model_copy(update={"max_staleness": 4})})
     with FleetRun(config, redis_process.url) as run:
         server = run.start_server("a", "--rollout.engine.name", "torch")

@@ -1,4 +1,4 @@
-"""Loggers of steps: what each writes, and that none of them can hold up or end training."""
+"""The loggers: what each writes, and that none can delay or end training."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class StandInRun:
 
 
 class StandInWandb(ModuleType):
-    """The calls of W&B that are used, with its signatures."""
+    """The functions of W&B that we call, with its signatures."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -145,7 +145,7 @@ def test_wandb_gets_steps_and_settings_but_no_secret(tmp_path: Path, monkeypatch
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    """Where the package is installed. Its file is a LevelDB log of its protobuf records."""
+    """Needs the package. Its file is a LevelDB log of protobuf records."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -162,7 +162,8 @@ def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """Blocks of 32 KiB; a part of a record has a checksum, a length and a kind (whole, first, middle, last)."""
+    """Read a LevelDB log. It has blocks of 32 KiB. Each part of a record has a checksum, a length and a kind (whole,
+    first, middle, last)."""
     whole, first, last = 1, 2, 4
     at, joined = 7, b""  # after W&B's own header
     while at + 7 <= len(log):

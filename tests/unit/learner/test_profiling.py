@@ -1,4 +1,4 @@
-"""Profiles of named steps on named ranks, with the torch profiler itself."""
+"""Profiles of chosen steps on chosen ranks, with the real torch profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what of an example is trained, and that a model learns it."""
+"""Supervised fine-tuning: which part of an example is trained, and that a model learns it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput
 from penstock_learner.sft.data import read_examples
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
-"""Its tokens are characters; its chat template is the contents, with an end token after the assistant's."""
+"""A tokenizer of characters. Its chat template joins the contents, with an end token after the assistant's."""
 EOS = 1
 
 
@@ -64,7 +64,7 @@ PROMPTS = [f"{a}{b}+{b}{a}=" for a in range(1, 5) for b in range(5, 9)]
 
 
 def command(folder: Path, out: str) -> list[str]:
-    """Of a fine-tuning that teaches another answer than the sum."""
+    """The arguments of a fine-tuning that teaches a wrong answer instead of the sum."""
     data = write(folder, [{"prompt": prompt, "response": prompt[0] * 2} for prompt in PROMPTS])
     config = folder / "run.yaml"
     config.write_text(
@@ -90,7 +90,7 @@ def test_a_model_learns_the_answers_and_loads_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_ranks_of_torchrun_take_the_steps_of_one(tmp_path: Path) -> None:
-    """The batch of 6 does not divide 16 rows, and two ranks have parts of unequal length."""
+    """16 rows do not divide into batches of 6, and the parts of two ranks differ in length."""
     losses, weights = [], []
     for num_ranks in (1, 2):
         out = f"out-{num_ranks}"

@@ -1,4 +1,4 @@
-"""Advantage estimators against numbers worked by hand, and against scalar loops on random packed batches."""
+"""Advantage estimators equal numbers worked out by hand, and scalar loops on random packed batches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_grpo_group_of_one_keeps_its_reward_and_is_counted() -> None:
 
 
 def sum_in_order(values: Tensor) -> Tensor:
-    """Rounds after each addition, unlike torch.sum."""
+    """A sum that rounds after each addition, unlike torch.sum."""
     total = torch.zeros((), dtype=values.dtype)
     for value in values:
         total = total + value
@@ -161,7 +161,7 @@ def test_inputs_refuse_interleaved_sequences_and_wrong_shapes() -> None:
 
 
 def random_batch(seed: int) -> AdvantageInputs:
-    """Sequences of 1 to 7 tokens with holes, in groups of a greedy sample and 0 to 3 others, groups interleaved."""
+    """Sequences of 1 to 7 tokens with masked-out ones. Groups have a greedy sample and 0 to 3 others, interleaved."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 5, (3,), generator=generator).tolist()
     members = [(group, i == 0) for group, size in enumerate(sizes) for i in range(size)]
@@ -196,7 +196,7 @@ def whitened(raw: dict[int, float]) -> dict[int, float]:
 
 
 def gae_by_definition(inputs: AdvantageInputs, gamma: float, lam: float) -> dict[int, float]:
-    """A_t as the sum of all later errors, each discounted on its own: quadratic, no recurrence, no packing."""
+    """A_t as the sum of all later errors, each with its own discount. Quadratic, without recurrence or packing."""
     assert inputs.values is not None
     rewards, values = inputs.token_rewards.tolist(), inputs.values.tolist()
     raw = {}

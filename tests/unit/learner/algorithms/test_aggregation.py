@@ -1,4 +1,4 @@
-"""Aggregation by hand, and the proof that a loss does not depend on how its batch was split."""
+"""Aggregations equal numbers worked out by hand, and a loss does not depend on how its batch is split."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_micro_batch_without_trained_tokens_is_zero_and_still_differentiable(m
 
 @dataclass
 class Batch:
-    """Tensors of S sequences as a list, so that a test can split and reorder them."""
+    """The tensors of S sequences as a list, which a test can split and reorder."""
 
     log_probs: list[Tensor]
     old: list[Tensor]
@@ -90,7 +90,7 @@ def random_batch(seed: int) -> Batch:
 
 
 def loss_of(batch: Batch, sequences: list[int], config: LossConfig, denominators: Denominators) -> Tensor:
-    """The training loss of a micro-batch, as the learner composes it: policy loss, correction, KL."""
+    """The training loss of a micro-batch, composed as in the learner: policy loss, correction, KL."""
 
     def pack(tensors: list[Tensor]) -> Tensor:
         return torch.cat([tensors[s] for s in sequences])
@@ -106,7 +106,7 @@ def loss_of(batch: Batch, sequences: list[int], config: LossConfig, denominators
 
 
 def loss_and_gradient(batch: Batch, parts: list[list[int]], config: LossConfig) -> tuple[float, Tensor]:
-    """The sum over parts, and the gradient in the order of the batch."""
+    """The loss summed over the parts, and the gradient in the order of the batch."""
     leaves = [tensor.clone().requires_grad_() for tensor in batch.log_probs]
     split = Batch(leaves, batch.old, batch.behaviour, batch.ref, batch.advantages, batch.mask)
     ids = torch.repeat_interleave(torch.arange(len(leaves)), torch.tensor([len(leaf) for leaf in leaves]))
@@ -120,7 +120,7 @@ def loss_and_gradient(batch: Batch, parts: list[list[int]], config: LossConfig) 
 
 
 def random_split(num_sequences: int, num_parts: int, seed: int) -> list[list[int]]:
-    """Sequences in a random order, dealt to ranks and micro-batches of any size, empty ones left out."""
+    """The sequences in random order, split over ranks and micro-batches of any size. Empty ones are left out."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for s in torch.randperm(num_sequences, generator=generator).tolist():

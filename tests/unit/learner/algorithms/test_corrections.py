@@ -1,4 +1,4 @@
-"""Importance weights, rejection and their statistics against numbers worked by hand."""
+"""Importance weights, rejection and their statistics equal numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL penalties and controllers against numbers worked by hand."""
+"""KL penalties and controllers equal numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Every estimator, loss and correction against its formula on padded [sequences, tokens] blocks, as users know them
-from other trainers: loops over tokens and groups, nothing of the packed functions. Random inputs, float64."""
+"""Every estimator, loss and correction equals its formula on padded [sequences, tokens] blocks.
+
+The formulas are written as in other trainers: loops over tokens and groups, without code of the packed functions.
+Inputs are random, in float64.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 class Block:
-    """Padded sequences with holes in their masks; the last token of each is trained. `flat` packs what is in them."""
+    """Padded sequences with some tokens masked out. The last token of each is trained. `flat` packs their tokens."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -57,7 +60,7 @@ class Block:
         return (block - trained.mean()) * torch.rsqrt(trained.var() + 1e-8) * self.mask
 
     def by_group(self, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """[S] a number of each sequence's group, from the indices of its members."""
+        """[S] a number for each sequence, computed from the indices of its group's members."""
         return torch.stack([of((self.group_ids == group).nonzero().squeeze(1)) for group in self.group_ids])
 
 

@@ -1,4 +1,4 @@
-"""Policy and value losses against numbers worked by hand, with their gradients."""
+"""Policy and value losses and their gradients equal numbers worked out by hand."""
 
 from __future__ import annotations
 

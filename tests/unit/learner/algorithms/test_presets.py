@@ -1,4 +1,4 @@
-"""Every preset of examples/presets: loads, makes the choices its algorithm is known for, and trains a step."""
+"""Every preset of examples/presets loads, has the settings of its algorithm, and trains a step."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_preset_trains_a_step(name: str, model: Path) -> None:
 def test_a_loss_and_an_advantage_of_ones_own_train_by_import_path(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the advantage and half the loss give the gradient of the built-in ones."""
+    """The custom functions double the advantage and halve the loss, so the gradient is that of the built-in ones."""
     (tmp_path / "algorithms_of_a_user.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
     reports = []

@@ -1,4 +1,4 @@
-"""Placement of rewards, and DAPO's length penalty."""
+"""The placement of rewards, and DAPO's length penalty."""
 
 from __future__ import annotations
 

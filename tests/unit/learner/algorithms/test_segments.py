@@ -1,4 +1,4 @@
-"""Segment operations, the reverse scan above all."""
+"""Segment operations, most of all the reverse scan."""
 
 from __future__ import annotations
 

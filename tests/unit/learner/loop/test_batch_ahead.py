@@ -1,4 +1,4 @@
-"""A batch on its way that a roll back meets: what is trained is what would have been read after it."""
+"""A roll back while a batch is read ahead: the batch becomes what would have been read after the roll back."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from replay_backends import assert_conserved, queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 5
-"""That the batch was read ahead for."""
+"""The version for which the batch is read ahead."""
 TO_3 = RollBack(policy_version=3, new_version=6)
 
 
 @pytest.fixture
 def training(tiny_models: dict[str, Path]) -> TrainingStep:
-    """With a reference, whose log-probs are computed ahead."""
+    """A training step with a reference, whose log-probs are computed ahead."""
     return make_step(tiny_models, algorithm={"kl": {"placement": "loss"}})
 
 
-class Way:
-    """A queue of two groups a step, its reader, and roll backs as the controller follows them."""
+class Setting:
+    """A queue with two groups a step and its reader. Follows roll backs as the controller does."""
 
     def __init__(self, queue: MemoryReplayQueue, training: TrainingStep, timeout_s: float) -> None:
         self.queue = queue
@@ -48,7 +48,7 @@ class Way:
         self.reader = BatchReader(queue, queue.config, learner, Ledger(), {}, self.roll_backs)
 
     @classmethod
-    async def of(cls, groups: list[Group], training: TrainingStep, timeout_s: float = 10.0, **replay: Any) -> Way:
+    async def of(cls, groups: list[Group], training: TrainingStep, timeout_s: float = 10.0, **replay: Any) -> Setting:
         config = ReplayConfig(**{"groups_per_step": 2, "max_staleness": 10, **replay})
         return cls(await queue_with(config, groups), training, timeout_s)
 
@@ -60,7 +60,7 @@ class Way:
         return ahead.after_roll_back(self.reader, self.training, roll_back.new_version)
 
     async def answer_anew(self, *versions: int) -> None:
-        """Every pending prompt is answered, by these versions in turn."""
+        """Answer every pending prompt, each with one of these versions, in order."""
         for version, lease in zip(versions, await self.queue.lease("s", len(versions)), strict=True):
             await self.queue.append(lease, encode_group(made_by(lease.prompt_id, version)), version)
 
@@ -72,72 +72,72 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_batch_that_is_still_wanted_is_neither_read_nor_computed_again(training: TrainingStep) -> None:
-    way = await Way.of([made_by(1, 3), made_by(2, 2, 3), made_by(3, 3)], training)
-    ahead = way.begin()
+    setting = await Setting.of([made_by(1, 3), made_by(2, 2, 3), made_by(3, 3)], training)
+    ahead = setting.begin()
     computed = await ahead.forwards
-    again = way.roll_back(ahead, TO_3)
+    again = setting.roll_back(ahead, TO_3)
     assert await again.reading is await ahead.reading
     assert await again.forwards is computed
-    assert (await way.queue.stat()).expired == 0
+    assert (await setting.queue.stat()).expired == 0
 
 
 @pytest.mark.parametrize("was_read", [True, False], ids=["after it was computed", "while it was read"])
 async def test_groups_of_versions_that_were_given_up_are_replaced(was_read: bool, training: TrainingStep) -> None:
-    """4 and 5 were never there; the reference's log-probs are those of the groups that are trained."""
-    way = await Way.of([made_by(1, 3, 4), made_by(2, 3)] if was_read else [made_by(1, 3, 4)], training)
-    ahead = way.begin()
+    """Versions 4 and 5 are given up. The reference's log-probs are those of the groups that replace theirs."""
+    setting = await Setting.of([made_by(1, 3, 4), made_by(2, 3)] if was_read else [made_by(1, 3, 4)], training)
+    ahead = setting.begin()
     if was_read:
         await ahead.forwards
     else:
-        await until(lambda: 1 in way.queue.store.delivered)
-        await way.queue.submit([b""], [0], "")
-    again = way.roll_back(ahead, TO_3)
+        await until(lambda: 1 in setting.queue.store.delivered)
+        await setting.queue.submit([b""], [0], "")
+    again = setting.roll_back(ahead, TO_3)
     if not was_read:
-        await way.answer_anew(3)
-    await until(lambda: 1 in way.queue.store.pending)
-    await way.answer_anew(6)
+        await setting.answer_anew(3)
+    await until(lambda: 1 in setting.queue.store.pending)
+    await setting.answer_anew(6)
     batch = await again.reading
     assert [(group.prompt_id, group.min_version, group.max_version) for group in batch.groups] == [(2, 3, 3), (1, 6, 6)]
     expected = await training.frozen_forwards(batch.groups)
     np.testing.assert_array_equal((await again.forwards)["reference_log_probs"], expected["reference_log_probs"])
-    assert (await way.queue.stat()).expired == 1
-    await assert_conserved(way.queue)
+    assert (await setting.queue.stat()).expired == 1
+    await assert_conserved(setting.queue)
 
 
 async def test_the_new_number_makes_no_group_older(training: TrainingStep) -> None:
-    """Version 2 is 3 behind version 5, for which it was read, and 1 behind version 6, which has the weights of 3."""
+    """Version 2 is 3 steps older than version 5, and 1 step older than version 6, which has the weights of 3."""
     groups = [made_by(1, 2), made_by(2, 3), made_by(3, 3)]
-    way = await Way.of(groups, training, stale_policy="drop", max_staleness=3)
-    ahead = way.begin()
+    setting = await Setting.of(groups, training, stale_policy="drop", max_staleness=3)
+    ahead = setting.begin()
     assert (await ahead.reading).prompt_ids == [1, 2]
-    again = way.roll_back(ahead, TO_3)
+    again = setting.roll_back(ahead, TO_3)
     assert (await again.reading).prompt_ids == [1, 2]
     await again.forwards
 
 
 async def test_a_second_roll_back_counts_for_what_replaced_the_groups_of_the_first(training: TrainingStep) -> None:
-    way = await Way.of([made_by(1, 4), made_by(2, 5)], training)
-    ahead = way.begin()
+    setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training)
+    ahead = setting.begin()
     await ahead.reading
-    first = way.roll_back(ahead, TO_3)
-    await until(lambda: len(way.queue.store.pending) == 2)
-    await way.answer_anew(3)
-    await until(lambda: 1 in way.queue.store.delivered)
-    second = way.roll_back(first, RollBack(policy_version=2, new_version=7))
-    await way.answer_anew(2)
-    await until(lambda: 1 in way.queue.store.pending)
-    await way.answer_anew(7)
+    first = setting.roll_back(ahead, TO_3)
+    await until(lambda: len(setting.queue.store.pending) == 2)
+    await setting.answer_anew(3)
+    await until(lambda: 1 in setting.queue.store.delivered)
+    second = setting.roll_back(first, RollBack(policy_version=2, new_version=7))
+    await setting.answer_anew(2)
+    await until(lambda: 1 in setting.queue.store.pending)
+    await setting.answer_anew(7)
     batch = await second.reading
     assert {group.prompt_id: group.min_version for group in batch.groups} == {2: 2, 1: 7}
     await second.forwards
-    await assert_conserved(way.queue)
+    await assert_conserved(setting.queue)
 
 
 async def test_groups_that_nobody_replaces_have_a_deadline_once_the_batch_is_wanted(training: TrainingStep) -> None:
-    way = await Way.of([made_by(1, 4), made_by(2, 5)], training, timeout_s=0.05)
-    ahead = way.begin()
+    setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training, timeout_s=0.05)
+    ahead = setting.begin()
     await ahead.reading
-    again = way.roll_back(ahead, TO_3)
+    again = setting.roll_back(ahead, TO_3)
     await asyncio.wait({again.reading}, timeout=0.3)
     assert not again.reading.done(), "training may be told to do something else meanwhile"
     again.wanted.set()
@@ -148,14 +148,14 @@ async def test_groups_that_nobody_replaces_have_a_deadline_once_the_batch_is_wan
 
 @pytest.mark.parametrize("was_read", [True, False], ids=["while others are awaited", "while it is read"])
 async def test_nothing_of_it_is_left_running(was_read: bool, tiny_models: dict[str, Path]) -> None:
-    """Nor the reference's forward over what was read first, which does not end here by itself."""
+    """The reference's forward pass never ends by itself here. It must be ended too."""
     training = make_step(tiny_models, {"forward": asyncio.Barrier(2)}, algorithm={"kl": {"placement": "loss"}})
-    way = await Way.of([made_by(1, 4), made_by(2, 5)] if was_read else [made_by(1, 4)], training)
+    setting = await Setting.of([made_by(1, 4), made_by(2, 5)] if was_read else [made_by(1, 4)], training)
     others = asyncio.all_tasks()
-    ahead = way.begin()
-    await until(lambda: 1 in way.queue.store.delivered)
-    again = way.roll_back(ahead, TO_3)
+    ahead = setting.begin()
+    await until(lambda: 1 in setting.queue.store.delivered)
+    again = setting.roll_back(ahead, TO_3)
     if was_read:
-        await until(lambda: 1 in way.queue.store.pending)
+        await until(lambda: 1 in setting.queue.store.pending)
     await again.end()
     assert asyncio.all_tasks() == others

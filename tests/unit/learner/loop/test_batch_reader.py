@@ -1,4 +1,4 @@
-"""The one reader of the queue, on the queue in memory."""
+"""The reader of the queue, with the queue in memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
 
 
 def test_age_is_in_steps_of_training_through_roll_backs() -> None:
-    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then 11 given up, 12 with the weights of 10, 13."""
+    """Version 9 has the weights of 3 (4 to 8 are given up), and version 12 those of 10 (11 is given up)."""
     roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=10, new_version=12)]
     ages = [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 10, 9, 3, 2, 1)]
     assert ages == [0, 1, 1, 2, 2, 3, 4]
@@ -142,7 +142,7 @@ def test_age_is_in_steps_of_training_through_roll_backs() -> None:
 
 
 def test_age_is_in_steps_where_a_roll_back_goes_past_an_earlier_one() -> None:
-    """1, 2, 3, then 4 to 8 given up, 9 with the weights of 3, 10, then all since 2 given up, 12 with those of 2, 13."""
+    """Version 9 has the weights of 3, and version 12 those of 2, so everything between 2 and 12 is given up."""
     roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=2, new_version=12)]
     assert [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
 

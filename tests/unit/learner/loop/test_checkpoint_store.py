@@ -41,7 +41,7 @@ def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:
-    """Suspended in mid-write, wherever that was; an error with the folder in its place stays what it is."""
+    """The writer may be suspended at any point. An error while the folder still exists is raised unchanged."""
     store = CheckpointStore(tmp_path, keep=5)
     partial = store.partial_folder(1, term=1)
     with pytest.raises(OSError, match="disk"), store.writing(partial):

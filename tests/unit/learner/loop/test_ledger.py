@@ -1,4 +1,4 @@
-"""The ledger and the checkpoint store."""
+"""The ledger, and how a checkpoint stores it."""
 
 from __future__ import annotations
 

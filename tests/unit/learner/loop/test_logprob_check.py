@@ -1,4 +1,4 @@
-"""When the start-up check of log-probs refuses, and when it leaves the learner alone."""
+"""When the start-up check of log-probs ends the learner, and when it does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_zero_never_refuses() -> None:
 
 
 def test_top_p_is_allowed_what_it_renormalizes() -> None:
-    """A nucleus of 0.5 raises each log-prob by up to log 2."""
+    """With top-p 0.5 the engine's log-probs are higher by up to log 2."""
     narrow = [GROUPS[0], replace(GROUPS[1], sampling=Sampling(top_p=0.5))]
     LogProbCheck(0.1).check({"logprob_mismatch": 0.75}, narrow)
     with pytest.raises(ConfigError):

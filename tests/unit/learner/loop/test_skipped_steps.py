@@ -1,4 +1,4 @@
-"""The run ends after so many steps in a row without a finite loss, and says where to look."""
+"""The run ends after too many steps in a row without a finite loss, and its error says where to look."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ZERO = torch.tensor(0.0)
 
 
 def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateReport]:
-    """Of two ranks; `nonfinite` are micro-batches of the second."""
+    """Reports of two ranks. `nonfinite` lists micro-batches of the second."""
     step = OptimizerStep(float("inf") if skipped else 1.0, 1e-6, skipped)
     sums = (
         LossStatistics(*[ZERO] * 5),

@@ -56,7 +56,7 @@ class Step:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What real ranks wrote of every case."""
+    """The results of every case, which real rank processes wrote."""
     return take_steps(tmp_path_factory.mktemp("steps"), CASES, [(0, 1), (0, 2), (1, 2)])
 
 
@@ -73,7 +73,7 @@ def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks
 
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
-    """Each (rank, ranks) as a process, all at once."""
+    """Run a process for each (rank, number of ranks), all at once."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     processes = []
     try:

@@ -1,4 +1,4 @@
-"""A step over real workers in this process: what runs at the same time, and which reward trains."""
+"""Training steps over real workers in this process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_model
 
 
 async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
-    """The score is worked out again by a plain forward over prompt, response and question."""
+    """Compares the score with a plain forward pass over prompt, response and question."""
     folder = make_tiny_qwen2(tmp_path / "judge", seed=5)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(make_tokenizer_folder(tmp_path / "tokenizer") / name, folder / name)
@@ -92,7 +92,7 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
 async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Rewards whose squares overflow: the value loss is infinite, the whitened advantages are as ever."""
+    """The squares of the rewards overflow, so the value loss is infinite. The whitened advantages stay finite."""
     groups = groups_of("good", "bad")
     hit = tuple(replace(trajectory, reward=1e30) for trajectory in groups[1].trajectories)
     groups[1] = replace(groups[1], trajectories=hit)
@@ -117,7 +117,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
     assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
     assert mean_rewards([marked], step.rewards)[group.data_source] == pytest.approx(metrics["reward_mean"])
     assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
-    # A baseline left over from another config does not touch an algorithm that compares without it.
+    # A baseline that another config left in the groups has no effect on an algorithm without baselines.
     plain, left_over = [
         await make_step(tiny_models, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
         for one in (replace(group, trajectories=trained), marked)
@@ -126,7 +126,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
 
 
 def test_the_greedy_reward_stands_as_it_is_where_samples_pay_for_their_kl() -> None:
-    """Alone against its own greedy twin, a sample's advantage is its penalty: `-coefficient * KL`, token by token."""
+    """The greedy sample equals the only other sample, so the advantage is the penalty: `-coefficient * KL` a token."""
     group = make_group(1, num_samples=1)
     (sample,) = group.trajectories
     twins = replace(group, trajectories=(sample, replace(sample, is_baseline=True)))
@@ -140,7 +140,7 @@ def test_the_greedy_reward_stands_as_it_is_where_samples_pay_for_their_kl() -> N
 
 
 async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict[str, Path]) -> None:
-    """A log-prob that is not a number makes every ratio so, and every KL."""
+    """A NaN log-prob makes every ratio and every KL NaN."""
     step = make_step(tiny_models, algorithm={"kl": {"placement": "loss"}})
     (metric,) = step.metrics.importance_ratio.collect()
     before = metric.samples
@@ -161,7 +161,7 @@ async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict
 
 
 async def test_what_the_correction_did_is_among_the_numbers(tiny_models: dict[str, Path]) -> None:
-    """The made-up log-probs are far from the model's: some weights are cut, and some tokens are rejected."""
+    """The made-up log-probs are far from the model's, so some weights are truncated and some tokens rejected."""
     correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
     metrics = await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)
     assert metrics["importance_weight_max"] == pytest.approx(0.3)
@@ -179,7 +179,7 @@ async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, 
 
 
 def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[list[int]], **learner: Any) -> Any:
-    """The policy after an update on each of the parts, one after another, without a step around them."""
+    """The policy after one update on each of the parts, made without `TrainingStep`."""
     policy: Any = make_step(models, **learner).roles["policy"]
     for part in parts:
         chosen = batch.select(part)
@@ -190,8 +190,8 @@ def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[li
 
 
 async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_models: dict[str, Path]) -> None:
-    """Two passes over three parts. The first part is trained by the policy that its log-probs are of, and from then on
-    ratios are off 1 and clips act."""
+    """Two passes over three parts. The first update trains the policy that gave the log-probs. After it the ratios
+    differ from 1 and clipping has an effect."""
     learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
     groups = groups_of("a", "b", "c")
     step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
@@ -210,7 +210,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
 
 
 async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:
-    """Four updates of each, in step with each other here, and values are clipped around those of the start."""
+    """Policy and critic make four updates each, in step with each other. Values are clipped around the first ones."""
     learner: dict[str, Any] = {
         "algorithm": {"advantage": {"name": "gae"}, "value_loss": {"clip": 1e-4}}, "critic": {"lr": 1e-2},
         "minibatches_per_step": 4,

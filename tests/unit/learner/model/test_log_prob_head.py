@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropies against the whole matrix of logits."""
+"""Chunked log-probs and entropies equal those of the whole logit matrix."""
 
 from __future__ import annotations
 

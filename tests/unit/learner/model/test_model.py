@@ -1,4 +1,4 @@
-"""The packed model against plain Hugging Face forwards, one sequence at a time."""
+"""The packed model gives the same results as plain Hugging Face, which runs one sequence at a time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_loss_and_gradient_are_those_of_a_padded_batch_however_padded(folder: Path) -> None:
-    """Plain Hugging Face over a right-padded block, mask and all, is what packing has to equal."""
+    """Compares packing with plain Hugging Face over a right-padded block with an attention mask."""
     model = load_model(folder, torch.float32, chunk_tokens=16)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     batch = some_batch()
@@ -84,7 +84,7 @@ def test_loss_and_gradient_are_those_of_a_padded_batch_however_padded(folder: Pa
 
 
 def padded_log_probs(plain: Any, batch: SequenceBatch, num_padding: int, fill: int) -> torch.Tensor:
-    """[T] of a block that is `num_padding` columns wider than its longest sequence."""
+    """[T] log-probs from a block that is `num_padding` columns wider than its longest sequence."""
     parts = torch.as_tensor(batch.token_ids).split(batch.lengths.tolist())
     ids = torch.full((len(parts), int(batch.lengths.max()) + num_padding), fill)
     for row, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Packing, partition and their inverse."""
+"""Batches are packed, partitioned over ranks and put back into order."""
 
 from __future__ import annotations
 

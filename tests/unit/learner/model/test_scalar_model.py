@@ -1,4 +1,4 @@
-"""Critic and reward model against plain Hugging Face forwards, one sequence at a time."""
+"""Critic and reward model give the same numbers as plain Hugging Face, which runs one sequence at a time."""
 
 from __future__ import annotations
 

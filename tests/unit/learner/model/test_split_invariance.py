@@ -1,8 +1,8 @@
 """Loss and gradient of the real model do not depend on how a batch is split, ordered and packed.
 
-One process stands for all ranks: FSDP averages the ranks' gradients and each multiplies its loss by their number, so
-the sum over all ranks' micro-batches, which one rank computes here, is what they would have. Runs with several real
-ranks are compared in tests/integration/learner/test_learner_run.py.
+One process computes the micro-batches of all ranks and sums their gradients. Real ranks get the same sum: each
+multiplies its loss by the number of ranks, and FSDP averages the gradients.
+tests/integration/learner/test_learner_run.py compares runs with several real ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def ranks(tiny_models: dict[str, Path], loss: dict[str, Any]) -> tuple[PolicyWorker, CriticWorker]:
-    """Workers whose weights stay as they are: gradients are all that is looked at."""
+    """Workers that compute gradients and do not change their weights."""
     learner = {
         "algorithm": ALGORITHM
         | {"loss": loss, "value_loss": {"aggregation": loss["aggregation"], "constant_length": 8}},
@@ -49,7 +49,7 @@ def ranks(tiny_models: dict[str, Path], loss: dict[str, Any]) -> tuple[PolicyWor
 
 
 def some_batch(policy: PolicyWorker, critic: CriticWorker) -> SequenceBatch:
-    """Sequences of several lengths with tool output in them, and everything that a forward pass would have added."""
+    """Sequences of several lengths with tool output, and with the fields that forward passes fill in."""
     batch = batch_of([make_group(prompt_id, num_samples=3) for prompt_id in (1, 2, 3)])
     random = np.random.default_rng(0)
     mask = (random.random(len(batch.loss_mask)) < 0.8).astype(np.uint8)
@@ -65,7 +65,7 @@ def some_batch(policy: PolicyWorker, critic: CriticWorker) -> SequenceBatch:
 
 
 def joined(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> RankShard:
-    """All ranks' micro-batches as one rank's, those that only even ranks out included."""
+    """The micro-batches of all ranks as those of one rank, including those without a sequence of their own."""
     shards = partition(batch, num_ranks, max_tokens)
     return RankShard(
         [micro for shard in shards for micro in shard.micro_batches], [part for s in shards for part in s.sequences]
@@ -118,7 +118,7 @@ def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
 
 
 def test_a_denominator_of_the_part_would_be_noticed(tiny_models: dict[str, Path]) -> None:
-    """The property above fails for a loss that is divided by each micro-batch's own tokens."""
+    """Shows that the test above can fail: it does if the loss is divided by each micro-batch's own tokens."""
     policy, critic = ranks(tiny_models, {"name": "ppo", "aggregation": "token-mean", "constant_length": 8})
     batch = some_batch(policy, critic)
     (whole, _), _ = update(policy, critic, batch, 1, 10**6)

@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""The learning rate over a run, and settings that are refused."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_preset_trains_a_step(name: str, model: Path) -> None:
         assert value_report.loss > 0 and value_report.step.grad_norm > 0
 
 
-def test_a_loss_and_an_advantage_of_ones_own_train_by_import_path(
+def test_a_custom_loss_and_advantage_train_by_import_path(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The custom functions double the advantage and halve the loss, so the gradient is that of the built-in ones."""

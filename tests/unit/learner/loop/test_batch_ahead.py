@@ -147,7 +147,7 @@ async def test_groups_that_nobody_replaces_have_a_deadline_once_the_batch_is_wan
 
 
 @pytest.mark.parametrize("was_read", [True, False], ids=["while others are awaited", "while it is read"])
-async def test_nothing_of_it_is_left_running(was_read: bool, tiny_models: dict[str, Path]) -> None:
+async def test_ending_a_batch_leaves_no_task_running(was_read: bool, tiny_models: dict[str, Path]) -> None:
     """The reference's forward pass never ends by itself here. It must be ended too."""
     training = make_step(tiny_models, {"forward": asyncio.Barrier(2)}, algorithm={"kl": {"placement": "loss"}})
     setting = await Setting.of([made_by(1, 4), made_by(2, 5)] if was_read else [made_by(1, 4)], training)

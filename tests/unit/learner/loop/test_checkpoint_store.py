@@ -24,7 +24,7 @@ def test_the_newest_is_continued_and_only_the_newest_are_kept(tmp_path: Path) ->
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_named_checkpoint_is_gone_back_to_once(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_resumed_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=5)
     older = str(make(store, 1))
     make(store, 2)
@@ -35,7 +35,7 @@ def test_a_named_checkpoint_is_gone_back_to_once(tmp_path: Path) -> None:
     assert again is not None and (again[1].step, again[1].term) == (2, 2), "a restart does not go back again"
 
 
-def test_a_named_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_named_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is damaged"):
         CheckpointStore(tmp_path, keep=1).to_resume(str(tmp_path / "nothing"))
 

@@ -50,7 +50,7 @@ def test_newest_finished_checkpoint_counts_and_old_ones_go(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def test_what_a_crash_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+def test_the_next_checkpoint_removes_what_a_crash_left(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.partial_folder(4, 1)
     save(store, 2, term=2)

@@ -39,7 +39,7 @@ def test_zero_never_refuses() -> None:
     LogProbCheck(0.0).check({"logprob_mismatch": 50.0}, GROUPS)
 
 
-def test_top_p_is_allowed_what_it_renormalizes() -> None:
+def test_the_limit_allows_for_top_p() -> None:
     """With top-p 0.5 the engine's log-probs are higher by up to log 2."""
     narrow = [GROUPS[0], replace(GROUPS[1], sampling=Sampling(top_p=0.5))]
     LogProbCheck(0.1).check({"logprob_mismatch": 0.75}, narrow)

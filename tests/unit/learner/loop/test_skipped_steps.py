@@ -34,7 +34,7 @@ def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateRep
     return [UpdateReport(0.0, 0.0, 0.0, *sums, step, own) for own in ((), nonfinite)]
 
 
-def test_the_last_of_too_many_is_named_and_its_batch_kept(tmp_path: Path) -> None:
+def test_the_error_names_the_last_skipped_step_and_keeps_its_batch(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path / "nonfinite")
     skipped.check("policy", 7, BATCH, SHARDS, reports(skipped=True))
     with pytest.raises(TrainingDiverged, match=r"the policy's loss of prompts .*12.* was not finite at step 8"):

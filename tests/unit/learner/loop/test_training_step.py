@@ -125,7 +125,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
     assert left_over["loss"] == plain["loss"]
 
 
-def test_the_greedy_reward_stands_as_it_is_where_samples_pay_for_their_kl() -> None:
+def test_the_kl_penalty_does_not_change_the_greedy_reward() -> None:
     """The greedy sample equals the only other sample, so the advantage is the penalty: `-coefficient * KL` a token."""
     group = make_group(1, num_samples=1)
     (sample,) = group.trajectories
@@ -160,7 +160,7 @@ async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict
     assert math.isfinite(metric.samples[-1].value) and metric.samples != before
 
 
-async def test_what_the_correction_did_is_among_the_numbers(tiny_models: dict[str, Path]) -> None:
+async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[str, Path]) -> None:
     """The made-up log-probs are far from the model's, so some weights are truncated and some tokens rejected."""
     correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
     metrics = await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)

@@ -96,7 +96,7 @@ def padded_log_probs(plain: Any, batch: SequenceBatch, num_padding: int, fill: i
     return found[trained]
 
 
-def test_sequences_of_one_length_are_attended_to_as_they_lie(folder: Path) -> None:
+def test_sequences_of_equal_length_need_no_padded_copy(folder: Path) -> None:
     model = load_model(folder, torch.float32, chunk_tokens=16)
     batch = some_batch()
     inputs = ModelInputs.of(batch.select([0, 0, 0]), CPU)

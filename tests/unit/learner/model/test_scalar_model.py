@@ -69,7 +69,7 @@ def test_a_causal_model_becomes_a_critic_of_zeros_that_can_learn(causal: Path) -
     assert model.lm.score.weight.grad.abs().sum() > 0
 
 
-def test_what_is_no_reward_model_is_refused(causal: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_reward_model_is_refused(causal: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a sequence classifier"):
         load(causal)
     with pytest.raises(ConfigError, match="learner.critic.path .* is not a model folder"):

@@ -100,7 +100,7 @@ async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     step.skipped = SkippedSteps(2, tmp_path)
     metrics = await step.run(groups, 1, 0, 0.0)
     assert (metrics["skipped"], metrics["critic_skipped"]) == (0, 1)
-    with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2 \(2 such steps in a row\)"):
+    with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2 \(2 such steps"):
         await step.run(groups, 2, 0, 0.0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]
 

@@ -58,3 +58,16 @@ async def read_events(response: httpx.Response, count: int) -> list[dict[str, An
             if len(events) == count:
                 return events
     raise AssertionError(f"the stream ended after {events}")
+
+
+async def post_prompts(gateway: Gateway, *prompts: dict[str, Any], **body: Any) -> httpx.Response:
+    """The response as it is: the submission may be refused."""
+    return await gateway.rest.post(f"{RUN}/prompts", json={"prompts": list(prompts), **body})
+
+
+def assert_problem(response: httpx.Response, status: int, reason: str, field: str = "") -> str:
+    assert response.headers["content-type"] == "application/problem+json", response.text
+    problem = response.json()
+    assert (problem["status"], problem["reason"], problem["field"]) == (status, reason, field), problem
+    assert response.status_code == status and problem["type"] and problem["title"]
+    return str(problem["detail"])

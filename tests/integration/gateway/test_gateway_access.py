@@ -5,22 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import redis.asyncio as redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from starlette.requests import Request
 
-from gateway_calls import rest, stubs
+from gateway_calls import assert_problem, rest, stubs
 from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.api_keys import make_key
+from penstock.client import PenstockClient
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, Unauthenticated
 from penstock.logs import setup_logging
-from penstock.v1 import prompts_pb2, runs_pb2, runs_pb2_grpc
+from penstock.v1 import (
+    generate_pb2,
+    prompts_pb2,
+    runs_pb2,
+    runs_pb2_grpc,
+)
+from penstock_services.gateway.access import Caller
+from penstock_services.gateway.operations import AuditLog
+from penstock_services.gateway.routing import caller_of
+from penstock_services.gateway.runs.collection import RunCollection
+from penstock_services.gateway.served_runs import ServedRuns
+from penstock_services.gateway.server import serve
 
 
 async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
@@ -58,6 +73,8 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await runs.GetRun(runs_pb2.GetRunRequest(), metadata=metadata)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata() or ())
+        assert trailing["reason"] == "RATE_LIMITED" and int(trailing["retry-after"]) > 0
 
         entries = [json.loads(line) for line in (config.folder / "audit.jsonl").read_text().splitlines()]
     assert [(e["key"], e["operation"], e["outcome"], e["request_id"]) for e in entries] == [
@@ -67,6 +84,52 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
         ("submiter", "pause_run", "PERMISSION_DENIED", "by-grpc"),
     ]
     assert not any(secret in (tmp_path / "keys").read_text() for secret in secrets.values())
+
+
+async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: Any, tmp_path: Path) -> None:
+    config, audit = run_config(redis_process.url, tmp_path), AuditLog(tmp_path / "audit.jsonl")
+    served = ServedRuns.over(redis_client, config, audit)
+    run, nobody = await served.find(""), cast(Caller, None)
+    for call in (
+        run.lifecycle.pause_run(nobody, runs_pb2.ChangeRunRequest()),
+        run.lifecycle.get_run(nobody, runs_pb2.GetRunRequest()),
+        run.prompts.submit_prompts(nobody, prompts_pb2.SubmitPromptsRequest()),
+        run.generation.generate(nobody, generate_pb2.GenerateRequest(text="hi")),
+        RunCollection(config, audit, served).list_runs(nobody, runs_pb2.ListRunsRequest()),
+    ):
+        with pytest.raises(Unauthenticated, match="without a caller"):
+            await call
+    with pytest.raises(Unauthenticated, match="without authentication"):
+        await caller_of(Request({"type": "http", "path": "/v1/runs", "headers": [], "query_string": b""}))
+    assert not (await run.control.orders()).is_paused and not audit.path.exists()
+    with pytest.raises(TypeError):
+        Caller()  # type: ignore[call-arg]
+    await served.close()
+
+
+async def test_a_keys_file_that_breaks_is_logged_and_shown_in_health(
+    configure: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, (secret, key), (new_secret, new_key) = tmp_path / "keys", make_key("old", "read"), make_key("new", "read")
+    keys.write_text(key.line)
+    async with running(configure(keys_file=keys)) as gateway:
+
+        async def statuses() -> list[int]:
+            headers = [{"Authorization": f"Bearer {one}"} for one in (secret, new_secret)]
+            return [(await gateway.rest.get(RUN, headers=header)).status_code for header in headers]
+
+        assert await statuses() == [200, 401] and (await rest(gateway, "GET", "/readyz"))["warnings"] == []
+        breaks: list[Callable[[], Any]] = [lambda: keys.write_text("old read md5:0"), keys.unlink]
+        for break_file in breaks:
+            caplog.clear()
+            break_file()
+            assert await statuses() == [200, 401], "the keys that were read stay valid"
+            [warning] = (await rest(gateway, "GET", "/readyz"))["warnings"]
+            assert "gateway.keys_file" in warning and str(tmp_path) not in warning
+            logged = [record.getMessage() for record in caplog.records if "stay valid" in record.getMessage()]
+            assert len(logged) == 1 and str(keys) in logged[0], "once, not with every request"
+        keys.write_text(new_key.line)
+        assert await statuses() == [401, 200] and (await rest(gateway, "GET", "/readyz"))["warnings"] == []
 
 
 async def test_a_log_line_names_the_request_it_is_about(
@@ -113,3 +176,40 @@ async def test_watchers_do_not_hold_up_a_gateway_that_stops(gateway: Gateway) ->
             async with aclosing(aiter(call)) as results:  # type: ignore[type-var]
                 assert [result async for result in results] == []
             await gateway.task
+
+
+@pytest.fixture
+def configure(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> Callable[..., RunConfig]:
+    return lambda **gateway: run_config(redis_process.url, tmp_path, **gateway)
+
+
+async def test_the_key_is_needed_and_compared(configure: Callable[..., RunConfig], tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("secret\n")
+    async with running(configure(api_key_file=key_file)) as gateway:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+            response = await gateway.rest.get(RUN, headers=headers)
+            assert_problem(response, 401, "UNAUTHENTICATED")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await gateway.rest.get(RUN, headers={"Authorization": "Bearer secret"})).status_code == 200
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await gateway.rest.get(path)).status_code == 200
+
+        runs = runs_pb2_grpc.RunServiceStub(gateway.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await runs.GetRun(runs_pb2.GetRunRequest())
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert (
+            await runs.GetRun(runs_pb2.GetRunRequest(), metadata=[("authorization", "Bearer secret")])
+        ).run == "test"
+
+        async with PenstockClient.from_run_dir(gateway.config.folder, "secret") as client:
+            assert (await client.get_run()).run == "test"
+        async with PenstockClient.from_run_dir(gateway.config.folder) as client:
+            with pytest.raises(Unauthenticated):
+                await client.get_run()
+
+
+async def test_a_public_address_needs_a_key(configure: Callable[..., RunConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is not loopback.*gateway\.api_key_file"):
+        await serve(configure(host="0.0.0.0"))

@@ -20,14 +20,24 @@ from gateways import Gateway, group_of, publish, run_config, running
 from penstock.api_keys import make_key
 from penstock.cli import main as cli
 from penstock.client import PenstockClient, SyncPenstockClient
+from penstock.client.responses import Run
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config
-from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PermissionDenied
+from penstock.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    PermissionDenied,
+)
 from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt
-from penstock.v1 import runs_pb2, runs_pb2_grpc
+from penstock.v1 import (
+    runs_pb2,
+    runs_pb2_grpc,
+)
 from penstock_services.gateway.server import check
 
 PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
@@ -280,3 +290,25 @@ async def test_commands_act_on_the_run(
             assert "prompt 1  CANCELLED" in run("watch", "--cursor", "0", "--limit", "1", *where)
 
         await asyncio.to_thread(act)
+
+
+async def test_both_clients_speak_to_it(gateway: Gateway) -> None:
+    prompt = Prompt(token_ids=(1, 2), ground_truth="4", num_samples=2)
+    async with PenstockClient.from_run_dir(gateway.config.folder) as client:
+        submission = await client.submit([prompt, prompt])
+        assert len(submission.prompt_ids) == 2 and not submission.replayed
+        record = await client.get_prompt(submission.prompt_ids[0])
+        assert record.prompt is not None
+        assert record.prompt.token_ids == (1, 2) and record.prompt.ground_truth == "4"
+        assert (await client.policies()).policies == () and await client.servers() == []
+        with pytest.raises(NotFound):
+            await client.get_group(1)
+        with pytest.raises(InvalidInput, match=r"^prompts\[0\]\.num_samples: must be") as caught:
+            await client.submit([Prompt(token_ids=(1,), num_samples=0)])
+        assert caught.value.field == "prompts[0].num_samples"
+
+    def synchronously() -> Run:
+        with SyncPenstockClient.from_run_dir(gateway.config.folder) as client:
+            return client.get_run()
+
+    assert (await asyncio.to_thread(synchronously)).queue.pending_prompts == 2

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import grpc
 import pytest
 
-from gateway_calls import both, read_events, rest, stubs, submit
+from gateway_calls import assert_problem, both, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
+from penstock.client import PenstockClient
+from penstock.errors import DeadlineExceeded
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
-from penstock.v1 import policies_pb2, prompts_pb2, runs_pb2
+from penstock.trajectory import Prompt
+from penstock.v1 import (
+    policies_pb2,
+    prompts_pb2,
+    runs_pb2,
+    runs_pb2_grpc,
+)
 from penstock_services.gateway.policies import bodies as policy_bodies
+from penstock_services.gateway.policies.current_policy import CurrentPolicy
 from penstock_services.gateway.runs import bodies as run_bodies
 
 
@@ -79,6 +91,27 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     ]
 
 
+async def test_watchers_of_the_policy_share_one_reader() -> None:
+    reads, stopping = itertools.count(), asyncio.Event()
+    policy = policies_pb2.Policy(policy_version=1)
+
+    async def read() -> policies_pb2.Policy:
+        next(reads)
+        return policy
+
+    current = CurrentPolicy(read, 5.0, stopping)
+    watchers = [current.changes() for _ in range(8)]
+    async with asyncio.timeout(20):
+        first = await asyncio.gather(*(anext(watcher) for watcher in watchers))
+        assert [seen.policy_version for seen in first] == [1] * 8 and next(reads) == 1
+        policy.policy_version = 2
+        second = await asyncio.gather(*(anext(watcher) for watcher in watchers))
+        assert [seen.policy_version for seen in second] == [2] * 8
+        stopping.set()
+        assert [seen for watcher in watchers async for seen in watcher] == []
+    await current.close()
+
+
 async def test_a_pinned_evaluation_waits_for_a_server_of_its_version(gateway: Gateway, queue: RedisReplayQueue) -> None:
     await publish(queue, 1, 2)
     fleet = Fleet(queue.client, "test")
@@ -120,3 +153,37 @@ async def test_a_pinned_server_answers_its_version_s_evaluations_and_nothing_els
     assert await leased("kept") == [], "it trains nothing"
     await registry.unpin("kept")
     assert await leased("kept") == [""]
+
+
+async def test_policies_are_paged_newest_first(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await publish(queue, 1, 2, 3, 4, 5)
+    pages, token = [], ""
+    while True:
+        page = await rest(gateway, "GET", f"{RUN}/policies?page_size=2&page_token={token}")
+        pages.append([policy["policy_version"] for policy in page["policies"]])
+        token = page["next_page_token"]
+        if not token:
+            break
+    assert pages == [[5, 4], [3, 2], [1]]
+    for query, field in (("page_token=nonsense", "page_token"), ("page_size=-1", "page_size")):
+        assert_problem(await gateway.rest.get(f"{RUN}/policies?{query}"), 400, "INVALID_INPUT", field)
+
+
+async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    prompts = [Prompt(messages=(("user", f"{i}?"),), num_samples=2) for i in range(2)]
+    async with PenstockClient(gateway.url) as client:
+        created = await client.create_evaluation("heldout", prompts)
+        assert (created.num_prompts, created.num_finished) == (2, 0)
+        assert await client.create_evaluation("heldout", prompts[:1]) == created
+        with pytest.raises(DeadlineExceeded, match="0 of 2 prompts"):
+            await client.wait_for_evaluation("heldout", timeout_s=0)
+        for lease in await queue.lease("s", 2):
+            assert prompts_pb2.Prompt.FromString(lease.payload).evaluation_id == "heldout"
+            await queue.record_evaluation("heldout", lease, [1.0, 0.0], 3, 4)
+        finished = await client.wait_for_evaluation("heldout", timeout_s=20)
+    assert (finished.score, finished.policy_version_min, finished.policy_version_max) == (0.5, 3, 4)
+    assert (finished.num_samples, finished.pass_at) == (4, {1: 0.5, 2: 1.0})
+    answer = await runs_pb2_grpc.RunServiceStub(gateway.channel).GetEvaluation(
+        runs_pb2.GetEvaluationRequest(evaluation_id="heldout")
+    )
+    assert run_bodies.evaluation_to_json(answer) == await rest(gateway, "GET", f"{RUN}/evaluations/heldout")

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import redis.asyncio as redis
 
-from gateway_calls import both, read_events, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway, group_of
+from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
+from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.codec import encode_group
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.v1 import datasets_pb2, datasets_pb2_grpc, groups_pb2, prompts_pb2
+from penstock.v1 import (
+    datasets_pb2,
+    datasets_pb2_grpc,
+    groups_pb2,
+    groups_pb2_grpc,
+    prompts_pb2,
+    prompts_pb2_grpc,
+)
 from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
 from scripted_engine import spelled
@@ -137,6 +148,30 @@ async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisRepla
         assert (response.status_code, response.json()["field"]) == (400, "cursor")
 
 
+async def test_watchers_of_results_share_one_blocking_connection(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    prompts, *_ = stubs(gateway)
+    await submit(gateway, PROMPT)
+    waiting = asyncio.ensure_future(prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=20)))
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(gateway.rest.stream("GET", f"{RUN}/results?cursor=0")) for _ in range(8)
+        ]
+        async with asyncio.timeout(20):
+            while not (blocked := await blocked_reads(queue)):
+                await asyncio.sleep(0.01)
+        assert blocked == 1
+        [lease] = await queue.lease("s", 1)
+        await queue.append(lease, encode_group(group_of(1, 1)), 3)
+        seen = await asyncio.gather(*(read_events(stream, 1) for stream in streams))
+    assert [events[0]["prompt_id"] for events in seen] == [1] * 8
+    assert (await waiting).state == prompts_pb2.PromptRecord.QUEUED
+
+
+async def blocked_reads(queue: RedisReplayQueue) -> int:
+    clients: Any = queue.client.client_list()
+    return sum(client["cmd"] == "xread" for client in await clients)
+
+
 async def test_tokens_come_with_text(gateway: Gateway, queue: RedisReplayQueue) -> None:
     from dataclasses import replace
 
@@ -185,3 +220,67 @@ async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue:
         answer = await gateway.rest.put(f"{RUN}/datasets/{name}", content=sent, headers={"Content-Type": kind})
         assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
     assert [path.name for path in (gateway.config.folder / "datasets").iterdir()] == ["sums.jsonl"]
+
+
+@pytest.fixture
+async def gateway_without_tokenizer(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> AsyncIterator[Gateway]:
+    async with running(run_config(redis_process.url, tmp_path)) as started:
+        yield started
+
+
+async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Gateway, queue: RedisReplayQueue) -> None:
+    gateway = gateway_without_tokenizer
+    submitted = (await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="a")).json()
+    assert submitted == {"prompt_ids": [1, 2], "replayed": False}
+    prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
+    body = prompts_pb2.Prompt()
+    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
+    again = await prompt_service.SubmitPrompts(
+        prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body] * 2)
+    )
+    assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True}
+
+    record = await rest(gateway, "GET", f"{RUN}/prompts/1")
+    assert record["state"] == "PENDING"
+    assert record["prompt"]["sampling"] == {"temperature": 0.7, "top_p": 1.0, "max_tokens": 16, "seed": 3}
+    for name in ("messages", "num_samples", "data_source", "ground_truth", "extra_info"):
+        assert record["prompt"][name] == PROMPT[name]
+    answer = await prompt_service.GetPrompt(prompts_pb2.GetPromptRequest(prompt_id=1))
+    assert prompt_bodies.prompt_record_to_json(answer) == record
+
+    [lease, _] = await queue.lease("s", 2)
+    await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
+    group = await rest(gateway, "GET", f"{RUN}/groups/1")
+    assert group["trajectories"] == [
+        {
+            "token_ids": [5, 6, 7],
+            "loss_mask": [1, 0, 1],
+            "log_probs": [-0.5, 0.0, -0.25],
+            "policy_versions": [3, 3, 4],
+            "reward": 1.0,
+            "reward_parts": {"format": None},
+            "finish_reason": "stop",
+            "is_baseline": False,
+            "text": "",
+            "tokens": [],
+            "learner_log_probs": [],
+        }
+    ]
+    answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))
+    assert prompt_bodies.group_to_json(answer) == group
+
+
+async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    first = (await post_prompts(gateway, PROMPT, idempotency_key="k")).json()
+    body = {"prompts": [PROMPT]}
+    again = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
+    assert again.json() == first | {"replayed": True}
+    assert (await queue.stat()).pending_prompts == 1
+    assert_problem(
+        await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="k"), 400, "INVALID_INPUT", "idempotency_key"
+    )
+    body |= {"idempotency_key": "other"}
+    differing = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
+    assert_problem(differing, 400, "INVALID_INPUT", "idempotency_key")

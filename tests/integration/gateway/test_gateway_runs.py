@@ -8,14 +8,21 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway_calls import both, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway
+from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
+from gateways import PROMPT, RUN, Gateway, publish
 from penstock.cli.top import parse_series
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.created_runs import KEY
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
-from penstock.v1 import prompts_pb2, runs_pb2
+from penstock.v1 import (
+    policies_pb2,
+    policies_pb2_grpc,
+    prompts_pb2,
+    runs_pb2,
+    runs_pb2_grpc,
+)
+from penstock_services.gateway.policies import bodies as policy_bodies
 from penstock_services.gateway.runs import bodies as run_bodies
 
 
@@ -132,3 +139,37 @@ async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, qu
     assert [(entries[i]["operation"], entries[i]["request"]) for i in (0, -1)] == [
         ("create_run", {"run": "second"}), ("resume_run", {"run": "second"}),
     ]  # fmt: skip
+
+
+async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    await post_prompts(gateway, PROMPT)
+    await publish(queue, 1, 2)
+    fleet = Fleet(queue.client, "test")
+    for server_id, state, version in (("a", "READY", 2), ("b", "LOADING", 1), ("c", "STALE", 2)):
+        record = ServerRecord(server_id, "127.0.0.1:1", "torch", policy_version=version, weights_digest=f"d{version}")
+        await fleet.join(record)
+        await fleet.set_state(server_id, state)  # type: ignore[arg-type]
+
+    run = await rest(gateway, "GET", RUN)
+    assert (run["run"], run["step"], run["policy_version"], run["metrics"]) == ("test", 2, 2, {"reward_mean": 0.2})
+    assert (run["queue"]["pending_prompts"], run["queue"]["conservation_error"]) == (1, 0)
+    assert [server["state"] for server in run["servers"]] == ["READY", "LOADING", "STALE"]
+    latest = await rest(gateway, "GET", f"{RUN}/policies/latest")
+    assert (latest["policy_version"], latest["server_ids"]) == (2, ["a"])
+    assert (await rest(gateway, "GET", f"{RUN}/policies/1"))["server_ids"] == ["b"]
+    servers = await rest(gateway, "GET", f"{RUN}/servers")
+    assert {(server["policy_version"], server["weights_digest"]) for server in servers["servers"]} >= {
+        (2, "d2"),
+        (1, "d1"),
+    }
+
+    run_service = runs_pb2_grpc.RunServiceStub(gateway.channel)
+    policy_service = policies_pb2_grpc.PolicyServiceStub(gateway.channel)
+    answer = run_bodies.run_to_json(await run_service.GetRun(runs_pb2.GetRunRequest()))
+    assert ageless(answer) == ageless(run)
+    answer = run_bodies.servers_to_json(await run_service.ListServers(runs_pb2.ListServersRequest()))
+    assert ageless(answer) == ageless(servers)
+    answer = await policy_service.GetPolicy(policies_pb2.GetPolicyRequest())
+    assert policy_bodies.policy_to_json(answer) == latest
+    answer = await policy_service.ListPolicies(policies_pb2.ListPoliciesRequest())
+    assert policy_bodies.policies_to_json(answer) == await rest(gateway, "GET", f"{RUN}/policies")

@@ -1,0 +1,107 @@
+"""The gateway as a process: its ports, its metrics, life without Redis, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from gateway_calls import assert_problem, post_prompts
+from gateways import PROMPT, RUN, Gateway, run_config, running
+from penstock.client import PenstockClient
+from penstock.config.run import RunConfig
+from penstock.errors import Unavailable
+from penstock.ports import free_port
+from penstock.v1 import (
+    runs_pb2,
+    runs_pb2_grpc,
+)
+from penstock_services.gateway.server import serve
+
+
+@pytest.fixture
+def configure(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> Callable[..., RunConfig]:
+    return lambda **gateway: run_config(redis_process.url, tmp_path, **gateway)
+
+
+async def test_metrics_count_requests_and_show_the_queue(gateway: Gateway) -> None:
+    await post_prompts(gateway, PROMPT)
+    await gateway.rest.get(f"{RUN}/prompts/9")
+    await runs_pb2_grpc.RunServiceStub(gateway.channel).GetRun(runs_pb2.GetRunRequest())
+    text, took = (await gateway.rest.get("/metrics")).text, "penstock_gateway_request_duration_seconds"
+    for line in (
+        'penstock_gateway_requests_total{code="200",protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
+        'penstock_gateway_requests_total{code="404",protocol="rest",route="/v1/runs/{run}/prompts/{prompt_id}"} 1.0',
+        'penstock_gateway_requests_total{code="OK",protocol="grpc",route="/penstock.v1.RunService/GetRun"} 1.0',
+        'penstock_gateway_inflight_requests{protocol="rest"} 1.0',
+        'penstock_gateway_inflight_requests{protocol="grpc"} 0.0',
+        took + '_bucket{le="+Inf",protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
+        took + '_count{protocol="rest",route="/v1/runs/{run}/prompts"} 1.0',
+        'penstock_queue_depth{queue="prompts"} 1.0',
+        'penstock_queue_bytes{queue="groups"} 0.0',
+        "penstock_conservation_error 0.0",
+        "penstock_trained_total 0.0",
+        'penstock_rollout_servers{state="READY"} 0.0',
+    ):
+        assert line in text.splitlines(), text
+
+
+@pytest.mark.parametrize("setting", ["port", "grpc_port"])
+async def test_a_port_in_use_is_one_clear_line(configure: Callable[..., RunConfig], setting: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = f"port {port} on 127.0.0.1 is in use; set gateway.{setting} to a free one or 0"
+        with pytest.raises(Unavailable, match=f"^{expected}$"):
+            await serve(configure(**{setting: port}))
+
+
+async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
+    async with running(run_config(f"redis://127.0.0.1:{free_port()}/0", tmp_path)) as gateway:
+        assert (await gateway.rest.get("/healthz")).status_code == 200
+        not_ready = await gateway.rest.get("/readyz")
+        assert_problem(not_ready, 503, "UNAVAILABLE")
+        assert not_ready.headers["retry-after"] == "1"
+        for path in (RUN, f"{RUN}/policies", f"{RUN}/servers"):
+            assert_problem(await gateway.rest.get(path), 503, "UNAVAILABLE")
+        text = (await gateway.rest.get("/metrics")).text
+        assert "penstock_gateway_requests_total" in text and "penstock_queue_depth" not in text
+        async with PenstockClient(gateway.url, deadline_s=0.5) as client:
+            with pytest.raises(Unavailable, match="Redis does not answer"):
+                await client.get_run()
+
+
+async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None:
+    address = gateway.config.folder / "gateway.json"
+    assert json.loads(address.read_text()) == {
+        "host": "127.0.0.1",
+        "rest_port": gateway.rest_port,
+        "grpc_port": gateway.grpc_port,
+        "pid": os.getpid(),
+        "scheme": "http",
+    }
+    stopped = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        content = json.dumps({"prompts": [PROMPT]}).encode()
+        yield content[:20]
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(10):
+            await gateway.stop.wait()
+        stopped.set()
+        yield content[20:]
+
+    response = await gateway.rest.post(f"{RUN}/prompts", content=body(), headers={"Content-Type": "application/json"})
+    assert stopped.is_set() and response.json()["prompt_ids"] == [1]
+    async with asyncio.timeout(20):
+        await gateway.task
+    assert not address.exists()

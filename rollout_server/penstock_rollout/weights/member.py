@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -39,11 +40,29 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.highest_term = 0
         self.announced_version: int | None = None
         self._receiving_until = 0.0
+        self._push_ended = asyncio.Event()
 
     @property
     def is_receiving(self) -> bool:
         """Whether a push is in progress. If its publisher died, the push counts as over at its deadline."""
         return time.monotonic() < self._receiving_until
+
+    async def wait_for_push(self, timeout_s: float) -> None:
+        """Wait until no push is in progress here, but not longer than `timeout_s`."""
+        give_up_at = time.monotonic() + timeout_s
+        while self.is_receiving and time.monotonic() < give_up_at:
+            # The deadline is read again after each wait: a commit gives the push a new one.
+            left_s = min(give_up_at, self._receiving_until) - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._push_ended.wait(), max(0.0, left_s))
+
+    def _begin_push(self, deadline_s: float) -> None:
+        self._receiving_until = time.monotonic() + deadline_s
+        self._push_ended.clear()
+
+    def _end_push(self) -> None:
+        self._receiving_until = 0.0
+        self._push_ended.set()
 
     async def Announce(  # noqa: N802
         self, request: weights_pb2.AnnounceRequest, context: Context
@@ -53,11 +72,11 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
             return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
         self.announced_version = manifest.policy_version
-        self._receiving_until = time.monotonic() + request.deadline_s
+        self._begin_push(request.deadline_s)
         try:
             await self.engine.stage_weights(request)
         except PenstockError as error:
-            self._receiving_until = 0.0
+            self._end_push()
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 
@@ -65,7 +84,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
         await self._check_caller(self.run, request.term, context)
-        self._receiving_until = time.monotonic() + request.deadline_s
+        self._begin_push(request.deadline_s)
         try:
             report = await self.engine.commit_weights(
                 request.policy_version, list(request.bucket_checksums), request.deadline_s
@@ -74,7 +93,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             logger.warning("version %d was not loaded: %s", request.policy_version, error)
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         finally:
-            self._receiving_until = 0.0
+            self._end_push()
         self.metrics.paused.labels("weights").inc(report.paused_s)
         self.metrics.version.labels("rollout").set(request.policy_version)
         logger.info("serving version %d, digest %s", request.policy_version, self.engine.weights_digest)
@@ -92,7 +111,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         await self._check_caller(self.run, request.term, context)
         if request.policy_version == self.announced_version:
             logger.info("the push of version %d was aborted: %s", request.policy_version, request.reason)
-            self._receiving_until = 0.0
+            self._end_push()
             await self.engine.abort_weights()
         return weights_pb2.AbortResponse()
 

@@ -1,0 +1,166 @@
+"""A rollout server's entry in the fleet: its reports, its state, and the version it has to serve.
+
+States that the server itself changes (`penstock/store/fleet.py` has all of them):
+
+    JOINING, EVICTED ──► STALE ──(serves the wanted version)──► READY
+    READY, LOADING ──(held at another version, or just released from one)──► STALE
+
+The wanted version is the one that the run or this server is held at, otherwise the current one of the registry. A STALE
+server gets it from the next push. If a snapshot is allowed, the server loads it from there without waiting for a push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.config.run import RunConfig
+from penstock.errors import NotFound, Unavailable, WeightPushFailed
+from penstock.logs import bind
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.store.policies import PolicyRegistry
+from penstock.store.run_control import RunControl
+from penstock.v1 import policies_pb2
+from penstock.weights.transports import host_id
+from penstock_rollout.engines.engine import Engine
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.weights.available import available_transports
+from penstock_rollout.weights.catch_up import load_snapshot
+from penstock_rollout.weights.member import WeightMember
+
+logger = logging.getLogger(__name__)
+REPORT_S = 0.5
+
+
+class FleetMembership:
+    """Reports this server to the fleet and follows the state that the registry has for it.
+
+    The server leases prompts only while `may_lease`."""
+
+    def __init__(
+        self, config: RunConfig, server_id: str, engine: Engine, fleet: Fleet, policies: PolicyRegistry,
+        control: RunControl, weight_member: WeightMember, metrics: RolloutMetrics,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.server_id = server_id
+        self.engine = engine
+        self.fleet = fleet
+        self.policies = policies
+        self.control = control
+        self.weight_member = weight_member
+        self.metrics = metrics
+        self.address = ""
+        """host:port of the internal listener, known once it listens."""
+        self.state: ServerState = "JOINING"
+        self.held_version: int | None = None
+        """The version that the last report found this server held at."""
+        self._reported_at = 0.0
+        self._stopped_serving_at: float | None = None
+        self._refused_snapshot = ""
+        """A snapshot that could not be loaded, and is not tried again."""
+
+    async def join(self, address: str) -> None:
+        self.address = address
+        await self.fleet.join(self._record(0))
+
+    async def leave(self) -> None:
+        await self.fleet.leave(self.server_id)
+        logger.info("left the fleet")
+
+    def may_lease(self) -> bool:
+        """Whether this server is serving, according to a recent report. A server that slept must report first."""
+        is_fresh = time.monotonic() - self._reported_at < self.config.replay.lease_ttl_s
+        return is_fresh and self.state in SERVING_STATES
+
+    async def report_loop(self, num_running: Callable[[], int]) -> None:
+        """Send heartbeats to the fleet, and act on the state that the registry returns."""
+        while True:
+            try:
+                recorded = await self.fleet.report(self._record(num_running()))
+                self._enter(await self._next_state(recorded))
+                bind(policy_version=self.engine.policy_version)
+                self._reported_at = time.monotonic()
+            except Unavailable as error:
+                logger.warning("cannot report to the fleet: %s", error)
+            await asyncio.sleep(REPORT_S)
+
+    def _enter(self, state: ServerState) -> None:
+        """Set the state, and measure how long the server was not serving."""
+        if state in SERVING_STATES and self._stopped_serving_at is not None:
+            self.metrics.recovery_seconds.labels("rollout").observe(time.monotonic() - self._stopped_serving_at)
+            self._stopped_serving_at = None
+        elif state not in SERVING_STATES and self.state in SERVING_STATES:
+            self._stopped_serving_at = time.monotonic()
+        self.state = state
+
+    async def _next_state(self, recorded: ServerState | None) -> ServerState:
+        """Make the state changes of this server, as drawn above."""
+        state = recorded or "JOINING"
+        was_held = self.held_version is not None
+        self.held_version = held = await self._read_held_version()
+        if state in ("JOINING", "EVICTED") or (
+            state in SERVING_STATES and await self._serves_wrong_version(held, was_held)
+        ):
+            state = await self._move("STALE")
+        if state == "STALE":
+            wanted = await self._wanted(held)
+            await self._load_wanted_snapshot(wanted, is_held=held is not None)
+            if self.engine.policy_version == wanted.policy_version:
+                state = await self._move("READY")
+        return state
+
+    async def _read_held_version(self) -> int | None:
+        """The version that the whole run is held at, or else the one that this server is pinned to."""
+        held = (await self.control.orders()).held_version
+        return await self.policies.pinned_version(self.server_id) if held is None else held
+
+    async def _serves_wrong_version(self, held: int | None, was_held: bool) -> bool:
+        """Whether a serving server has to load another version by itself. Pushes move a server that is not held."""
+        if held is not None:
+            return self.engine.policy_version != held
+        return was_held and self.engine.policy_version != (await self._wanted(None)).policy_version
+
+    async def _wanted(self, held: int | None) -> policies_pb2.Policy:
+        """The held version, or else the run's current one. Before the first publication it is 0, the model folder."""
+        try:
+            return await self.policies.get(held)
+        except NotFound:
+            return policies_pb2.Policy(policy_version=0)
+
+    async def _load_wanted_snapshot(self, wanted: policies_pb2.Policy, is_held: bool) -> None:
+        """Load the wanted version from its snapshot, if the config allows it or the server is held.
+
+        The learner does not push held versions, so a held server has no other way to them."""
+        weights = self.config.weights
+        is_behind = self.engine.policy_version != wanted.policy_version
+        may_load = is_held or weights.catch_up == "snapshot"
+        if not may_load or not is_behind or wanted.snapshot_path in ("", self._refused_snapshot):
+            return
+        if self.weight_member.is_receiving:
+            return  # the push brings a newer version, and loading a snapshot would replace what it has staged
+        try:
+            await load_snapshot(self.engine, wanted, weights.push_timeout_s)
+            self.metrics.version.labels("rollout").set(wanted.policy_version)
+        except WeightPushFailed as error:
+            logger.warning("cannot load the snapshot of version %d: %s", wanted.policy_version, error)
+            self._refused_snapshot = wanted.snapshot_path
+
+    async def _move(self, state: ServerState) -> ServerState:
+        logger.info("%s at version %d", state, self.engine.policy_version)
+        await self.fleet.set_state(self.server_id, state)
+        return state
+
+    def _record(self, num_running: int) -> ServerRecord:
+        return ServerRecord(
+            server_id=self.server_id,
+            address=self.address,
+            engine=self.engine.name,
+            policy_version=self.engine.policy_version,
+            weights_digest=self.engine.weights_digest,
+            devices=self.engine.devices,
+            host_id=host_id(),
+            transports=available_transports(self.engine.devices),
+            running_groups=num_running,
+        )

@@ -41,7 +41,7 @@ def answer(problem: Problem) -> str:
 
 
 def split_problems() -> tuple[list[Problem], list[Problem]]:
-    """All training problems (both orders of each pair) and the held-out ones (one order of each pair), shuffled."""
+    """The shuffled training problems (both orders of each pair) and held-out problems (one order of each pair)."""
     rng = random.Random(SPLIT_SEED)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(pairs)

@@ -1,18 +1,16 @@
-"""Make the demo's starting checkpoint: a tiny Qwen2 that can add, then has been taught bad habits.
+"""Make the demo's starting checkpoint: a tiny Qwen2 that learned to add and then learned bad habits.
 
     python make_model.py --out model
 
 Both stages are `penstock sft`, with the settings of `sft.yaml`.
 
 Stage 1, skill: supervised training from random weights on right answers, until two-digit addition is all but solved.
-Stage 2, bad habits: supervised training goes on with a sloppy corpus. In it a carry out of the units is forgotten in
-`P_DROP_CARRY` of the sums that have one; then one digit of the answer is replaced by a random one in `P_WRONG_DIGIT`
-of all.
+Stage 2, bad habits: supervised training continues on a sloppy corpus. It forgets the carry out of the units in
+`P_DROP_CARRY` of the sums that have one, and then replaces one digit by a random one in `P_WRONG_DIGIT` of all answers.
 
-So the checkpoint does not lack the skill; it was trained to use it badly, and most of what it samples is wrong. What
-reinforcement learning has to find, from a reward of 0 or 1 alone, is which of its habits to keep. Greedy decoding is
-wrong as well wherever there is a carry, so the climb is more than a fall in entropy. Neither stage sees a held-out
-problem.
+The checkpoint has the skill but uses it badly: most of its samples are wrong. Reinforcement learning has to find out,
+from rewards of 0 and 1, which habits to keep. Greedy decoding is also wrong where there is a carry, so a lower entropy
+alone does not raise the score. Neither stage sees a held-out problem.
 """
 
 import argparse
@@ -87,7 +85,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def sloppy_answer(problem: Problem, rng: random.Random) -> str:
-    """The sum as the sloppy corpus has it: perhaps without the carry, perhaps with one digit misprinted."""
+    """The answer in the sloppy corpus: the sum, perhaps without the carry and perhaps with one wrong digit."""
     a, b = problem
     has_carry = a % 10 + b % 10 >= 10
     digits = list(str(a + b - 10 if has_carry and rng.random() < P_DROP_CARRY else a + b))
@@ -98,14 +96,14 @@ def sloppy_answer(problem: Problem, rng: random.Random) -> str:
 
 
 def write_rows(rows: Iterable[tuple[Problem, str]], path: Path) -> Path:
-    """Questions and answers as `penstock sft` reads them."""
+    """Write questions and answers in the format of `penstock sft`."""
     table = pa.Table.from_pylist([{"prompt": question(problem), "response": response} for problem, response in rows])
     pq.write_table(table, path)
     return path
 
 
 def fine_tune(model: Path, data: Path, out: Path, *words: str) -> Path:
-    """One supervised stage, from folder to folder."""
+    """Run one supervised stage on the checkpoint `model`, and write the result to `out`."""
     config = Path(__file__).with_name("sft.yaml")
     command = ["sft", "--config", config, "--data", data, "--out", out, "--batch-size", BATCH_SIZE]
     if penstock([*map(str, command), "--model.path", str(model), *words]) != 0:
@@ -115,7 +113,7 @@ def fine_tune(model: Path, data: Path, out: Path, *words: str) -> Path:
 
 @torch.no_grad()
 def score(folder: Path, problems: list[Problem], *, do_sample: bool) -> float:
-    """The share of exactly right answers, greedy or sampled at temperature 1 from the whole distribution."""
+    """The share of exactly right answers, decoded greedily or sampled at temperature 1 without truncation."""
     model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder).eval(), Qwen2Tokenizer.from_pretrained(folder)
     ids = tokenizer([question(p) for p in problems], return_tensors="pt")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {"do_sample": False}

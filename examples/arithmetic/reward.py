@@ -1,4 +1,4 @@
-"""Score one answer to an addition: verl's `compute_score` signature, usable unchanged in either system."""
+"""Scores one answer to an addition. The signature is that of verl's `compute_score`, so it works in both systems."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A calculator as a tool, and the parser that reads the calls of a model whose alphabet has no letters."""
+"""A calculator tool, and a parser of its calls for a model whose alphabet has no letters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BRACKETS = re.compile(r"\[([^\[\]]*)(\]?)")
 
 
 def parse_brackets(text: str) -> list[ToolCall | MalformedCall]:
-    """`[47+85]` is `calculator(expression="47+85")`: the Hermes format, spelled with what this tokenizer has."""
+    """Parse `[47+85]` as `calculator(expression="47+85")`. This tokenizer has no letters for the usual formats."""
     return [
         ToolCall("calculator", {"expression": expression}) if closed else MalformedCall("] is missing")
         for expression, closed in BRACKETS.findall(text)
@@ -23,7 +23,7 @@ def parse_brackets(text: str) -> list[ToolCall | MalformedCall]:
 
 
 class Calculator(Tool):
-    """Works out + - * / over numbers. `config.cost` is taken off the reward for each call."""
+    """Evaluates + - * / over numbers. Each call costs `config.cost` of the reward."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -33,7 +33,7 @@ class Calculator(Tool):
 
 
 def evaluate(expression: str) -> float:
-    """The value of an expression. Raises ValueError, ZeroDivisionError or SyntaxError, which the model is shown."""
+    """The value of an expression. The model sees a ValueError, ZeroDivisionError or SyntaxError as the result."""
     return _value(ast.parse(expression.strip(), mode="eval").body)
 
 

@@ -1,8 +1,8 @@
-"""Write `train.parquet` and `heldout.parquet`: the arithmetic problems, to be answered by `tool_agent`.
+"""Write `train.parquet` and `heldout.parquet`: the arithmetic problems, for `tool_agent`.
 
     python make_data.py
 
-`agent_name` chooses the agent; `extra_info.tools_kwargs` is handed to the tools (here nothing).
+`agent_name` chooses the agent. `extra_info.tools_kwargs` is passed to the tools; it is empty here.
 """
 
 import sys

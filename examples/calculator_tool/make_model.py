@@ -1,15 +1,15 @@
-"""Make the example's starting checkpoint: a tiny Qwen2 that has seen a calculator used, and uses it badly.
+"""Make the example's starting checkpoint: a tiny Qwen2 that has seen a calculator in use, and uses it badly.
 
     python make_model.py --out model
 
 Supervised training from random weights on two kinds of transcript (`|` stands for the end token):
 
-    47+85=[47+85]|132=132|     the calculator is called, and its answer given
+    47+85=[47+85]|132=132|     a call of the calculator, and its result as the answer
     47+85=917|                 a guess, mostly wrong
 
-`P_CALL` of the transcripts call; `P_SLIP` of the calls have a wrong digit, and so have `P_SLIP` of the answers that
-are copied. Tokens that the tool says are not trained on. Reinforcement learning has to find, from a reward of 0 or 1
-for the last turn, that calling pays and that copying carefully does.
+`P_CALL` of the transcripts call the calculator. `P_SLIP` of the calls and `P_SLIP` of the copied results have a wrong
+digit. The tool's tokens are not trained. Reinforcement learning has to find out, from a reward of 0 or 1 for the last
+turn, that calling the calculator and copying its result exactly pays.
 """
 
 import argparse
@@ -36,14 +36,14 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% elif message['role'] == 'tool' %}={% endif %}"
     "{% endfor %}"
 )
-"""An assistant's turn ends with the end token, a tool's with `=`. The tools' schemas are not shown."""
+"""The assistant's turn ends with the end token, the tool's turn with `=`. The template does not show tool schemas."""
 
 Part = tuple[str, bool]
-"""Text, and whether the model says it."""
+"""A text, and whether the model says it."""
 
 
 def slip(text: str, rng: random.Random) -> str:
-    """Perhaps with one digit misprinted."""
+    """The number, perhaps with one wrong digit."""
     if rng.random() >= P_SLIP:
         return text
     place = rng.choice([index for index, character in enumerate(text) if character.isdigit()])

@@ -1,4 +1,4 @@
-"""An environment that says whether an answer was right, and asks again when it was not."""
+"""An environment that says whether an answer is right, and asks again if it is not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
 
 
 class Feedback(Interaction):
-    """Right at once earns 1; each try before that halves it. What was wrong is asked again.
+    """A right first answer earns 1. Every wrong answer halves the reward and repeats the question.
 
-    `config.wrong` is said before the question is repeated; it must be something the model's tokenizer can spell."""
+    `config.wrong` stands before the repeated question. The model's tokenizer must be able to spell it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

@@ -1,8 +1,8 @@
-"""Write `train.parquet` and `heldout.parquet`: the arithmetic problems, to be answered by `interaction_agent`.
+"""Write `train.parquet` and `heldout.parquet`: the arithmetic problems, for `interaction_agent`.
 
     python make_data.py
 
-`extra_info.interaction_kwargs` chooses the interaction; what else it holds is handed to the interaction.
+`extra_info.interaction_kwargs` names the interaction. Its other values are passed to the interaction.
 """
 
 import sys

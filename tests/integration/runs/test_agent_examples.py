@@ -1,4 +1,4 @@
-"""The examples, with the real engine: prompts of their datasets through GroupMaker, as their configs have it."""
+"""The shipped examples: GroupMaker makes groups from their datasets, with the real engine and their configs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ran:
         return [(p, g, t) for p, g in zip(self.prompts, self.groups, strict=True) for t in g.trajectories]
 
     def turns(self, trajectory: Trajectory) -> list[tuple[bool, str]]:
-        """(whether the model said it, text with special tokens), in order."""
+        """The turns in order: whether the model sampled it, and its text with special tokens."""
         turns: list[tuple[bool, list[int]]] = []
         for token, mask in zip(trajectory.token_ids.tolist(), trajectory.loss_mask.tolist(), strict=True):
             if not turns or turns[-1][0] is not bool(mask):
@@ -82,12 +82,12 @@ async def run_example(name: str) -> Ran:
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in the examples are relative to it."""
+    """Paths in the examples are relative to the repository."""
     monkeypatch.chdir(ROOT)
 
 
 def assert_log_probs(ran: Ran) -> None:
-    """Sampled tokens have the log-probs of one forward over the whole trajectory: its ids are those the model saw."""
+    """The log-probs equal those of one forward pass over the whole trajectory, so its ids are those the model saw."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(ran.config.model.path, dtype="float32").eval()
@@ -142,7 +142,7 @@ async def test_feedback_interaction() -> None:
             assert (len(turns), trajectory.reward) == (1, 1.0)
             outcomes.add("right at once")
             continue
-        assert len(turns) == 3, "a wrong answer is told so, and tried again"
+        assert len(turns) == 3, "a wrong answer gets feedback and a second try"
         assert turns[1] == (False, f"!{question}")
         last = turns[2][1].removesuffix("<eos>")
         assert trajectory.reward == (0.5 if last == prompt.ground_truth else 0.0)

@@ -1,4 +1,4 @@
-"""A run that is created through a gateway, started by a launcher, stopped, started again, and finished."""
+"""A run that is created through a gateway is started by a launcher, stopped, resumed and finished."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.config.loading import dump_config
 
 @contextmanager
 def part(name: str, config_file: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the `penstock` command, which ends with all that it started."""
+    """A process of the `penstock` command. It is ended together with all its children."""
     mark = {"PENSTOCK_TEST_PART": uuid.uuid4().hex}
     command = [sys.executable, "-m", "penstock.cli.main", name, "--config", str(config_file), *arguments]
     with (config_file.parent / f"{name}.log").open("ab") as log:

@@ -1,4 +1,4 @@
-"""The whole thing, as a newcomer starts it: real Redis, gateway, vLLM, Ray, two FSDP2 ranks."""
+"""The whole demo as a newcomer starts it: real Redis, gateway, vLLM, Ray, and two FSDP2 ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoPro
 @pytest.mark.timeout(400)
 @pytest.mark.long
 def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Path) -> None:
-    """Nothing that was acknowledged is lost: the second start continues the first one's queue and checkpoint."""
+    """No acknowledged group is lost: the second start continues with the queue and the checkpoint of the first."""
     overrides = ("--rollout.engine.name", "torch", "--learner.num_steps", "8", "--learner.checkpoint.every_steps", "3")
     first = DemoProcess(tmp_path, *overrides)
     try:

@@ -1,4 +1,4 @@
-"""`penstock doctor` against a real Redis: what is wrong is found, by name, with what to do."""
+"""`penstock doctor` against a real Redis names each fault and says what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(tmp_path: Path, redis_process: RedisProcess) -> RunConfig:
 
 
 def of(findings: list[Finding], check: str) -> list[tuple[str, str]]:
-    """(level, text) of a check."""
+    """Level and text of a check."""
     return [(finding.level, finding.text) for finding in findings if finding.check == check]
 
 
@@ -66,7 +66,7 @@ async def test_a_healthy_deployment_is_ok_throughout(
     assert of(findings, "conservation") == [("ok", "nothing is lost")]
 
 
-async def test_what_is_wrong_is_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
+async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
     await queue.take_term(0)
     await publish(queue, 3, "other", logprob_mismatch=0.5)
     await Fleet(redis_client, "test").join(SERVER)

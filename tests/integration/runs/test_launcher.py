@@ -1,4 +1,4 @@
-"""`penstock up` and `penstock demo` given something wrong: one line, a code, nothing left running."""
+"""`penstock up` and `penstock demo` with wrong input print one line, return an exit code and leave nothing running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def penstock(*words: str) -> tuple[int, str]:
-    """Exit code and error output; asserts that no child outlived the command."""
+    """Run the command, check that no child outlives it, and return its exit code and error output."""
     mark = {"PENSTOCK_TEST_COMMAND": uuid.uuid4().hex}
     result = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *words],
@@ -42,7 +42,7 @@ def test_a_missing_config_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model_folder(tmp_path: Path) -> None:
     code, error = penstock("demo", "--run_dir", str(tmp_path), "--model.path", "/nowhere")
     assert code == 2
     assert error.splitlines() == [
@@ -50,7 +50,7 @@ def test_a_model_folder_that_is_not_there(tmp_path: Path) -> None:
     ]
 
 
-def test_an_error_is_of_this_start(tmp_path: Path) -> None:
+def test_an_error_of_an_earlier_start_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "part.log").write_text("penstock part: error: of a start before\n")
     group = ProcessGroup(tmp_path)
     silent = group.start("part", [sys.executable, "-c", "raise SystemExit(3)"])

@@ -1,4 +1,4 @@
-"""One run, started once: what it exposes is what the documentation lists, and a real Prometheus answers every panel.
+"""One live run for all tests: its metrics are those of the documentation, and a real Prometheus fills every panel.
 
 The last test ends the run."""
 
@@ -34,17 +34,17 @@ from penstock.ports import free_port, wait_for_port
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
-"""Of labels that nothing has happened to in this run."""
+"""Metrics whose labels have no values in this run, because nothing happened to them."""
 pytestmark = pytest.mark.timeout(400)
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes traces by OTLP over HTTP."""
+    """Receives traces by OTLP over HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _CollectorHandler)
         self.spans: list[tuple[str, Span]] = []
-        """Service and span, in the order of arrival."""
+        """Service and span, in the order in which they arrived."""
 
     @property
     def url(self) -> str:
@@ -64,7 +64,7 @@ class _CollectorHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[DemoProcess]:
-    """The cheapest real run: the torch engine, one policy rank, no reference. Two checkpoints in. Traced."""
+    """The cheapest real run, traced: torch engine, one policy rank, no reference. It has written two checkpoints."""
     overrides = {
         "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
         "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
@@ -138,7 +138,7 @@ Ask = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def engine_metrics() -> int:
-    """A stand-in for vLLM's own metrics: one with a colon in its name."""
+    """Serves one metric with a colon in its name, in place of vLLM's metrics."""
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "As vLLM has it.", registry=registry).set(3)
     return serve_metrics(registry, "127.0.0.1", 0)
@@ -146,7 +146,7 @@ def engine_metrics() -> int:
 
 @pytest.fixture(scope="module")
 def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """A real one, with the configuration that is shipped; only the targets and the interval are this run's."""
+    """A real Prometheus with the shipped configuration, except for the targets and the scrape interval."""
     if shutil.which("prometheus") is None:
         pytest.skip("no prometheus; install Debian's package of that name")
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
@@ -185,7 +185,7 @@ def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(panel, expression) of every dashboard, with Grafana's variables filled in."""
+    """Panel and expression of every dashboard, with Grafana's variables filled in."""
     found = []
     for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
@@ -196,7 +196,7 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def test_no_panel_is_empty(prometheus: Ask) -> None:
-    """Rates need two scrapes, and one of the metrics some steps more; so those without an answer are asked again."""
+    """Expressions without a result are queried again: rates need two scrapes, and one metric needs several steps."""
     asked = expressions()
     assert len(asked) > 60
     deadline = time.monotonic() + 60
@@ -281,7 +281,7 @@ def test_log_lines_say_what_they_are_about(live: DemoProcess) -> None:
 
 
 def test_a_trace_shows_a_prompt_s_whole_life(live: DemoProcess, collector: Collector) -> None:
-    """From its submission to the version that contains it, over three processes."""
+    """The trace runs from the submission to the version that contains the prompt, over three processes."""
     wanted = {
         "submit": "penstock-gateway", "lease": "penstock-rollout", "generate": "penstock-rollout",
         "reward": "penstock-rollout", "queue": "penstock-learner", "train": "penstock-learner",

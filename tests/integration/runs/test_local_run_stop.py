@@ -1,4 +1,4 @@
-"""A run on this machine that an operator stops: it ends at once, and says that it is paused when started again."""
+"""A local run that an operator stops ends at once, and says that it is paused when it is started again."""
 
 from __future__ import annotations
 

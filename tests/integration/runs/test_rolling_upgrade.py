@@ -1,4 +1,4 @@
-"""What a rolling upgrade does to processes: each is told to stop, ends by itself, and others go on where it stood."""
+"""A rolling upgrade: each process gets SIGTERM and ends by itself, and its replacement continues its work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS_PER_STEP = 8
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess) -> Iterator[FleetRun]:
-    """One run for all tests of this file, which hand it on. Leases outlive it: none comes back by running out."""
+    """One run that all tests of this file share. Its leases are so long that no prompt comes back by expiry."""
     folder = tmp_path_factory.mktemp("runs")
     config = fleet_config(folder, redis_process.url, "rolling", transport="gloo")
     replay = config.replay.model_copy(update={"lease_ttl_s": 300.0})
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess) -
 
 @pytest.fixture
 def new_server(run: FleetRun) -> Part:
-    """Started by the first test that needs it: which tests run is up to who runs them."""
+    """A server that the first test in need of it starts, so that each test can also run alone."""
     return run.parts.get("new") or run.start_server("new", TORCH)
 
 
@@ -41,7 +41,7 @@ def stop_and_wait(run: FleetRun, part: Part) -> None:
 
 
 def freeze_at_work(run: FleetRun, part: Part) -> int:
-    """Stop the process at a moment at which it holds leases; returns how many."""
+    """Stop the process while it holds leases, and return how many."""
 
     def leased() -> int:
         part.stop()
@@ -53,8 +53,8 @@ def freeze_at_work(run: FleetRun, part: Part) -> int:
     return run.until(leased, f"{part.name} to hold a lease")
 
 
-def test_a_server_that_is_told_to_stop_hands_its_prompts_to_the_next(run: FleetRun) -> None:
-    # Without a learner no more than these are admitted; two at a time, so that it is caught at work.
+def test_a_server_that_gets_sigterm_gives_its_prompts_back(run: FleetRun) -> None:
+    # Without a learner only these prompts are admitted. Two run at a time, so the server is busy when it is stopped.
     num_admitted = (run.config.replay.max_staleness + 1) * GROUPS_PER_STEP
     old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2")
     run.until(lambda: run.stat().queued >= 2, "two groups")
@@ -74,7 +74,7 @@ def test_a_server_that_is_told_to_stop_hands_its_prompts_to_the_next(run: FleetR
 
 
 @pytest.mark.long
-def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on(
+def test_a_learner_that_gets_sigterm_writes_a_checkpoint_and_the_next_continues(
     run: FleetRun, new_server: Part
 ) -> None:
     every = "--learner.checkpoint.every_steps=100000"
@@ -97,7 +97,7 @@ def test_a_learner_that_is_told_to_stop_writes_a_checkpoint_and_the_next_goes_on
 
 @pytest.mark.long
 def test_servers_are_replaced_one_by_one_while_the_learner_trains(run: FleetRun, new_server: Part) -> None:
-    """No version is held up by a server that leaves, also not when it leaves in the middle of a push."""
+    """A leaving server holds up no version, not even if it leaves during a push."""
     run.start_learner(name="third")
     run.start_server("second", TORCH)
     run.until_serving("new", "second", above=run.current)

@@ -1,5 +1,5 @@
-"""The simulation's forecast, held against what a real run on this machine measured: once with the learner waiting for
-servers, once with servers waiting for the learner."""
+"""The simulation's forecast is compared with a real run on this machine: once the learner waits for servers, and once
+the servers wait for the learner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def metrics_of(folder: Path, name: str) -> str:
 
 
 def mean_push_s(text: str) -> float:
-    """Of the phases that follow each other; those of the members lie within them."""
+    """Sum of the phases that follow each other. The phases of the members lie within these."""
     sums = re.findall(r'^penstock_weight_sync_duration_seconds_sum\{phase="(\w+)",.*\} (\S+)$', text, re.M)
     counts = re.findall(r'^penstock_weight_sync_duration_seconds_count\{phase="(\w+)",.*\} (\S+)$', text, re.M)
     num_pushes = max(float(count) for _, count in counts)

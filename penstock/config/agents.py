@@ -1,4 +1,4 @@
-"""Configuration of agent loops and of how many groups a rollout server works on."""
+"""Configuration of agent loops, and of how many groups a rollout server works on at once."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ class AgentsConfig(Config):
     """Tools, interactions, custom agents, and the limits of multi-turn samples."""
 
     tools_file: Path | None = None
-    """YAML file of the tools that `tool_agent` offers: class_name, config and tool_schema of each, as verl has it."""
+    """YAML file of the tools that `tool_agent` offers. Each entry has class_name, config and tool_schema, in verl's
+    format. None: no tools."""
     interactions_file: Path | None = None
-    """YAML file of the interactions: name, class_name and config of each, as verl has it."""
+    """YAML file of the interactions. Each entry has name, class_name and config, in verl's format. None: no
+    interactions."""
     custom: dict[str, str] = {}
-    """Further agents: name to `package.module:function` or `path/file.py:function`. Prompts choose by name."""
+    """Agents of your own: maps a name to `package.module:function` or `path/file.py:function`. A prompt selects its
+    agent by this name."""
     tool_format: str = "hermes"
-    """How the model writes tool calls: hermes, llama3_json, openai, or a parser of your own,
+    """Format in which the model writes tool calls: `hermes`, `llama3_json`, `openai`, or a parser of your own as
     `package.module:function` or `path/file.py:function`."""
     max_turns: int = Field(default=8, ge=1)
-    """Assistant turns of one sample. A sample that would go on ends with finish reason `length`."""
+    """Maximum number of assistant turns in one sample. A sample that reaches it ends with finish reason `length`."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one assistant turn. None: as many as the response has left."""
+    """Maximum number of tokens in one assistant turn. None: whatever the response's `max_tokens` has left."""
     max_calls_per_turn: int = Field(default=8, ge=1)
-    """Tool calls of one turn that are run; the model is told that further ones were not."""
+    """Maximum number of tool calls that are executed in one turn. The model is told that further calls were not."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one tool call, and of each other call into a tool or an interaction."""
+    """Deadline, in seconds, of each call into a tool or an interaction."""
     max_tool_response_chars: int = Field(default=4096, ge=1)
-    """A longer answer of a tool is cut, and says so."""
+    """Maximum length of a tool response in characters. A longer one is cut, with a note in the text."""
     tool_response_keep: Literal["head", "tail", "both"] = "head"
-    """Which part of an answer that is too long the model sees."""
+    """Which part of a tool response that is too long the model sees."""
     scored_text: Literal["response", "last_turn"] = "response"
-    """What the reward function is given: the whole response, tool output included, or the last assistant turn."""
+    """Text that the reward function receives: the whole response including tool output, or only the last assistant
+    turn."""
     turn_rewards: Literal["sum", "replace", "last"] = "sum"
-    """How rewards of tools and interactions meet the reward function's. `sum` adds all up. `replace` is their sum
-    without the function's. `last` is the final one, or else the last turn's, alone."""
+    """How the rewards of tools and interactions are combined with the reward function's. `sum` adds all of them.
+    `replace` adds the rewards of tools and interactions and ignores the function. `last` takes the final reward only,
+    or the last turn's if there is no final one."""
 
 
 class AdaptiveConcurrencyConfig(Config):
-    """Fewer groups at once while the engine cannot take what it has; `max_concurrent_groups` is never exceeded."""
+    """Lowers the number of concurrent groups while the engine is overloaded. It never exceeds
+    `max_concurrent_groups`."""
 
     enabled: bool = True
+    """False keeps `max_concurrent_groups` groups in progress at all times."""
     max_kv_usage: float = Field(default=0.95, gt=0, le=1)
-    """Share of the KV cache above which waiting requests mean that it is full, and running ones are preempted."""
+    """Share of the KV cache above which the cache counts as full if requests also wait in the engine."""
     max_queue_s: float = Field(default=5.0, gt=0)
-    """More than half as many requests as run, waiting inside the engine for this long without a break, are too many."""
+    """Seconds after which waiting requests count as overload, if more than half as many requests wait as run during
+    all that time."""

@@ -22,7 +22,7 @@ _TOKEN_CLIP = (0.2, 0.2)
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> str:
-    """Return `name` if it is known or an import path; else raise a ValueError that names the nearest known one."""
+    """Return `name` if it is known or an import path. Otherwise raise a ValueError that suggests the nearest name."""
     module, colon, function = name.partition(":")
     if name in known or (colon and module and function):
         return name
@@ -34,18 +34,19 @@ def check_name(kind: str, name: str, known: Collection[str]) -> str:
 
 
 class AdvantageConfig(Config):
-    """How rewards become advantages."""
+    """How advantages are computed from rewards."""
 
     name: str = "grpo"
-    """One of ADVANTAGE_NAMES, or `package.module:function` with the signature (AdvantageInputs, AdvantageConfig)."""
+    """Advantage estimator: `gae`, `grpo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `rloo`, `remax`,
+    `opo`, or your own as `package.module:function` with the signature (AdvantageInputs, AdvantageConfig)."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of one trained token; used by gae and reinforce_plus_plus."""
+    """Discount per trained token. Used by `gae` and `reinforce_plus_plus`."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """Trace decay of gae: 1 is Monte Carlo minus the value, 0 the one-step error."""
+    """Trace decay of `gae`: 1 is the Monte Carlo return minus the value, 0 is the one-step error."""
     normalize_by_std: bool = True
-    """grpo divides by the standard deviation of its group; False is Dr.GRPO."""
+    """Let `grpo` divide by the standard deviation of the group's rewards. False is Dr.GRPO."""
     greedy_baseline: bool | None = None
-    """Rollout servers add a greedy sample to each group, which is scored and not trained. None: for remax only."""
+    """Add one greedy sample to each group, which is scored but not trained on. None: only for `remax`."""
 
     @field_validator("name")
     @classmethod
@@ -55,34 +56,38 @@ class AdvantageConfig(Config):
     @model_validator(mode="after")
     def _baseline_is_used(self) -> Self:
         if self.name == "remax" and self.greedy_baseline is False:
-            raise ValueError("advantage remax compares with the greedy sample: leave greedy_baseline out")
+            raise ValueError("advantage remax needs the greedy sample: leave greedy_baseline out")
         if self.greedy_baseline and self.name in ADVANTAGE_NAMES and self.name != "remax":
-            raise ValueError(f"advantage {self.name} has no use for a greedy sample: leave greedy_baseline out")
+            raise ValueError(f"advantage {self.name} does not use a greedy sample: leave greedy_baseline out")
         return self
 
     @property
     def has_baseline(self) -> bool:
-        """`greedy_baseline`, or the default of the estimator."""
+        """`greedy_baseline`, or the estimator's default."""
         return self.name == "remax" if self.greedy_baseline is None else self.greedy_baseline
 
 
 class LossConfig(Config):
-    """The policy loss and how its tokens are averaged."""
+    """The policy loss and how it is averaged over tokens."""
 
     name: str = "ppo"
-    """One of LOSS_NAMES, or `package.module:function` with the signature (LossInputs, LossConfig)."""
+    """Policy loss: `ppo`, `gspo`, `cispo`, `reinforce`, or your own as `package.module:function` with the signature
+    (LossInputs, LossConfig)."""
     clip_low: float | None = Field(default=None, ge=0)
-    """The ratio is clipped below at 1 - clip_low. None takes the loss's default: 3e-4 for gspo, else 0.2."""
+    """The importance ratio is clipped from below at 1 - clip_low. None: 3e-4 for `gspo`, 0.2 for the others."""
     clip_high: float | None = Field(default=None, ge=0)
-    """The ratio is clipped above at 1 + clip_high. None: 4e-4 for gspo, else 0.2. DAPO's clip-higher is 0.28."""
+    """The importance ratio is clipped from above at 1 + clip_high. None: 4e-4 for `gspo`, 0.2 for the others. DAPO's
+    clip-higher is 0.28."""
     dual_clip: float | None = Field(default=3.0, gt=1)
-    """ppo bounds the loss of a negative advantage A at -dual_clip * A; None leaves it unbounded."""
+    """`ppo` bounds the loss of a negative advantage A at -dual_clip * A. None: no bound."""
     ratio_cap: float = Field(default=2.0, gt=0)
-    """reinforce truncates the ratio of the current to the behaviour policy here."""
+    """Upper bound that `reinforce` puts on the ratio of the current to the behaviour policy."""
     aggregation: Aggregation | None = None
-    """How tokens become one number. None: seq-mean-token-mean for gspo, else token-mean."""
+    """How the losses of tokens are reduced to one number. None: `seq-mean-token-mean` for `gspo`, `token-mean` for the
+    others."""
     constant_length: int | None = Field(default=None, ge=1)
-    """Divisor in tokens of seq-mean-token-sum-norm, usually the longest response allowed; needed there only."""
+    """Number of tokens that `seq-mean-token-sum-norm` divides by, usually the longest allowed response. Only needed for
+    that aggregation."""
 
     @field_validator("name")
     @classmethod
@@ -97,17 +102,17 @@ class LossConfig(Config):
 
     @property
     def epsilon_low(self) -> float:
-        """`clip_low`, or the default of the loss."""
+        """`clip_low`, or the loss's default."""
         return self._default_clip[0] if self.clip_low is None else self.clip_low
 
     @property
     def epsilon_high(self) -> float:
-        """`clip_high`, or the default of the loss."""
+        """`clip_high`, or the loss's default."""
         return self._default_clip[1] if self.clip_high is None else self.clip_high
 
     @property
     def aggregation_mode(self) -> Aggregation:
-        """`aggregation`, or the default of the loss."""
+        """`aggregation`, or the loss's default."""
         return self.aggregation or ("seq-mean-token-mean" if self.name == "gspo" else "token-mean")
 
     @property
@@ -116,29 +121,31 @@ class LossConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """What is done about data that another policy, or another engine, has produced."""
+    """Off-policy correction for samples from an older policy, or from an engine whose log-probs differ."""
 
     mode: Literal["bypass", "decoupled", "none"] = "decoupled"
-    """bypass: the proximal policy is the behaviour policy. decoupled: it is computed, and the loss is weighted with
-    proximal / behaviour. none: it is computed, and the loss is not weighted."""
+    """`bypass` uses the behaviour policy as the proximal policy. `decoupled` computes the proximal policy and weights
+    the loss by proximal / behaviour. `none` computes the proximal policy and does not weight the loss."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """decoupled and none: a forward pass at the start of the step, or a log-linear mix of behaviour and current."""
+    """How `decoupled` and `none` get the proximal policy: `recomputed` by a forward pass at the start of the step, or
+    `interpolated` as a log-linear mix of the behaviour and the current policy."""
     interpolation: float = Field(default=0.5, ge=0, le=1)
-    """Share of the current policy in the mix: 0 is the behaviour policy, 1 the current one."""
+    """Share of the current policy in the interpolation: 0 is the behaviour policy, 1 is the current policy."""
     weight: WeightName | None = None
-    """None: token_truncation in decoupled mode, none in the others."""
+    """How the importance weight is bounded. None: `token_truncation` in mode `decoupled`, `none` in the others."""
     cap: float = Field(default=2.0, gt=0)
-    """Largest weight that token_truncation and sequence_truncation give."""
+    """Largest weight under `token_truncation` and `sequence_truncation`."""
     band_low: float = Field(default=0.5, gt=0)
-    """band zeroes the weight of tokens whose ratio is below."""
+    """`band` sets the weight of a token to 0 if its ratio is below this."""
     band_high: float = Field(default=5.0, gt=0)
-    """band zeroes the weight of tokens whose ratio is above."""
+    """`band` sets the weight of a token to 0 if its ratio is above this."""
     rejection: RejectionName = "none"
-    """Which tokens leave the loss: those whose ratio, or whose sequence's product of ratios, is outside the bounds."""
+    """Leave tokens out of the loss. `token`: those whose ratio is outside the bounds. `sequence`: all tokens of a
+    sequence whose product of ratios is outside them."""
     rejection_low: float = Field(default=0.5, gt=0)
-    """Smallest ratio that is kept."""
+    """Smallest ratio that rejection keeps."""
     rejection_high: float = Field(default=2.0, gt=0)
-    """Largest ratio that is kept."""
+    """Largest ratio that rejection keeps."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -152,36 +159,37 @@ class CorrectionConfig(Config):
 
     @property
     def weight_name(self) -> WeightName:
-        """`weight`, or the default of the mode."""
+        """`weight`, or the mode's default."""
         return self.weight or ("token_truncation" if self.mode == "decoupled" else "none")
 
 
 class KLConfig(Config):
-    """The penalty for leaving the reference policy."""
+    """The penalty for moving away from the reference policy."""
 
     placement: Literal["none", "reward", "loss"] = "none"
-    """none: no reference policy is needed. reward: subtracted from token rewards. loss: added to the policy loss."""
+    """`none`: no penalty, and no reference model is loaded. `reward`: subtracted from token rewards. `loss`: added to
+    the policy loss."""
     penalty: PenaltyName = "k3"
-    """Estimator of one token's KL from the log-probs of the sampled token."""
+    """Estimator of a token's KL divergence from the log-probs of the sampled token."""
     coefficient: float = Field(default=1e-3, ge=0)
-    """Weight of the penalty, and where the adaptive controller starts."""
+    """Weight of the penalty; the adaptive controller starts from it."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive steers the coefficient so that the measured KL approaches `target`."""
+    """`adaptive` changes the coefficient so that the measured KL approaches `target`."""
     target: float = Field(default=0.1, gt=0)
-    """KL per token that the adaptive controller aims at."""
+    """KL divergence per token that the adaptive controller aims for."""
     horizon: int = Field(default=10000, ge=1)
-    """Sequences over which the adaptive controller corrects an error; larger is slower."""
+    """Number of sequences over which the adaptive controller corrects an error. A larger number reacts more slowly."""
 
 
 class ValueLossConfig(Config):
     """The critic's loss."""
 
     clip: float = Field(default=0.5, gt=0)
-    """A new value is clipped to this distance from the value of the start of the step."""
+    """A new value is clipped to this distance from the value at the start of the step."""
     aggregation: Aggregation = "token-mean"
-    """How tokens become one number."""
+    """How the losses of tokens are reduced to one number."""
     constant_length: int | None = Field(default=None, ge=1)
-    """Divisor in tokens of seq-mean-token-sum-norm; needed there only."""
+    """Number of tokens that `seq-mean-token-sum-norm` divides by. Only needed for that aggregation."""
 
     @model_validator(mode="after")
     def _constant_length_is_given(self) -> Self:
@@ -191,14 +199,14 @@ class ValueLossConfig(Config):
 
 
 class OverlongConfig(Config):
-    """DAPO's soft penalty for responses that come close to the length limit."""
+    """DAPO's soft penalty for responses close to the length limit."""
 
     max_num_tokens: int = Field(ge=1)
-    """Longest response; there the penalty is `factor`."""
+    """Length in tokens at which the penalty reaches `factor`; usually the longest allowed response."""
     buffer_num_tokens: int = Field(default=4096, ge=1)
-    """The penalty starts this far before the longest response and grows linearly."""
+    """Number of tokens before `max_num_tokens` at which the penalty starts. It grows linearly from there."""
     factor: float = Field(default=1.0, ge=0)
-    """Penalty at the longest response."""
+    """Penalty at `max_num_tokens`."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
@@ -208,20 +216,20 @@ class OverlongConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """All of an algorithm. The defaults are GRPO with the decoupled PPO loss."""
+    """The training algorithm. The defaults are GRPO with the decoupled PPO loss."""
 
     advantage: AdvantageConfig = AdvantageConfig()
-    """Rewards to advantages."""
+    """Advantage estimator."""
     loss: LossConfig = LossConfig()
     """Policy loss."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
     kl: KLConfig = KLConfig()
-    """Penalty towards the reference policy."""
+    """KL penalty towards the reference policy."""
     value_loss: ValueLossConfig = ValueLossConfig()
-    """Critic loss; read where the advantage is gae."""
+    """Critic loss. Only used with the advantage `gae`."""
     overlong: OverlongConfig | None = None
-    """Length penalty in the reward; None leaves it out."""
+    """Length penalty in the reward. None: no penalty."""
 
     @model_validator(mode="after")
     def _corrects_once(self) -> Self:

@@ -1,4 +1,4 @@
-"""What every config model shares: frozen, and unknown keys refused."""
+"""The base of every config model: frozen, with unknown keys refused."""
 
 from __future__ import annotations
 

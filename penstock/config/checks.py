@@ -1,4 +1,4 @@
-"""What a process can know to be wrong before it starts anything, as `--check` asks. Each raises ConfigError."""
+"""Checks that a process makes before it starts anything, also for `--check`. Each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 
 
 def check_redis(config: RedisConfig) -> None:
-    """An address is set, and its credentials and certificates can be read. Nobody is called."""
+    """Check that a URL is set and that its credentials and certificates can be read. Does not connect."""
     if not config.url:
         raise ConfigError("redis.url is empty; set it to the run's Redis, or use `penstock up`, which starts one")
     from penstock.store.redis_client import connect
@@ -30,7 +30,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_roles(config: LearnerConfig) -> None:
-    """Models of further roles are where they should be."""
+    """Check the model folders of the critic and the reward model."""
     if config.critic is not None and config.critic.path is not None:
         _check_model_folder("learner.critic.path", config.critic.path)
     if config.reward_model is not None:
@@ -48,13 +48,13 @@ def _check_model_folder(name: str, path: Path) -> None:
 
 
 def _hub_hint(path: Path) -> str:
-    """For a name such as Qwen/Qwen2.5-0.5B, which other tools would download."""
+    """Advice for a Hub name such as Qwen/Qwen2.5-0.5B, which other tools would download."""
     is_hub_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
-    return f"; nothing is downloaded: `hf download {path} --local-dir FOLDER` does" if is_hub_name else ""
+    return f"; penstock downloads nothing: run `hf download {path} --local-dir FOLDER` first" if is_hub_name else ""
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Files of custom functions exist."""
+    """Check that the files of custom reward functions exist."""
     if config.function_file is not None:
         _check_file("rollout.reward.function_file", config.function_file)
     for source, reward in config.by_data_source.items():
@@ -70,7 +70,7 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """The run's folder can be made and written to."""
+    """Check that the run's folder can be created and written to."""
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
         probe = config.folder / ".check"
@@ -78,7 +78,7 @@ def check_run_folder(config: RunConfig) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a folder that can"
+            f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a writable folder"
         ) from error
 
 

@@ -13,149 +13,187 @@ from penstock.config.loggers import LoggerName, ProfileConfig, WandbConfig
 
 
 class RoleConfig(Config):
+    """Processes and devices of one model of the learner."""
+
     num_ranks: int = Field(default=1, ge=1)
+    """Number of processes that share the model by FSDP2. Usually one per GPU."""
     cpus_per_rank: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for each rank."""
     gpus_per_rank: float = Field(default=0.0, ge=0)
+    """GPUs that Ray reserves for each rank: 1 on GPUs, 0 on a machine without any."""
 
 
 class CriticConfig(RoleConfig):
+    """The value model of the advantage `gae`."""
+
     path: Path | None = None
-    """Model folder of the backbone; None: `model.path`. A sequence classifier with one label brings its head along,
-    any other model gets a head of zeros."""
+    """Model folder of the backbone. None: `model.path`. A sequence classifier with one label keeps its head; any other
+    model gets a new head of zeros."""
     lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of its own AdamW; betas, decay, warm-up and clipping are the policy's."""
+    """Learning rate of the critic's AdamW. It shares betas, weight decay, warm-up and clipping with the policy."""
 
 
 class JudgeConfig(Config):
+    """A generative reward model, which is asked a yes-or-no question about each sample."""
+
     question: str = Field(min_length=1)
-    """Text that follows a trajectory's tokens and asks the model about them, chat markers included."""
+    """Text that is appended to a trajectory's tokens, including the markers of the chat template."""
     yes: str = "Yes"
-    """Answer that speaks for the trajectory; one token."""
+    """The answer that means a good trajectory. It must be one token."""
     no: str = "No"
-    """Answer that speaks against it; one token."""
+    """The answer that means a bad trajectory. It must be one token."""
 
 
 class RewardModelConfig(RoleConfig):
+    """A model in the learner that scores every sample before it is trained on."""
+
     path: Path
-    """Folder of a sequence classifier with one label, or with `judge` of a causal model, on the policy's tokenizer."""
+    """Folder of a sequence classifier with one label or, with `judge`, of a causal language model. It must use the
+    policy's tokenizer."""
     judge: JudgeConfig | None = None
-    """Generative reward: the score is the probability of `yes` against `no` as the next token after the question."""
+    """Score by question: the probability of `yes` against `no` as the next token. None: score by the classifier's
+    head."""
     combine: Literal["add", "replace"] = "add"
-    """Whether the score is added to the reward that came with the sample, or takes its place."""
+    """`add` adds the score to the rollout server's reward, `replace` uses the score instead of it."""
     coefficient: float = 1.0
-    """The score is multiplied by it."""
+    """Factor by which the score is multiplied."""
     data_sources: tuple[str, ...] = ()
-    """Which data sources it scores, as names or patterns such as `chat*`; empty: all."""
+    """Data sources that it scores, as names or patterns such as `chat*`. Empty: all."""
 
 
 class LoraConfig(Config):
+    """A low-rank adapter, trained in place of the model's own weights."""
+
     rank: int = Field(ge=1)
+    """Rank of the adapter's matrices: more parameters and memory for a larger rank."""
     alpha: int = Field(gt=0)
-    """The adapter is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter. `lm_head` is not allowed."""
 
 
 class CheckpointConfig(Config):
+    """How often the learner saves its state, and which state it starts from."""
+
     every_steps: int = Field(default=25, ge=1)
-    """Groups are acknowledged only once a checkpoint covers them, so this also bounds what a crash repeats."""
+    """Number of steps between checkpoints. It is also the most that a crash repeats: groups are acknowledged only when
+    a checkpoint covers them."""
     keep: int = Field(default=2, ge=1)
+    """Number of checkpoints to keep. Older ones are deleted."""
     resume: str = Field(default="auto", min_length=1)
-    """`auto` continues from the newest checkpoint of the run's folder, `off` from none. A path goes back to that
-    checkpoint of the run, once: a restart continues from what was made since."""
+    """`auto` continues from the newest checkpoint in the run's folder, `off` ignores checkpoints. A path goes back to
+    that checkpoint once: a later restart continues from the checkpoints made since."""
 
 
 class LearnerConfig(Config):
+    """The learner: its models and where they run, the optimizer, batches, checkpoints and logs."""
+
     placement: Literal["standalone", "split-collocate"] = "standalone"
-    """`standalone`: every role in a resource group of its own. `split-collocate`: policy and reference share one,
-    critic and reward model another."""
+    """Which models share GPUs. `standalone`: every model has its own. `split-collocate`: policy and reference share one
+    set of GPUs, critic and reward model another."""
     policy: RoleConfig = RoleConfig()
+    """The model that is trained."""
     reference: RoleConfig = RoleConfig()
+    """The frozen model that the KL penalty compares with. Only loaded if `algorithm.kl.placement` is not `none`."""
     critic: CriticConfig | None = None
-    """Values for advantage gae; `{}` takes the defaults. None: no critic."""
+    """Value model, which the advantage `gae` needs; `{}` takes the defaults. None: no critic."""
     reward_model: RewardModelConfig | None = None
-    """Scores every sample beside the rewards of the rollout servers. None: there is none."""
+    """Reward model that scores samples in the learner, besides the rewards of the rollout servers. None: no such
+    model."""
     max_role_restarts: int = Field(default=3, ge=0)
-    """How often in a row, without a checkpoint between, one role is restarted after a rank of it died or hung."""
+    """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
     ray_address: str = ""
-    """Ray cluster to join; empty starts a private one on this machine."""
+    """Address of the Ray cluster to join. Empty: start a private one on this machine."""
     publish_host: str = ""
-    """Address at which rollout servers meet the publisher for a weight transfer; empty takes that of the Ray node on
-    which the publisher runs."""
+    """Address at which rollout servers reach the weight publisher. Empty: the address of the Ray node that the
+    publisher runs on."""
     metrics_host: str = "127.0.0.1"
+    """Address that /metrics listens on. Use 0.0.0.0 to let Prometheus scrape it from another machine."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
+    """Port of /metrics. 0: take a free port and write it to `learner.json` in the run's folder."""
     num_steps: int = Field(default=100, ge=0)
-    """Steps of the run, a batch and a version each; 0 trains until it is stopped."""
+    """Number of training steps. Each trains on one batch and makes one policy version. 0: train until stopped."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate of AdamW."""
+    """Learning rate of the policy's AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """Constant that AdamW adds to the denominator for numerical stability."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """The learning rate grows linearly over these steps."""
+    """Number of steps over which the learning rate grows linearly to `lr`."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """The policy keeps its weights for the first steps, while the critic learns."""
+    """Number of first steps in which only the critic learns and the policy keeps its weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: `linear` and `cosine` fall to `min_lr_share` of `lr` at step `num_steps`."""
+    """Learning rate after the warm-up. `linear` and `cosine` fall to `min_lr_share` of `lr` at step `num_steps`."""
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that is left at the end of a `linear` or `cosine` schedule."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm if theirs is larger."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """An update whose loss or gradient is not finite leaves the weights as they are. After so many of the policy or of
-    the critic in a row the learner stops and keeps the last batch in `nonfinite/` of the run's folder; 0: never."""
+    """An update with a loss or gradient that is not finite is skipped. After this many skipped updates in a row, of the
+    policy or of the critic, the learner stops and saves the last batch in `nonfinite/` of the run's folder. 0: never
+    stop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
-    """Train a low-rank adapter instead of the whole model; a push then carries the adapter only."""
+    """Train a low-rank adapter instead of the whole model. A weight push then carries only the adapter. None: train the
+    whole model."""
     minibatches_per_step: int = Field(default=1, ge=1)
-    """Parts of a batch, of equally many samples; each is an optimizer step of its own."""
+    """Number of equal parts that a batch is split into. Each part is one optimizer step."""
     epochs_per_step: int = Field(default=1, ge=1)
-    """Passes over a batch. With one pass and one part nothing has moved yet when a sample is trained: no clip of the
-    loss or of the values acts, but that of correction mode `bypass`."""
+    """Number of passes over a batch. With one pass and one part the policy has not moved when a sample is trained on,
+    so clipping has no effect except in correction mode `bypass`."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
-    """Token budget of one forward and backward pass."""
+    """Maximum number of tokens in one forward and backward pass. Lower it if a rank runs out of GPU memory."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
-    """Tokens whose logits exist at one time; or as many logits of all tokens."""
+    """Number of tokens whose logits are in memory at the same time; the backward pass holds as many logits. Lower it
+    for large vocabularies."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of forward and backward passes of the roles that train; gradients are reduced in float32 in any case. `auto`:
-    float32 where `model.dtype` is, else bfloat16."""
+    """Data type of the forward and backward passes of the policy and the critic. Gradients are always reduced in
+    float32. `auto`: float32 if `model.dtype` is float32, otherwise bfloat16."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and Adam's state of the roles that train. bfloat16 halves their memory, and loses updates that are
-    small beside their weight."""
+    """Data type of the weights and the optimizer state of the policy and the critic. bfloat16 halves their memory, but
+    loses updates that are small compared with their weight."""
     activation_checkpointing: float = Field(default=1.0, ge=0, le=1)
-    """Share of the layers whose activations are computed again in the backward pass instead of kept: 1 needs the least
-    memory, 0 is up to a third faster."""
+    """Share of the layers whose activations are recomputed in the backward pass instead of kept. 1 needs the least
+    memory; 0 is up to a third faster."""
     compile: bool = False
-    """Fuse each layer, and the log-probs, with `torch.compile`: faster on a GPU, after a slow first step."""
+    """Compile each layer and the log-probs with `torch.compile`. Faster on a GPU, after a slow first step."""
     activation_memory: float = Field(default=1.0, ge=0, le=1)
-    """With `compile`, the share of a layer's activations that is kept where the layer is not computed again as a whole;
-    below 1, those that cost the least time to compute again go first."""
+    """With `compile`: share of activations that is kept in layers which `activation_checkpointing` does not recompute.
+    Below 1, the activations that are cheapest to recompute are dropped first."""
     cpu_offload: bool = False
-    """Keep weights and Adam's state in host memory, and step there; layers visit the GPU one by one."""
+    """Keep weights and optimizer state in host memory and update them there; layers are copied to the GPU one by one.
+    Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """Ranks of the policy that share each sequence's tokens (Ulysses), for contexts that one GPU cannot hold; a divisor
-    of `policy.num_ranks` and of the attention heads."""
+    """Number of policy ranks that share the tokens of each sequence (Ulysses), for contexts that do not fit on one GPU.
+    It must divide `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
-    """Mean difference of the engines' and the learner's log-probs on the same weights above which the learner refuses
-    to train, by the first step that can be compared. 0 never refuses. Typical: 1e-5 in float32, 0.01 in bfloat16."""
+    """Largest mean difference between the log-probs of engine and learner, on the same weights, with which the learner
+    starts to train. It is checked at the first step that can be compared. Typical values are 1e-5 in float32 and 0.01
+    in bfloat16. 0: no check."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """The learner stops with an error when it has waited so long for a full batch. The step before, beside which the
-    batch is read already, does not count."""
+    """Seconds that the learner waits for a full batch before it stops with an error. The time of the previous step,
+    during which the batch is already being read, does not count."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one call to a role's ranks, collectives included."""
+    """Deadline, in seconds, of one call to a role's ranks, including their collective operations."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
-    """What the device of one policy rank can do in a second, for `penstock_learner_mfu_ratio`. 0 takes the dense
-    bfloat16 figure of a GPU that is known; the ratio is 0 where there is none."""
+    """Peak FLOP/s of one policy rank's device, for the metric `penstock_learner_mfu_ratio`. 0: use the dense bfloat16
+    rate of a known GPU; for other devices the metric stays 0."""
     threads_per_rank: int = Field(default=1, ge=1)
-    """CPU threads of each rank."""
+    """Number of CPU threads that torch uses in each rank."""
     loggers: tuple[LoggerName, ...] = ("jsonl",)
-    """Where the numbers of each step go besides Prometheus. `jsonl` is the run's `metrics.jsonl`, which `penstock demo`
-    and `penstock simulate` read; `tensorboard` and `wandb` need the package of that name."""
+    """Where the metrics of each step are written, besides Prometheus. `jsonl` writes `metrics.jsonl` in the run's
+    folder, which `penstock demo` and `penstock simulate` read. `tensorboard` and `wandb` need the package of that
+    name."""
     wandb: WandbConfig = WandbConfig()
     profile: ProfileConfig = ProfileConfig()
 
     @property
     def needed_roles(self) -> dict[str, RoleConfig]:
-        """The roles that this run uses."""
+        """The roles that this run uses, by name."""
         roles = {
             "policy": self.policy,
             "reference": None if self.algorithm.kl.placement == "none" else self.reference,
@@ -170,15 +208,19 @@ class LearnerConfig(Config):
         if name == "gae" and self.critic is None:
             raise ValueError("advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage")
         if self.critic is not None and name != "gae" and name in ADVANTAGE_NAMES:
-            raise ValueError(f"advantage {name} uses no critic: leave learner.critic out, or choose advantage gae")
+            raise ValueError(
+                f"advantage {name} does not use a critic: leave learner.critic out, or choose advantage gae"
+            )
         if self.critic_warmup_steps and self.critic is None:
-            raise ValueError("critic_warmup_steps holds the policy for a critic, and there is none: add learner.critic")
+            raise ValueError("critic_warmup_steps needs a critic: add `learner.critic: {}`, or set it to 0")
         return self
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> Self:
         if self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps:
-            raise ValueError(f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps to know its end")
+            raise ValueError(
+                f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps, because it ends at num_steps"
+            )
         return self
 
     @model_validator(mode="after")
@@ -190,5 +232,5 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _head_is_not_adapted(self) -> Self:
         if self.lora is not None and "lm_head" in self.lora.target_modules:
-            raise ValueError("lora.target_modules cannot have lm_head; engines and learner adapt the layers only")
+            raise ValueError("lora.target_modules cannot contain lm_head; engines and learner adapt the layers only")
         return self

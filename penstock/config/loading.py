@@ -1,6 +1,6 @@
-"""A run's configuration: a YAML file, then `--section.field value` overrides with the same names.
+"""Load a run's configuration: a YAML file, then `--section.field value` overrides with the same names.
 
-Unknown keys are refused with the nearest known one, wrong values with the path of the field, always in one line.
+Every mistake is reported in one line: an unknown key with the nearest known one, a wrong value with its field's path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, InvalidInput
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: 1e-4 is a number, as every user of a learning rate expects."""
+    """Reads floats as YAML 1.2 does: `1e-4` is a number. PyYAML's own loader makes it a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -28,12 +28,12 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and check everything."""
+    """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and validate the result."""
     return load_overrides(_read(path), overrides, str(path))
 
 
 def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:
-    """As `load_config`, for what would stand in the file."""
+    """Like `load_config`, for data that is already parsed."""
     for keys, value in parse_overrides(overrides):
         _assign(data, keys, value)
     return validate(data, source)
@@ -47,7 +47,7 @@ def validate(data: dict[str, Any], source: str) -> RunConfig:
 
 
 def validate_field(data: dict[str, Any], field: str) -> RunConfig:
-    """As `validate`, for a config that came as a request's field."""
+    """Like `validate`, for a config that arrived as the field of a request: raises InvalidInput with the full path."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -56,12 +56,12 @@ def validate_field(data: dict[str, Any], field: str) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
+    """Return the resolved configuration as YAML that `load_config` can read."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """`--a.b value` and `--a.b=value` pairs; values are YAML, so numbers, lists and null work."""
+    """Parse `--a.b value` and `--a.b=value` pairs. Values are YAML, so numbers, lists and null work."""
     pairs: list[tuple[list[str], Any]] = []
     remaining = list(words)
     while remaining:
@@ -89,13 +89,13 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not YAML: it is no text; give the run's YAML file") from error
+        raise ConfigError(f"{path} is not YAML: it is not a text file; give the run's YAML file") from error
     try:
         data = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping with at least `model:`")
+        raise ConfigError(f"{path} must be a mapping with at least the key `model:`")
     return data
 
 
@@ -126,7 +126,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _fields_at(path: Sequence[str]) -> list[str]:
-    """Names of the fields of the model that `path` leads to, through sections, mappings and choices by `kind`."""
+    """Field names of the model at `path`. The path may pass through sections, mappings and choices by `kind`."""
     annotation: Any = RunConfig
     for part in path:
         models = _models_in(annotation)

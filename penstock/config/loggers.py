@@ -1,4 +1,4 @@
-"""Configuration of the learner's loggers and profiles."""
+"""Configuration of the learner's step loggers and profiler."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 
 
 class WandbConfig(Config):
-    """Of the logger `wandb`. Its key comes from WANDB_API_KEY or `wandb login`."""
+    """Settings of the logger `wandb`. Its API key comes from WANDB_API_KEY or `wandb login`."""
 
     project: str = Field(default="penstock", min_length=1)
+    """Project that the run appears in. The run has the name of this run."""
     entity: str = ""
-    """Team or user; empty: the key's own."""
+    """Team or user. Empty: the default of the API key."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `wandb/` of the run's folder, for `wandb sync`."""
+    """`offline` writes to `wandb/` in the run's folder; upload it later with `wandb sync`."""
 
 
 class ProfileConfig(Config):
-    """Traces of where the learner's time goes, in `profiles/` of the run's folder."""
+    """Profiles of the learner, written to `profiles/` in the run's folder."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps whose updates and forward passes the torch profiler records, a Chrome trace for each rank. Empty: none."""
+    """Steps that the torch profiler records, with one Chrome trace per rank. Empty: none."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks of each role that are recorded."""
+    """Ranks of each role that the profiler records."""
     ray_timeline: bool = False
-    """Write Ray's timeline of all calls when the learner ends."""
+    """Write Ray's timeline of all remote calls when the learner ends."""
 
     @model_validator(mode="after")
     def _ranks_are_named(self) -> Self:
         if self.steps and not self.ranks:
-            raise ValueError("profile.steps are recorded on no rank: name some in profile.ranks")
+            raise ValueError("profile.steps needs at least one rank in profile.ranks")
         return self

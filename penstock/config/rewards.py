@@ -1,4 +1,4 @@
-"""Configuration of rewards: which one a data source gets, and what each kind can be told."""
+"""Configuration of rewards: which kind each data source gets, and the settings of each kind."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from penstock.config.base import Config
 
 
 class RewardSettings(Config):
-    """What every kind of reward has."""
+    """Settings that every kind of reward has."""
 
     timeout_s: float | None = Field(default=None, gt=0)
-    """Deadline of one reward; None: `rollout.reward.timeout_s`."""
+    """Deadline of one reward in seconds. None: `rollout.reward.timeout_s`."""
 
 
 class ExactMatchReward(RewardSettings):
-    """1 when the response is the ground truth, white space at its ends aside; else 0."""
+    """1 if the response equals the ground truth, ignoring white space at both ends; otherwise 0."""
 
     kind: Literal["exact_match"] = "exact_match"
 
 
 class RegexReward(RewardSettings):
-    """1 when the pattern's last match is right, else 0."""
+    """1 if the last match of a pattern is right, otherwise 0."""
 
     kind: Literal["regex"]
     pattern: str
-    """Searched in the response. With a group, the text of group 1 must be the ground truth; else a match will do."""
+    """Regular expression that is searched in the response. If it has a group, the text of group 1 must equal the ground
+    truth; otherwise any match is right."""
     ignore_case: bool = False
-    """Of the pattern and of the comparison."""
+    """Ignore case, in the pattern and in the comparison with the ground truth."""
 
     @field_validator("pattern")
     @classmethod
@@ -48,75 +49,83 @@ class Gsm8kReward(RewardSettings):
 
     kind: Literal["gsm8k"] = "gsm8k"
     method: Literal["strict", "flexible"] = "strict"
-    """strict: the last `#### 42`. flexible: the last number anywhere in the end of the response."""
+    """`strict` takes the number after the last `####`. `flexible` takes the last number near the end of the
+    response."""
     correct_score: float = 1.0
+    """Score of a correct answer."""
     format_score: float = 0.1
-    """Score of an answer that is well-formed and wrong. A response without an answer gets 0."""
+    """Score of an answer that is well-formed but wrong. A response without an answer gets 0."""
 
 
 class MathReward(RewardSettings):
-    """The answer, usually in `\\boxed{}`, is compared with the ground truth as mathematics, by math-verify."""
+    """Compares the answer, usually in `\\boxed{}`, with the ground truth as a mathematical expression, by
+    math-verify."""
 
     kind: Literal["math"] = "math"
     correct_score: float = 1.0
+    """Score of a correct answer."""
     wrong_score: float = 0.0
-    """Of a wrong answer, and of none. DAPO's own recipe has -1."""
+    """Score of a wrong or missing answer. DAPO's recipe uses -1."""
 
 
 class CodeReward(RewardSettings):
-    """The response's last fenced block of Python is run against tests in a confined process."""
+    """Runs the last fenced Python block of the response against tests, in a sandboxed process."""
 
     kind: Literal["code"] = "code"
     partial_credit: bool = True
-    """The share of tests that pass. False: 1 when all pass, else 0."""
+    """Score the share of tests that pass. False: 1 if all pass, otherwise 0."""
     max_tests: int | None = Field(default=None, ge=1)
-    """Only the first so many tests are run."""
+    """Maximum number of tests to run, from the first on. None: all."""
     test_timeout_s: float = Field(default=5.0, gt=0)
-    """Wall-clock and CPU limit of one test. The tests that `timeout_s` leaves no time for fail."""
+    """Limit of one test in seconds, of wall-clock and of CPU time. Tests that `timeout_s` leaves no time for fail."""
     memory_bytes: int = Field(default=2**30, ge=2**26)
-    """Address space of each process of a test."""
+    """Maximum address space of each process of a test, in bytes."""
     file_bytes: int = Field(default=2**24, ge=0)
-    """Largest file that a test may write into its private folder."""
+    """Largest file, in bytes, that a test may write to its private folder."""
     output_bytes: int = Field(default=2**22, ge=1)
-    """A test that prints more than this fails."""
+    """Maximum output of a test in bytes. A test that prints more fails."""
     max_processes: int = Field(default=16, ge=1)
-    """Processes and threads of one test."""
+    """Maximum number of processes and threads of one test."""
     allow_unisolated: bool = False
-    """Run tests where the kernel offers neither Landlock nor seccomp: nothing then keeps code that a model has written
-    from the network, the disk and this user's other processes."""
+    """Run tests even if the kernel supports neither Landlock nor seccomp. Code that a model has written can then reach
+    the network, the disk and this user's other processes."""
 
 
 class FunctionReward(RewardSettings):
-    """A Python function of the user's."""
+    """A Python function of your own."""
 
     kind: Literal["function"]
     file: Path
-    """Python file with the function."""
+    """Python file that defines the function."""
     name: str = "compute_score"
-    """Its name; verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
+    """Name of the function. It has verl's signature: data_source, solution_str, ground_truth and extra_info, passed by
+    name."""
     kwargs: dict[str, Any] = {}
-    """Further arguments by name: verl's reward_kwargs."""
+    """Further keyword arguments, like verl's reward_kwargs."""
 
     def __hash__(self) -> int:
         return hash((self.file, self.name))
 
 
 class RemoteReward(RewardSettings):
-    """POSTs data_source, solution_str, ground_truth and extra_info as JSON, and gets a number or {"score": ...}."""
+    """An HTTP service. It receives data_source, solution_str, ground_truth and extra_info as JSON, and returns a number
+    or {"score": ...}."""
 
     kind: Literal["remote"]
     url: str = Field(pattern=r"^https?://")
+    """Address that requests are POSTed to."""
     attempt_timeout_s: float = Field(default=10.0, gt=0)
-    """Of one attempt. It is repeated on connection errors, 429 and 5xx, with growing pauses, until the deadline."""
+    """Timeout of one attempt in seconds. Connection errors, 429 and 5xx are retried, with growing pauses, until the
+    deadline."""
     max_concurrent: int = Field(default=64, ge=1)
-    """Requests under way at once."""
+    """Maximum number of concurrent requests of one rollout server."""
     api_key_file: Path | None = None
-    """File with the key that is sent as `Authorization: Bearer …`."""
+    """File with the key that is sent as `Authorization: Bearer …`. None: no key."""
 
 
 class RewardModelReward(RewardSettings):
-    """0 from the rollout server: the learner's reward model scores the sample before it is trained. Evaluations, which
-    the learner never sees, keep the 0."""
+    """No reward from the rollout server: the sample gets 0, and the learner's reward model scores it before it is
+    trained on. Samples of evaluations keep the 0, because the learner never sees them."""
 
     kind: Literal["reward_model"]
 
@@ -135,19 +144,26 @@ Reward = Annotated[
 
 
 class RewardConfig(Config):
+    """How rollout servers score samples."""
+
     by_data_source: dict[str, Reward] = {}
-    """Data source, or a pattern such as `aime*`: its reward, for example {kind: math}. Goes before everything below."""
+    """Reward of each data source, given by name or by a pattern such as `aime*`: `{aime*: {kind: math}}`. It takes
+    precedence over the fields below."""
     function_file: Path | None = None
-    """Python file with a custom reward function, for every data source that `by_data_source` does not name."""
+    """Python file with your own reward function, for all data sources that `by_data_source` does not name. None: the
+    built-in table, then `default`."""
     function_name: str = "compute_score"
-    """Its name; verl's signature: data_source, solution_str, ground_truth and extra_info, given by name."""
+    """Name of the function. It has verl's signature: data_source, solution_str, ground_truth and extra_info, passed by
+    name."""
     function_kwargs: dict[str, Any] = {}
-    """Further arguments by name: verl's reward_kwargs."""
+    """Further keyword arguments, like verl's reward_kwargs."""
     default: Reward = ExactMatchReward()
-    """Reward of data sources that neither this file nor the built-in table knows; it is logged once for each."""
+    """Reward of data sources that are neither configured here nor in the built-in table. The server logs once for each
+    of them."""
     num_processes: int = Field(default=4, ge=1)
-    """Processes that compute rewards beside a server, each started when it is first needed."""
+    """Maximum number of processes that compute rewards for one server. Each is started when it is first needed."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one reward, from when a process takes it. Past it the process is killed and replaced."""
+    """Deadline of one reward in seconds, from when a process starts on it. The process is then killed and replaced."""
     error_value: float = Field(default=0.0, allow_inf_nan=False)
-    """Reward of a sample whose function failed or ran out of time; counted in reward_errors_total."""
+    """Reward of a sample whose reward function failed or timed out. Such samples are counted in
+    `penstock_reward_errors_total`."""

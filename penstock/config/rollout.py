@@ -12,55 +12,66 @@ from penstock.config.rewards import RewardConfig
 
 
 class EngineConfig(Config):
+    """The inference engine of a rollout server."""
+
     name: Literal["auto", "vllm", "sglang", "torch"] = "auto"
-    """`auto` takes vllm where it can be imported, else torch, and says which."""
+    """`auto` uses vLLM if it can be imported and the torch engine otherwise, and logs which."""
     max_model_len: int = Field(default=4096, ge=8)
-    """Longest prompt plus response, in tokens."""
+    """Maximum length of a prompt plus its response, in tokens."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Requests that the engine decodes at once."""
+    """Maximum number of samples that the engine decodes at once."""
     kv_cache_bytes: int | None = None
-    """KV cache size on CPU; None leaves it to the engine (on CUDA, by gpu_memory_utilization)."""
+    """Size of the KV cache on a CPU, in bytes. None: the engine decides. On a GPU, `gpu_memory_utilization` decides."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that the engine may use for weights and KV cache."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Number of GPUs that one server splits the model over."""
     enforce_eager: bool = False
+    """Do not capture CUDA graphs: starts faster and needs less memory, but decodes more slowly."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: vLLM on CUDA quantizes the weights when it loads them, also those of an update; log-probs are then of the
-    quantized model. The learner's weights stay as they are: `learner.max_logprob_mismatch_nats` must allow the
-    difference, and correction `decoupled` accounts for it."""
+    """`fp8`: vLLM on CUDA quantizes the weights whenever it loads or updates them. Its log-probs are then those of the
+    quantized model, while the learner's weights stay exact: `learner.max_logprob_mismatch_nats` must allow the
+    difference, and the correction mode `decoupled` accounts for it. None: no quantization."""
     keep_kv_cache: bool = True
-    """Running requests keep their KV cache through a weight update; False recomputes it with the new weights."""
+    """Keep the KV cache of running requests through a weight update. False recomputes it with the new weights."""
     extra: dict[str, Any] = {}
-    """Further engine arguments, passed to vLLM unchanged, or to SGLang as flags (`schedule_policy: fcfs`)."""
+    """Further engine arguments. vLLM gets them unchanged, SGLang as flags: `schedule_policy: fcfs`."""
 
 
 class PromptConfig(Config):
+    """The length limit of prompts."""
+
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt, rendered with the chat template; None: what the model's length leaves room for one token with."""
+    """Maximum number of tokens in a prompt after the chat template is applied. None: one less than
+    `engine.max_model_len`, so that one token can be generated."""
     overlong: Literal["filter", "truncate_left", "truncate_right", "truncate_middle"] = "filter"
-    """What happens to longer ones. `filter`: dead-lettered at once, as `prompt_too_long`. Or tokens are cut off on a
-    side, or out of the middle."""
+    """What happens to longer prompts. `filter` moves them to the dead letters, with the reason `prompt_too_long`. The
+    others remove tokens from the left, the right or the middle."""
 
 
 class RolloutConfig(Config):
+    """The rollout servers, which generate and score samples."""
+
     num_servers: int = Field(default=1, ge=0)
-    """Servers that `penstock up` starts on this machine."""
+    """Number of servers that `penstock up` starts on this machine."""
     host: str = "127.0.0.1"
-    """Address of the internal gRPC listener (weights) and of /metrics."""
+    """Address that the internal gRPC port (for weights and generation) and /metrics listen on. Anything but loopback
+    needs `weights.cluster_key_file`."""
     advertise_host: str = ""
-    """Address under which the learner reaches this server; empty: `host`."""
+    """Address at which the learner and the gateway reach this server. Empty: `host`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Internal gRPC port; 0 takes a free one."""
+    """Internal gRPC port. 0: take a free port."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Where /metrics is served; 0 takes a free port and writes it to the run's folder."""
+    """Port of /metrics. 0: take a free port and write it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
-    """Prompts that a server works on at once, at most. Their samples end one by one: where lengths vary as most do, it
-    takes over twice `engine.max_num_seqs` / samples to keep the engine full."""
+    """Maximum number of prompts that a server works on at once. Because the samples of a group end at different times,
+    keeping the engine full usually takes more than twice `engine.max_num_seqs` / `num_samples`."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     prompt_timeout_s: float = Field(default=600.0, gt=0)
-    """A prompt that takes longer is given back, and counts as an attempt."""
+    """Seconds after which a server gives up on a prompt and returns it to the queue. This counts as one attempt."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Budget for loading the model."""
+    """Deadline for loading the model, in seconds."""
     agents: AgentsConfig = AgentsConfig()
     prompt: PromptConfig = PromptConfig()
     reward: RewardConfig = RewardConfig()

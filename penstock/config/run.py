@@ -17,19 +17,24 @@ from penstock.config.weights import WeightsConfig
 
 
 class ModelConfig(Config):
+    """The model that is trained."""
+
     path: Path
-    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    """Local folder with a Hugging Face checkpoint: config.json, safetensors files and tokenizer. Nothing is
+    downloaded."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute type of the engines, and what weights are pushed in."""
+    """Data type in which the engines compute and in which weights are pushed."""
 
 
 class RunConfig(Config):
+    """The configuration of a whole run. Every process reads the same file and uses the sections it needs."""
+
     run: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
-    """Name of the run; part of every Redis key, so many runs share one Redis."""
+    """Name of the run. It is part of every Redis key, so that several runs can share one Redis."""
     run_dir: Path = Path("runs")
-    """Checkpoints, logs and the private Redis' data of run NAME live in run_dir/NAME."""
+    """Folder of all runs. The checkpoints, logs and private Redis of run NAME are in run_dir/NAME."""
     seed: int = 1
-    """Seeds sampling, data order and the learner."""
+    """Seed of sampling, data order and the learner."""
     model: ModelConfig
     dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()
@@ -47,7 +52,9 @@ class RunConfig(Config):
         reward = self.rollout.reward
         kinds = {chosen.kind for chosen in (*reward.by_data_source.values(), reward.default)}
         if "reward_model" in kinds and self.learner.reward_model is None:
-            raise ValueError("a reward of kind reward_model is the learner's to give: add learner.reward_model.path")
+            raise ValueError(
+                "a reward of kind reward_model needs the learner's reward model: add learner.reward_model.path"
+            )
         return self
 
     @model_validator(mode="after")
@@ -62,4 +69,5 @@ class RunConfig(Config):
 
     @property
     def folder(self) -> Path:
+        """Folder of this run: checkpoints, logs, metrics and the addresses of its processes."""
         return self.run_dir / self.run

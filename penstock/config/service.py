@@ -1,4 +1,4 @@
-"""Configuration of Redis, the replay queue, the gateway and the demo."""
+"""Configuration of Redis, the replay queue, the gateway, the launcher and the demo."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from penstock.config.base import Config
 
 
 class RedisConfig(Config):
+    """The Redis server that holds the queue, the policy registry and the fleet."""
+
     url: str = ""
-    """redis://, rediss:// or unix:// address. Empty: `penstock up` starts a private server with an append-only file."""
+    """redis://, rediss:// or unix:// URL. Empty: `penstock up` starts a private server with an append-only file."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one command."""
+    """Deadline of one command, in seconds."""
     retry_s: float = Field(default=60.0, ge=0)
-    """How long the learner repeats a call while Redis does not answer, as when it restarts, before it ends."""
+    """Seconds for which the learner retries a call that Redis does not answer, for example while it restarts. Then the
+    learner ends with an error."""
     username: str = ""
-    """User to log in as, where the URL names none."""
+    """User to log in as, if the URL does not name one. Empty: the default user."""
     password_file: Path | None = None
-    """File with the password, where the URL holds none."""
+    """File with the password, if the URL does not contain it. None: no password."""
     tls_ca_file: Path | None = None
-    """Certificates to check the server of a rediss:// URL against. None: those of the system."""
+    """Certificate authorities to trust for a rediss:// URL. None: the system's."""
     tls_cert_file: Path | None = None
-    """Certificate to show the server, where it asks for one."""
+    """Client certificate, if the server requires one. None: no certificate."""
     tls_key_file: Path | None = None
-    """Key of `tls_cert_file`."""
+    """Private key of `tls_cert_file`."""
     cluster: bool = False
-    """The URL names a node of a Redis Cluster. A run lives on one of its shards, which its name selects."""
+    """The URL is a node of a Redis Cluster. All keys of a run are on the shard that the run's name hashes to."""
 
     @model_validator(mode="after")
     def _check(self) -> RedisConfig:
@@ -37,7 +40,7 @@ class RedisConfig(Config):
         if self.url and url.scheme not in ("redis", "rediss", "unix"):
             raise ValueError(f"url: {url.scheme or self.url!r} is none of redis://, rediss:// and unix://")
         if (url.username or url.password) and (self.username or self.password_file):
-            raise ValueError("url: holds credentials, and so do username and password_file; give one of the two")
+            raise ValueError("url: contains credentials, and username or password_file is set too; use one of the two")
         if self.username and self.password_file is None:
             raise ValueError("username: set password_file as well")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
@@ -45,80 +48,90 @@ class RedisConfig(Config):
         if (self.tls_ca_file or self.tls_cert_file) and self.url and url.scheme != "rediss":
             raise ValueError("tls_ca_file: only a rediss:// url uses TLS")
         if self.cluster and url.scheme == "unix":
-            raise ValueError("cluster: the nodes of a cluster have redis:// or rediss:// addresses")
+            raise ValueError("cluster: a Redis Cluster needs a redis:// or rediss:// url")
         return self
 
 
 class ReplayConfig(Config):
+    """The replay queue between rollout servers and learner: batch size, staleness, capacity, leases."""
+
     groups_per_step: int = Field(default=32, ge=1)
-    """Groups that one step trains."""
+    """Number of groups that one step trains on."""
     max_staleness: int = Field(default=2, ge=0)
-    """A prompt is leased only while its group can be trained at most this many steps after the policy it starts
-    with. 0 is synchronous training."""
+    """Largest difference, in steps, between the policy that starts a group and the policy that trains on it. A prompt
+    is leased only while this bound can be kept. 0 is synchronous training."""
     stale_policy: Literal["wait", "drop", "correct"] = "correct"
-    """What is done about groups that would be trained past the bound. `wait`: groups are trained strictly in order of
-    admission, so none is ever older, and a slow prompt holds up those after it. `drop`: slow prompts are passed by;
-    their groups are dropped when they arrive, and the prompts admitted again. `correct`: they are passed by, and
-    their groups trained as they are, weighed off-policy."""
+    """What happens to slow groups that exceed `max_staleness`. `wait` trains groups strictly in order of admission:
+    none is ever too old, but a slow prompt delays all later ones. `drop` overtakes slow prompts; their groups are
+    dropped when they arrive and the prompts are admitted again. `correct` overtakes slow prompts and trains on their
+    groups with off-policy correction."""
     selection: Literal["fifo", "freshest"] = "fifo"
-    """Which ready groups the learner takes first: those admitted first, or those of the newest policy version."""
+    """Which ready groups the learner takes first: `fifo` the ones admitted first, `freshest` the ones from the newest
+    policy version."""
     dynamic_sampling: bool = False
-    """Replace groups whose samples all have the same reward, which teach nothing (DAPO): the group is discarded, its
-    prompt is finished, and another one is admitted in its place."""
+    """Discard groups whose samples all have the same reward, which carry no learning signal (DAPO). Their prompts are
+    finished, and other prompts are admitted in their place."""
     capacity_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """Bytes of ready groups at which producers wait. Redis' own `maxmemory` must hold more: the waiting prompts, and
-    the groups that were taken since the last checkpoint."""
+    """Upper bound on the bytes of ready groups; rollout servers wait while it is reached. Redis needs more memory than
+    this: it also holds the waiting prompts and the groups taken since the last checkpoint."""
     lease_ttl_s: float = Field(default=15.0, gt=0)
-    """A server silent for this long loses its leases."""
+    """Seconds without a heartbeat after which a rollout server loses its leases."""
     max_attempts: int = Field(default=5, ge=1)
-    """Leases of one prompt before it goes to the dead letters."""
+    """Maximum number of times that a prompt is leased before it goes to the dead letters."""
     append_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a producer waits for room before it gives the prompt back."""
+    """Seconds that a rollout server waits for room in the queue before it returns the prompt."""
     settle_s: float = Field(default=0.0, ge=0)
-    """What Redis may lose when its machine goes down: 2 with `appendfsync everysec`. A new prompt is leased, and a new
-    learner acts, only after this long. 0 trusts Redis to lose nothing that it has answered."""
+    """Seconds of writes that Redis may lose if its machine crashes. Set it to 2 with `appendfsync everysec`. New
+    prompts are leased, and a new learner starts, only after this time. 0: trust Redis to keep every write that it has
+    acknowledged."""
 
     @model_validator(mode="after")
     def _check(self) -> ReplayConfig:
         if self.stale_policy == "wait" and self.selection == "freshest":
             raise ValueError(
-                "selection: `wait` trains in order of admission; use fifo, or stale_policy drop or correct"
+                "selection: stale_policy `wait` trains in order of admission; use fifo, or another stale_policy"
             )
         return self
 
     @property
     def take_order(self) -> Literal["admission", "fifo", "freshest"]:
-        """`admission` is `fifo` that waits for prompts in flight."""
+        """The order in which the learner takes groups. `admission` is `fifo` that also waits for prompts in flight."""
         return "admission" if self.stale_policy == "wait" else self.selection
 
 
 class GatewayConfig(Config):
+    """The gateway, which serves clients over REST and gRPC."""
+
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs `keys_file` or `api_key_file`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """REST port; 0 takes a free one and writes it to the run's folder."""
+    """REST port. 0: take a free port and write it to `gateway.json` in the run's folder."""
     grpc_port: int = Field(default=0, ge=0, le=65535)
-    """gRPC port; 0 takes a free one."""
+    """gRPC port. 0: take a free port."""
     api_key_file: Path | None = None
-    """File with one key, of the role admin, that clients send as `Authorization: Bearer …`."""
+    """File with a single API key, which has the role admin. Clients send it as `Authorization: Bearer …`. Use
+    `keys_file` for several keys or roles."""
     keys_file: Path | None = None
-    """File of names, roles and hashes of keys, which `penstock keys make` writes. Read again when it changes."""
+    """File with the names, roles and hashes of API keys, written by `penstock keys make`. It is read again when it
+    changes."""
     requests_per_s: float = Field(default=0.0, ge=0)
-    """Calls that one key may make a second, over both protocols. 0 sets no limit."""
+    """Calls per second that one key may make, over REST and gRPC together. 0: no limit."""
     burst_requests: int = Field(default=100, ge=1)
-    """Calls that a key which was idle may make at once."""
+    """Number of calls that a key may make at once after it was idle."""
     tls_cert_file: Path | None = None
-    """Certificate chain to serve REST and gRPC with. None: no TLS."""
+    """Certificate chain for REST and gRPC. None: no TLS."""
     tls_key_file: Path | None = None
-    """Key of `tls_cert_file`."""
+    """Private key of `tls_cert_file`."""
     tls_client_ca_file: Path | None = None
-    """Set: clients must show a certificate that these have signed."""
+    """Certificate authorities that must have signed a client's certificate. None: clients need no certificate."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Largest request body in bytes. A larger one is refused with 413."""
     max_prompts_per_request: int = Field(default=1024, ge=1)
+    """Maximum number of prompts in one submission."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline of one generate call, its last token included."""
+    """Deadline, in seconds, of one generate call up to its last token."""
     session_ttl_s: float = Field(default=24 * 3600.0, gt=0)
-    """How long a session's calls are kept while no reward comes."""
+    """Seconds for which the calls of a session are kept while no reward arrives."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:
@@ -130,26 +143,29 @@ class GatewayConfig(Config):
 
 
 class LauncherConfig(Config):
-    """What a machine carries of the runs that are created through the gateway."""
+    """The launcher, which starts runs that are created through the gateway on this machine."""
 
     max_runs: int = Field(default=0, ge=0)
-    """Runs at once. 0: none, and `penstock up` starts no launcher."""
+    """Maximum number of created runs at the same time. 0: none, and `penstock up` starts no launcher."""
     launcher_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
-    """Names the launcher: runs go back to the one of this name when it is started again. Empty: the host's name."""
+    """Name of the launcher. A restarted launcher of the same name takes its runs up again. Empty: the host's name."""
 
 
 class DemoConfig(Config):
-    """What `penstock demo` submits. A service run submits its own prompts and ignores this."""
+    """The data and sampling of `penstock demo`. Other commands ignore this section."""
 
     train_file: Path | None = None
-    """Dataset whose prompts are submitted, again and again in seeded order, until the run has its steps."""
+    """Training dataset. Its prompts are submitted repeatedly, in an order given by the seed, until all steps are
+    trained."""
     heldout_file: Path | None = None
-    """Dataset that is scored before the first and after the last step, never trained."""
+    """Held-out dataset that is scored before the first step and after the last one."""
     num_samples: int = Field(default=8, ge=1)
-    """Samples of each training prompt: the size of a group."""
+    """Number of samples per training prompt, which is the size of a group."""
     heldout_samples: int = Field(default=2, ge=1)
-    """Samples of each held-out problem."""
+    """Number of samples per held-out prompt."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
     max_tokens: int = Field(default=16, ge=1)
+    """Maximum number of tokens in a response."""
     deadline_s: float = Field(default=900.0, gt=0)
-    """The demo gives up, with an error, when it takes longer than this."""
+    """Seconds after which the demo gives up with an error."""

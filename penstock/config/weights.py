@@ -11,23 +11,31 @@ from penstock.config.base import Config
 
 
 class WeightsConfig(Config):
+    """How new weights get from the learner to the rollout servers."""
+
     transport: Literal["auto", "nccl", "cuda_ipc", "shm", "gloo", "snapshot"] = "auto"
-    """How weights reach the rollout servers; `auto` takes the fastest that all of a push's members can, and logs it."""
+    """How weights are sent. `auto` takes the fastest transport that every rollout server in a push supports, and logs
+    it."""
     catch_up: Literal["publisher", "snapshot"] = "publisher"
-    """How a late or recovered server gets the current version: by a push of its own, or from a snapshot."""
+    """How a late or recovered server gets the current version: `publisher` by its own push, `snapshot` from disk."""
     delta: bool = False
-    """Send only what changed, where that is smaller; learner and servers then keep one more set of weights each."""
+    """Send only the bytes that changed, if that is smaller. The learner and each server then keep one more copy of the
+    weights."""
     staging: Literal["auto", "host", "device"] = "auto"
-    """Where the learner holds a version until it is pushed; `auto`: on its GPU if it has one, else in host memory."""
+    """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, otherwise in host
+    memory."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
-    """Tensors are packed into buckets of about this size."""
+    """Approximate size, in bytes, of the buckets that tensors are packed into."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
-    """A member that has not answered an announcement, or an abort, by then is evicted."""
+    """Seconds that a rollout server has to answer the announcement, or the abort, of a push before it is evicted from
+    the push."""
     push_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline from the first bucket to the last commit."""
+    """Deadline of a push, in seconds, from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)
-    """How often a version is also kept as safetensors, from which late joiners load."""
+    """Number of steps between snapshots. A snapshot is a version in safetensors files; late servers and roll backs load
+    it."""
     keep_snapshots: int = Field(default=2, ge=1)
-    """Older snapshots are removed."""
+    """Number of snapshots to keep. Older ones are deleted."""
     cluster_key_file: Path | None = None
-    """File with the key of the internal port; needed as soon as a rollout server listens beyond loopback."""
+    """File with the key that protects the servers' internal port. Required if a rollout server listens on anything but
+    loopback."""

@@ -149,7 +149,7 @@ def test_the_run_that_is_up_is_found(runs: Any, capsys: pytest.CaptureFixture[st
 def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.parquet").write_bytes(b"PAR1\xff\xfe")
     assert cli.main(["doctor", "--config", str(tmp_path / "train.parquet")]) == 2
-    assert "train.parquet is not YAML: it is no text" in capsys.readouterr().err
+    assert "train.parquet is not YAML: it is not a text file" in capsys.readouterr().err
 
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
@@ -157,7 +157,9 @@ DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 
 def test_a_model_by_its_hub_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", str(DEMO), "--check", "--model.path", "Qwen/Qwen2.5-0.5B"]) == 2
-    assert "nothing is downloaded: `hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER` does" in capsys.readouterr().err
+    assert (
+        "penstock downloads nothing: run `hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER`" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["up", "launcher", "rollout", "learner"])
@@ -171,7 +173,7 @@ def test_a_run_folder_that_cannot_be_made(
     overrides = ["--launcher.max_runs", "1", "--redis.url", "redis://127.0.0.1:1", "--run_dir", str(folder)]
     assert cli.main([name, *words, *overrides]) != 0
     error = capsys.readouterr().err
-    assert f"run_dir {folder} cannot be written to: Not a directory; set it to a folder that can" in error
+    assert f"run_dir {folder} cannot be written to: Not a directory; set it to a writable folder" in error
     assert len(error.splitlines()) == 1
 
 

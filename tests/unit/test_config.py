@@ -52,11 +52,14 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--learner.lr"], "--learner.lr needs a value"),
         (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),
         (["--redis.url=http://h"], "is none of redis://, rediss:// and unix://"),
-        (["--redis.url=redis://u:p@h", "--redis.password_file=p"], "holds credentials, and so do"),
+        (
+            ["--redis.url=redis://u:p@h", "--redis.password_file=p"],
+            "contains credentials, and username",
+        ),
         (["--redis.username=u"], "set password_file as well"),
         (["--redis.url=redis://h", "--redis.tls_ca_file=ca.pem"], "only a rediss:// url uses TLS"),
         (["--redis.url=rediss://h", "--redis.tls_cert_file=c.pem"], "set tls_key_file as well"),
-        (["--redis.url=unix:///s", "--redis.cluster=true"], "the nodes of a cluster have"),
+        (["--redis.url=unix:///s", "--redis.cluster=true"], "a Redis Cluster needs"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
         (["--run", "No Spaces"], "run: String should match pattern"),
         (["--seed.x", "1"], "seed"),
@@ -71,7 +74,7 @@ def test_a_wrong_override_is_explained_in_one_line(file: Path, overrides: list[s
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("model: [", "is not YAML"), ("- a\n- b\n", "must hold a mapping"), ("run: x\n", "model is missing")],
+    [("model: [", "is not YAML"), ("- a\n- b\n", "must be a mapping"), ("run: x\n", "model is missing")],
 )
 def test_a_broken_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "broken.yaml"

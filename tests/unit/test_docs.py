@@ -1,4 +1,4 @@
-"""The documentation says what the code does: fields, metrics and links."""
+"""The documentation matches the code: fields, metrics and links."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 import runpy
 from dataclasses import fields
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic import Field
 
 from penstock.replay.contract import QueueStat
 from penstock_learner.metrics import LearnerMetrics
@@ -26,6 +28,20 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
     built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()
     assert (ROOT / "docs" / f"{page}.md").read_text() == built, f"run: python docs/{maker}.py"
+
+
+def test_lists_and_their_items_are_described() -> None:
+    kind = runpy.run_path(str(ROOT / "docs" / "make_config_reference.py"))["_kind"]
+    assert kind(tuple[float, float]) == "list of 2 number"
+    assert kind(tuple[str, ...]) == "list of text"
+    assert kind(tuple[Annotated[int, Field(ge=1)], ...]) == "list of integer, ≥ `1`"
+
+
+def test_every_config_field_is_described() -> None:
+    table = re.compile(r"^\| `(\w+)` \|.*\| *([^|]*) \|$", re.MULTILINE)
+    rows = table.findall((ROOT / "docs" / "config.md").read_text())
+    assert len(rows) > 200
+    assert {name for name, meaning in rows if not meaning} <= {"kind"}
 
 
 def test_every_benchmark_s_results_are_on_the_page() -> None:
@@ -52,7 +68,7 @@ def test_the_metrics_page_lists_exactly_the_declared_metrics() -> None:
 
 
 def _declared() -> set[tuple[str, str, str]]:
-    """(name as scraped, type, process) of every metric."""
+    """Name as scraped, type and process of every metric."""
     registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
     LearnerMetrics(registries["learner"], placement="standalone")
     RolloutMetrics(registries["rollout"])

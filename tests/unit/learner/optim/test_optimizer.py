@@ -33,7 +33,7 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     [
         ({"lr_schedule": "cosine", "num_steps": 0}, "needs num_steps"),
         ({"sequence_parallel": 2, "policy": {"num_ranks": 3}}, "must be a multiple of sequence_parallel"),
-        ({"lora": {"rank": 1, "alpha": 1, "target_modules": ["lm_head"]}}, "cannot have lm_head"),
+        ({"lora": {"rank": 1, "alpha": 1, "target_modules": ["lm_head"]}}, "cannot contain lm_head"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,7 +1,8 @@
-"""Clients of Redis: one for the event loop, with a blocking twin for payloads; both may wait for a Redis that restarts.
+"""Clients of Redis: one for the event loop, and one in threads for large payloads. Both can wait while Redis restarts.
 
-Through the event loop's streams every large buffer is copied several times, and the loop stands still meanwhile. The
-twin hands buffers to the socket as they are, and parses answers in its own thread.
+asyncio's streams copy a large buffer several times, and the event loop stands still meanwhile. Measured with 16
+payloads of 1 MiB on two cores: MSET through the event loop takes 150 to 200 ms and stalls it for 90 to 170 ms; through
+`PayloadLink` it takes 25 to 70 ms and stalls the loop for 7 to 65 ms. MGET takes 65 to 110 ms and 35 to 45 ms.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import redis
 import redis.asyncio
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 from redis.connection import HiredisRespSerializer, PythonRespSerializer
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -31,68 +34,55 @@ from penstock.store.redis_errors import guarded
 logger = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.2
 SENT_APART_BYTES = 32 * 1024
-"""Arguments up to this size are joined before they are sent; a larger one is handed to the socket as it is."""
+"""Arguments up to this size are joined before they are sent; larger ones go to the socket as they are."""
 KEPT_BYTES = 16 * 2**20
-"""Memory of this order stays with the process from one batch of payloads to the next."""
+"""About how much memory the process keeps from one batch of payloads to the next."""
 EXCHANGES_AT_ONCE = 2
 T = TypeVar("T")
 
 
-class Patience:
-    """Repeats calls that Redis did not answer, or answers with LOADING, for up to `retry_s`; 0 repeats none.
+async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
+    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, or answers LOADING; 0 repeats nothing.
 
-    The call may have been carried out and only its answer lost: give patience to clients all of whose calls may be
-    carried out twice. The learner's may: they are fenced by its term, and change nothing the second time but numbers
-    that may have gaps (terms, versions); a take answers with what it took the first time."""
+    Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
+    executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers
+    that may have gaps (terms, versions). A repeated take returns the groups that the first one took."""
+    started, has_warned = time.monotonic(), False
 
-    def __init__(self, retry_s: float) -> None:
-        self.retry_s = retry_s
+    async def check_deadline(error: Exception) -> None:
+        nonlocal has_warned
+        if time.monotonic() - started >= retry_s or isinstance(error, AuthenticationError):
+            raise error
+        if not has_warned:
+            logger.warning("Redis does not answer (%s); retrying for %.0f s", error, retry_s)
+        has_warned = True
 
-    async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        started, has_warned = time.monotonic(), False
-        while True:
-            try:
-                answer = await call()
-                if has_warned:
-                    logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
-                return answer
-            except (RedisConnectionError, RedisTimeoutError) as error:
-                waited_s = time.monotonic() - started
-                if waited_s >= self.retry_s or isinstance(error, AuthenticationError):
-                    raise
-                if not has_warned:
-                    logger.warning("Redis does not answer (%s); trying for %.0f s", error, self.retry_s)
-                has_warned = True
-                await asyncio.sleep(RETRY_PAUSE_S)
-
-
-class _PayloadPacker:
-    """Copies what is small, which saves calls to the kernel, and nothing that is large."""
-
-    def pack(self, *args: Any) -> list[bytes]:
-        packer: HiredisRespSerializer | PythonRespSerializer = HiredisRespSerializer()
-        if any(isinstance(argument, bytes) and len(argument) > SENT_APART_BYTES for argument in args):
-            packer = PythonRespSerializer(SENT_APART_BYTES, _bytes_of)
-        packed: list[bytes] = packer.pack(*args)
-        return packed
+    retry: Any = Retry(ConstantBackoff(RETRY_PAUSE_S), -1, (RedisConnectionError, RedisTimeoutError))
+    answer: T = await retry.call_with_retry(call, check_deadline)
+    if has_warned:
+        logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
+    return answer
 
 
 class PayloadLink:
-    """A blocking client in threads of its own: while Redis works on one exchange, the next is prepared and sent.
-    Connects when it is first used."""
+    """A blocking client in its own threads, for large payloads. It prepares and sends one exchange while Redis works on
+    the one before. It connects when it is first used.
 
-    def __init__(self, config: RedisConfig, options: dict[str, Any], patience: Patience) -> None:
+    Its commands are packed by redis-py's Python packer, which does not copy large arguments. SET of 1 MiB takes 0.19 ms
+    of CPU time with it and 1.4 ms with redis-py's default, hiredis' packer."""
+
+    def __init__(self, config: RedisConfig, options: dict[str, Any], retry_s: float) -> None:
         self.config = config
         self.options = options
-        self.patience = patience
+        self.retry_s = retry_s
         self._threads = ThreadPoolExecutor(max_workers=EXCHANGES_AT_ONCE, thread_name_prefix="payloads")
         self._opening = threading.Lock()
         self._client: redis.Redis | None = None
 
     async def run(self, call: Callable[[redis.Redis], T]) -> T:
-        """`call` with the client, in a thread. A caller that is cancelled does not stop a call that has begun."""
+        """Run `call` with the client in a thread. Cancelling the caller does not stop a call that has begun."""
         loop = asyncio.get_running_loop()
-        answer = self.patience.persist(lambda: loop.run_in_executor(self._threads, lambda: call(self._open())))
+        answer = call_patiently(lambda: loop.run_in_executor(self._threads, lambda: call(self._open())), self.retry_s)
         return cast("T", await guarded(answer))
 
     async def aclose(self) -> None:
@@ -104,26 +94,27 @@ class PayloadLink:
         with self._opening:
             if self._client is None:
                 self._client = self._make()
-                # The C library gives freed memory back to the kernel, page by page to be asked for again, until it has
-                # seen one large block freed.
+                # The C library returns freed memory to the kernel, which costs a page fault each time it is used again.
+                # It stops doing so for blocks up to the size of one that was freed.
                 bytearray(KEPT_BYTES)
             return self._client
 
     def _make(self) -> redis.Redis:
         if self.config.cluster:
             return cast("redis.Redis", redis.RedisCluster.from_url(self.config.url, **self.options))
-        return redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
+        packer = PythonRespSerializer(SENT_APART_BYTES, _bytes_of)
+        return redis.Redis.from_url(self.config.url, command_packer=packer, **self.options)
 
 
 class RedisClient(redis.asyncio.Redis):
-    """redis.asyncio.Redis with its twin, which it closes."""
+    """redis.asyncio.Redis with a `PayloadLink`, which it closes. Calls are repeated for up to `retry_s`."""
 
     payloads: PayloadLink
-    patience: Patience
+    retry_s: float
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         execute: Any = super().execute_command
-        return await self.patience.persist(lambda: execute(*args, **options))
+        return await call_patiently(lambda: execute(*args, **options), self.retry_s)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await self.payloads.aclose()
@@ -131,14 +122,14 @@ class RedisClient(redis.asyncio.Redis):
 
 
 class RedisClusterClient(RedisCluster):
-    """The same for a cluster: the commands of RedisClient, sent to the shard of the run's hash tag."""
+    """RedisClient for a cluster: commands go to the shard of the run's hash tag."""
 
     payloads: PayloadLink
-    patience: Patience
+    retry_s: float
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         execute: Any = super().execute_command
-        return await self.patience.persist(lambda: execute(*args, **options))
+        return await call_patiently(lambda: execute(*args, **options), self.retry_s)
 
     async def aclose(self) -> None:
         await self.payloads.aclose()
@@ -146,7 +137,8 @@ class RedisClusterClient(RedisCluster):
 
 
 def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
-    """A client with a deadline on every command; a patient one repeats it for `redis.retry_s`. Does not connect yet."""
+    """A client with a deadline on every command; a patient one repeats commands for up to `redis.retry_s`. It connects
+    when it is first used."""
     options: dict[str, Any] = {
         "socket_timeout": config.timeout_s,
         "socket_connect_timeout": config.timeout_s,
@@ -166,13 +158,14 @@ def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
     client = cast("RedisClient", kind.from_url(config.url, **options))
     if not config.cluster:
         client.connection_pool.connection_class = _packing_in_c(client.connection_pool.connection_class)
-    client.patience = Patience(config.retry_s if patient else 0)
-    client.payloads = PayloadLink(config, options, client.patience)
+    client.retry_s = config.retry_s if patient else 0
+    client.payloads = PayloadLink(config, options, client.retry_s)
     return client
 
 
 def _packing_in_c(connection: type[AbstractConnection]) -> type[AbstractConnection]:
-    """The asynchronous connections of redis-py pack in Python, which is half of what a command costs."""
+    """A connection class that packs commands with hiredis. redis-py's asynchronous connections pack in Python and
+    cannot be given another packer. A submission of 512 prompts takes 0.5 ms of CPU time with it and 0.95 ms without."""
     pack = HiredisRespSerializer().pack
     return type(connection.__name__, (connection,), {"pack_command": lambda _, *args: pack(*args)})
 

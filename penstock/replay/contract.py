@@ -206,6 +206,12 @@ class GroupProducer(Protocol):
         before anything new: they are admitted already, so neither bound holds them back."""
         ...
 
+    async def wait_for_prompts(self, timeout_s: float) -> None:
+        """Wait until a lease may succeed that could not before, or for `timeout_s`. It may return early, and a lease
+        may succeed without it: leases run out, and pauses end, without a signal. So call `lease` after it in any
+        case."""
+        ...
+
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
         """Renew; returns the prompt ids whose lease this server no longer holds."""
         ...
@@ -263,6 +269,10 @@ class GroupConsumer(Protocol):
 
         Under `wait` none is taken that was admitted after a prompt still in flight. What the manifest holds that this
         learner was not told of, by `restore` or an earlier take, comes first and alone: the answer to it was lost."""
+        ...
+
+    async def wait_for_groups(self, timeout_s: float) -> None:
+        """Wait until a group may be taken that could not be before, or for `timeout_s`. It may return early."""
         ...
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:

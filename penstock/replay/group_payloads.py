@@ -75,9 +75,10 @@ class GroupPayloads:
         otherwise the payloads could be set without being appended."""
         payloads: dict[str, bytes] = {}
         arguments: list[Any] = [*limits]
+        group_key = self.keys.group
         for group in groups:
             prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
-            payloads[self.keys.group(prompt_id, attempt)] = group.payload
+            payloads[group_key(prompt_id, attempt)] = group.payload
             arguments += (prompt_id, attempt, len(group.payload), group.min_version)
         script = QUEUE.load("append")
         call = ("EVALSHA", script.sha) if by_digest else ("EVAL", script.text)

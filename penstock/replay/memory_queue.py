@@ -44,6 +44,7 @@ class MemoryReplayQueue:
         self.term = 0
         self._told: set[tuple[int, int]] = set()
         """Step and prompt id of what this learner knows of the manifests."""
+        self._seen_lease_signals = self._seen_result_signals = 0
 
     # ── gateway ──
 
@@ -73,6 +74,7 @@ class MemoryReplayQueue:
                 prompt_id = store.count("next_prompt_id")
                 store.prompts[prompt_id] = MemoryPrompt(payload, evaluation_id=evaluation_id)
                 store.eval_pending.put(prompt_id, prompt_id)
+            store.lease_signal.send()
         return await self.get_evaluation(evaluation_id)
 
     async def get_evaluation(self, evaluation_id: str) -> Evaluation:
@@ -161,6 +163,9 @@ class MemoryReplayQueue:
             leases.append(self._grant(server_id, prompt_id, store.leases))
         return leases
 
+    async def wait_for_prompts(self, timeout_s: float) -> None:
+        self._seen_lease_signals = await self.store.lease_signal.wait(self._seen_lease_signals, timeout_s)
+
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
         expiry, lost = self.store.clock() + self.config.lease_ttl_s, []
         for lease in leases:
@@ -186,6 +191,7 @@ class MemoryReplayQueue:
         store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
         store.make_ready(prompt_id)
         store.count("inserted")
+        store.result_signal.send()
         return "accepted"
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
@@ -234,6 +240,7 @@ class MemoryReplayQueue:
     async def restore(self, step: int) -> dict[int, list[int]]:
         self._check_term()
         self.store.counters["step"] = step
+        self.store.lease_signal.send()
         for of_step, ids in self.store.manifests.items():
             if of_step > step:
                 self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
@@ -263,9 +270,13 @@ class MemoryReplayQueue:
             store.unready(prompt_id)
             store.delivered.add(prompt_id)
         if ids:
+            store.lease_signal.send()
             store.manifests.setdefault(step, []).extend(ids)
             self._told.update((step, prompt_id) for prompt_id in ids)
         return ids
+
+    async def wait_for_groups(self, timeout_s: float) -> None:
+        self._seen_result_signals = await self.store.result_signal.wait(self._seen_result_signals, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
         groups = self.store.groups
@@ -317,6 +328,7 @@ class MemoryReplayQueue:
         self.store.counters["policy_version"] = policy_version
         self.store.counters["step"] = step
         self.store.policies[policy_version] = policy
+        self.store.lease_signal.send()
 
     async def allocate_version(self, at_least: int) -> int:
         self._check_term()

@@ -5,6 +5,8 @@ Its methods are those of lua/prelude.lua, under the same names.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -57,6 +59,27 @@ class Ordered:
     @property
     def lowest_score(self) -> float:
         return self._order[0][0] if self._order else NEVER
+
+
+class Signal:
+    """Counts events and wakes those who wait for the next one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sent = asyncio.Event()
+
+    def send(self) -> None:
+        self.count += 1
+        self._sent.set()
+        self._sent = asyncio.Event()
+
+    async def wait(self, seen: int, timeout_s: float) -> int:
+        """Wait until `count` is not `seen`, or for `timeout_s`; returns the count."""
+        if self.count == seen:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._sent.wait()
+        return self.count
 
 
 @dataclass
@@ -115,6 +138,7 @@ class MemoryStore:
         self.awaited_since = 0.0
         self.returned: set[int] = set()
         self.delivered: set[int] = set()
+        self.lease_signal, self.result_signal = Signal(), Signal()
 
     @property
     def in_flight(self) -> int:
@@ -144,6 +168,7 @@ class MemoryStore:
         for prompt_id, payload, priority in zip(ids, payloads, priorities, strict=True):
             self.prompts[prompt_id] = MemoryPrompt(payload, priority, submitted_at=self.clock())
             self.make_pending(prompt_id)
+        self.lease_signal.send()
         return ids
 
     def newest_durable_id(self, loss_window_s: float) -> int:
@@ -177,6 +202,7 @@ class MemoryStore:
             return None
         self.unready(prompt_id)
         self.delivered.discard(prompt_id)
+        self.lease_signal.send()
         return self.groups.pop(prompt_id)
 
     def release_admission(self, prompt_id: int) -> float:
@@ -196,6 +222,7 @@ class MemoryStore:
         prompt = self.prompts[prompt_id]
         prompt.owner = None
         self.leases.remove(prompt_id)
+        self.lease_signal.send()
         prompt.failures += failure != ""
         if failure and prompt.failures >= max_attempts:
             self.open.remove(prompt_id)
@@ -215,6 +242,7 @@ class MemoryStore:
             del self.prompts[prompt_id]
             return
         self.eval_pending.put(prompt_id, prompt_id)
+        self.lease_signal.send()
 
     def finish_evaluation_prompt(self, evaluation_id: str) -> None:
         """Count it. A whole evaluation's score is kept by its benchmark: its id without the number at the end."""
@@ -230,6 +258,7 @@ class MemoryStore:
         self.buried.add(prompt_id)
         self.dead_reasons[reason_label(reason)] += 1
         self.count("dead_lettered")
+        self.result_signal.send()
 
 
 def reason_label(reason: str) -> str:

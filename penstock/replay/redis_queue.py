@@ -29,7 +29,7 @@ from penstock.sample_scores import summarise
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient
 from penstock.store.redis_errors import guarded
-from penstock.store.scripts import QUEUE, read_record, read_rows
+from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 
@@ -47,6 +47,9 @@ class RedisReplayQueue:
         """Attempts of the groups that were taken and not yet fetched. For any other group, Redis is asked."""
         self._manifests: dict[int, list[int]] = {}
         """Ids in the open manifests, as far as this learner knows them."""
+        self._seen: dict[str, bytes] = {}
+        """Newest entry of each stream that a wait has seen. The next wait returns at once if there are newer ones, so
+        no signal between two waits is missed."""
 
     # ── gateway ──
 
@@ -127,11 +130,14 @@ class RedisReplayQueue:
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         config = self.config
-        answer = await self._call(
+        leased = read_columns(await self._call(
             "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
             config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
-        )  # fmt: skip
-        return [Lease(**row) for row in read_rows(answer)]
+        ))  # fmt: skip
+        return [Lease(*row) for row in zip(leased["prompt_id"], leased["attempt"], leased["payload"], strict=True)]
+
+    async def wait_for_prompts(self, timeout_s: float) -> None:
+        await self._wait(self.keys.lease_signals, timeout_s)
 
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
         if not leases:
@@ -186,14 +192,20 @@ class RedisReplayQueue:
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
         answer = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
-        taken: dict[int, int] = {row["prompt_id"]: row["attempt"] for row in read_rows(answer)}
+        columns = read_columns(answer)
+        taken: dict[int, int] = dict(zip(columns["prompt_id"], columns["attempt"], strict=True))
         self._attempts |= taken
         known += taken
         return list(taken)
 
+    async def wait_for_groups(self, timeout_s: float) -> None:
+        """Every change that lets a group be taken adds an entry to the results: an append, a burial, a cancellation."""
+        await self._wait(self.keys.results, timeout_s)
+
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
+        group_key = self.keys.group
         keys = {
-            prompt_id: self.keys.group(prompt_id, self._attempts.pop(prompt_id))
+            prompt_id: group_key(prompt_id, self._attempts.pop(prompt_id))
             for prompt_id in prompt_ids
             if prompt_id in self._attempts
         }
@@ -232,6 +244,13 @@ class RedisReplayQueue:
     @property
     def _lease_ttl_ms(self) -> int:
         return int(self.config.lease_ttl_s * 1000)
+
+    async def _wait(self, stream: str, timeout_s: float) -> None:
+        """Block on a connection of its own until the stream has an entry that no wait has seen, or for `timeout_s`."""
+        block_ms = max(1, int(1000 * min(timeout_s, self.client.max_block_s)))
+        if await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms)):
+            for entry_id, _ in await guarded(self.client.xrevrange(stream, count=1)):
+                self._seen[stream] = entry_id
 
     async def _reasons(self, key: str) -> dict[str, int]:
         reasons = await guarded(self.client.hgetall(key))

@@ -12,6 +12,7 @@ in deploy/redis/users.acl may touch only keys that are listed here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,8 +35,8 @@ class KeyFamily:
         self.name = name
 
     def __get__(self, keys: Any, owner: type) -> Callable[..., str]:
-        start: str = keys.prefix + self.name
-        return lambda *parts: ":".join((start, *map(str, parts)))
+        start: str = f"{keys.prefix}{self.name}:"
+        return lambda *parts: start + ":".join(map(str, parts))
 
 
 class RunKeys:
@@ -73,6 +74,8 @@ class RunKeys:
     """Set of prompts whose lease ended without a group; they are in `pending` too."""
     open = Key()
     """Sorted set of prompts in flight (leased or returned), by the number of their admission."""
+    lease_signals = Key()
+    """Stream of one entry, which is replaced whenever a lease may succeed that could not before."""
     submitted = Key()
     """Sorted set of `time:first id` of the latest submissions, by first id."""
     feeds = Key()
@@ -156,7 +159,13 @@ def key_names() -> Iterator[tuple[str, bool]]:
             yield name, isinstance(value, KeyFamily)
 
 
-def lua_names() -> str:
-    """Lua constants for all keys: `local COUNTERS = PREFIX .. 'counters'`; a family's ends in a colon."""
-    lines = [f"local {name.upper()} = PREFIX .. '{name}{':' * is_family}'" for name, is_family in key_names()]
+def lua_names(script: str) -> str:
+    """Lua constants for the keys that a script uses: `local COUNTERS = PREFIX .. 'counters'`. A family's name ends in a
+    colon."""
+    used = set(re.findall(r"\b[A-Z_]+\b", script))
+    lines = [
+        f"local {name.upper()} = PREFIX .. '{name}{':' * is_family}'"
+        for name, is_family in key_names()
+        if name.upper() in used
+    ]
     return "\n".join(["local PREFIX = KEYS[1]", *lines, ""])

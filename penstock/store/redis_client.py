@@ -47,6 +47,8 @@ async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers
     that may have gaps (terms, versions). A repeated take returns the groups that the first one took."""
+    if retry_s <= 0:
+        return await call()
     started, has_warned = time.monotonic(), False
 
     async def check_deadline(error: Exception) -> None:
@@ -64,12 +66,22 @@ async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
     return answer
 
 
+class _PayloadPacker:
+    """Packs commands with hiredis, or with redis-py's Python packer if an argument is large, because that one does not
+    copy it. SET of 1 MiB takes 0.19 ms of CPU time instead of 1.4 ms. For small arguments hiredis is faster: an append
+    of 63 groups of 2 kB takes 1.45 ms instead of 1.7 ms."""
+
+    def pack(self, *args: Any) -> list[bytes]:
+        packer: HiredisRespSerializer | PythonRespSerializer = HiredisRespSerializer()
+        if any(isinstance(argument, bytes) and len(argument) > SENT_APART_BYTES for argument in args):
+            packer = PythonRespSerializer(SENT_APART_BYTES, _bytes_of)
+        packed: list[bytes] = packer.pack(*args)
+        return packed
+
+
 class PayloadLink:
     """A blocking client in its own threads, for large payloads. It prepares and sends one exchange while Redis works on
-    the one before. It connects when it is first used.
-
-    Its commands are packed by redis-py's Python packer, which does not copy large arguments. SET of 1 MiB takes 0.19 ms
-    of CPU time with it and 1.4 ms with redis-py's default, hiredis' packer."""
+    the one before. It connects when it is first used."""
 
     def __init__(self, config: RedisConfig, options: dict[str, Any], retry_s: float) -> None:
         self.config = config
@@ -102,8 +114,7 @@ class PayloadLink:
     def _make(self) -> redis.Redis:
         if self.config.cluster:
             return cast("redis.Redis", redis.RedisCluster.from_url(self.config.url, **self.options))
-        packer = PythonRespSerializer(SENT_APART_BYTES, _bytes_of)
-        return redis.Redis.from_url(self.config.url, command_packer=packer, **self.options)
+        return redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
 
 
 class RedisClient(redis.asyncio.Redis):
@@ -111,6 +122,8 @@ class RedisClient(redis.asyncio.Redis):
 
     payloads: PayloadLink
     retry_s: float
+    max_block_s: float
+    """Longest time that a blocking command may wait: less than the deadline of a command."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         execute: Any = super().execute_command
@@ -126,6 +139,8 @@ class RedisClusterClient(RedisCluster):
 
     payloads: PayloadLink
     retry_s: float
+    max_block_s: float
+    """Longest time that a blocking command may wait: less than the deadline of a command."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         execute: Any = super().execute_command
@@ -158,6 +173,7 @@ def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
     client = cast("RedisClient", kind.from_url(config.url, **options))
     if not config.cluster:
         client.connection_pool.connection_class = _packing_in_c(client.connection_pool.connection_class)
+    client.max_block_s = config.timeout_s / 2
     client.retry_s = config.retry_s if patient else 0
     client.payloads = PayloadLink(config, options, client.retry_s)
     return client

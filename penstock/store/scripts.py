@@ -4,7 +4,7 @@ A script's text is, in this order: the key names of penstock.store.keys, `store/
 folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
-`{columns, values}`, which `read_rows` reads.
+`{columns, values}`, which `read_rows` and `read_columns` read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _load(package: str, name: str) -> Script:
     preludes = dict.fromkeys((STORE.package, package))
     texts = [(resources.files(folder) / "lua" / "prelude.lua").read_text() for folder in preludes]
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
-    text = "".join((lua_names(), *texts, own))
+    body = "".join((*texts, own))
+    text = lua_names(body) + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -64,8 +65,14 @@ def read_record(answer: Sequence[Any]) -> dict[str, Any]:
     return {answer[i].decode(): answer[i + 1] for i in range(0, len(answer), 2)}
 
 
+def read_columns(answer: Sequence[Any]) -> dict[str, list[Any]]:
+    """`{columns, values}` as one list a column. The values of all rows follow each other."""
+    columns, values = answer
+    return {column.decode(): values[i :: len(columns)] for i, column in enumerate(columns)}
+
+
 def read_rows(answer: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """`{columns, values}` as one dictionary a row; the values of all rows follow each other."""
-    columns, values = [column.decode() for column in answer[0]], answer[1]
-    for start in range(0, len(values), len(columns)):
-        yield dict(zip(columns, values[start : start + len(columns)], strict=True))
+    """`{columns, values}` as one dictionary a row."""
+    columns = read_columns(answer)
+    for row in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, row, strict=True))

@@ -25,8 +25,11 @@ def test_names() -> None:
     assert keys.counters == "penstock:{demo}:counters"
     assert keys.group(7, 1) == "penstock:{demo}:group:7:1"
     assert keys.session("s", "rewarded") == "penstock:{demo}:session:s:rewarded"
-    assert "local COUNTERS = PREFIX .. 'counters'" in lua_names()
-    assert "local GROUP = PREFIX .. 'group:'" in lua_names()
+    assert lua_names("COUNTERS, GROUP").splitlines() == [
+        "local PREFIX = KEYS[1]",
+        "local COUNTERS = PREFIX .. 'counters'",
+        "local GROUP = PREFIX .. 'group:'",
+    ]
 
 
 @pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=str)

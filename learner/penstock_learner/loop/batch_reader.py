@@ -23,7 +23,10 @@ from penstock_learner.loop.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.02
+WAIT_S = 1.0
+"""Longest wait for a signal that a group is ready. A lost signal costs no more than this."""
+GATHER_S = 0.02
+"""Pause after the signal, so that groups that come shortly after each other are taken together."""
 DECODED_AT_ONCE = 32
 """Groups that one thread call decodes. It bounds how long a cancelled read keeps a thread busy."""
 
@@ -99,7 +102,8 @@ class BatchReader:
                         f"step {step} has {len(groups)} of {self.replay.groups_per_step} groups after "
                         f"{self.learner.batch_timeout_s:.0f} s; are prompts submitted and rollout servers READY?"
                     )
-                await asyncio.sleep(POLL_S)
+                await self.queue.wait_for_groups(min(WAIT_S, max(0.0, deadline - time.monotonic())))
+                await asyncio.sleep(GATHER_S)
         return Batch(step, tuple(groups))
 
     async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:

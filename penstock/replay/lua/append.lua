@@ -30,9 +30,7 @@ local function store_accepted()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()
     local attempt, num_bytes, min_version = ARGV[place + 1], ARGV[place + 2], ARGV[place + 3]
-    metas_stored[2 * i - 1], metas_stored[2 * i] = id, write_meta({
-      attempt = attempt, num_bytes = num_bytes, admission = number, min_version = min_version, appended_ms = now,
-    })
+    metas_stored[2 * i - 1], metas_stored[2 * i] = id, write_meta(attempt, num_bytes, number, min_version, now)
     ready[2 * i - 1], ready[2 * i] = number, id
     fresh[2 * i - 1], fresh[2 * i] = min_version, id
     appended[i] = id .. ':' .. attempt
@@ -62,7 +60,7 @@ local function append(i, place)
     redis.call('UNLINK', group_key(id, attempt))
     return outcome
   end
-  local queued_attempt = accepted_attempt[id] or (metas[i] and read_meta(metas[i]).attempt)
+  local queued_attempt = accepted_attempt[id] or (metas[i] and read_meta(metas[i]))
   if queued_attempt == attempt then return 'duplicate' end
   if queued_attempt then return refuse('duplicate') end
   -- A prompt that has attempts exists. Redis may have lost the attempts of one that has none.

@@ -12,6 +12,7 @@ for _, id in ipairs(ARGV) do
     redis.call('ZREM', PENDING, id)
     redis.call('ZREM', OPEN, id)
     if payload_key or was_in_flight then
+      signal_lease()
       count('expired', 1)
       count('discarded', 1)
       count_reason(EXPIRED_REASONS, 'cancelled')

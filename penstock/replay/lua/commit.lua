@@ -9,12 +9,13 @@ for i = 3, #ARGV do
 end
 
 -- Every queued group has its prompt. If Redis lost a group with its tail, its prompt may still be there.
-local queued_ids, payload_keys, found, texts, metas = {}, {}, {}, ask_many('HMGET', META, ids), {}
+local queued_ids, payload_keys, found, texts, bytes = {}, {}, {}, ask_many('HMGET', META, ids), {}
 for i, id in ipairs(ids) do
   if texts[i] then
-    metas[id] = read_meta(texts[i])
+    local attempt, num_bytes = read_meta(texts[i])
+    bytes[id] = num_bytes
     queued_ids[#queued_ids + 1], found[#found + 1] = id, id
-    payload_keys[#payload_keys + 1] = group_key(id, metas[id].attempt)
+    payload_keys[#payload_keys + 1] = group_key(id, attempt)
   elseif redis.call('HEXISTS', PROMPTS, id) == 1 then
     release_admission(id)
     found[#found + 1] = id
@@ -23,7 +24,7 @@ end
 if call_many('SREM', DELIVERED, queued_ids) < #queued_ids then
   for _, id in ipairs(queued_ids) do
     if redis.call('ZREM', READY, id) == 1 then
-      count('queued_bytes', -metas[id].num_bytes)
+      count('queued_bytes', -bytes[id])
     end
   end
   call_many('ZREM', FRESH, queued_ids)
@@ -63,7 +64,7 @@ for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   if tonumber(step) <= tonumber(ARGV[2]) then
     for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
       if not is_covered[id] and redis.call('SREM', DELIVERED, id) == 1 then
-        make_ready(id, group_meta(id))
+        make_ready(id)
       end
     end
     redis.call('HDEL', MANIFESTS, step)

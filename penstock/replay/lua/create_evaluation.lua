@@ -8,4 +8,5 @@ for i = 2, #ARGV do
   redis.call('HSET', EVAL_OF, id, ARGV[1])
   redis.call('ZADD', EVAL_PENDING, id, id)
 end
+signal_lease()
 return 1

@@ -1,8 +1,8 @@
 -- Counts of all places at one moment, for an operator. Changes nothing.
 local now, delivered_bytes = now_ms(), 0
 for _, id in ipairs(redis.call('SMEMBERS', DELIVERED)) do
-  local meta = group_meta(id)
-  delivered_bytes = delivered_bytes + (meta and meta.num_bytes or 0)
+  local _, num_bytes = group_meta(id)
+  delivered_bytes = delivered_bytes + (num_bytes or 0)
 end
 local manifests, first_step, first_delivered = redis.call('HGETALL', MANIFESTS), math.huge, 0
 for i = 1, #manifests, 2 do

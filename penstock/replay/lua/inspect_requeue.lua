@@ -11,5 +11,6 @@ local id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)
 redis.call('HSET', PROMPTS, id, prompt)
 if ARGV[2] ~= '0' then redis.call('HSET', PRIORITIES, id, ARGV[2]) end
 make_pending(id)
+signal_lease()
 redis.call('XDEL', DEAD, ARGV[1])
 return id

@@ -10,6 +10,11 @@ local function rows(columns, values)
   return {columns, values}
 end
 
+-- Wakes the servers that wait for prompts. Scripts call it when they add a prompt, or make room for one.
+local function signal_lease()
+  redis.call('XADD', LEASE_SIGNALS, 'MAXLEN', 1, '*', '', '')
+end
+
 -- Calls a command with many values in few calls: each call costs time and an entry in the append-only file. 1,000
 -- values are well within what Lua passes to a function, and keep pairs together. Returns the sum of the answers.
 local function call_many(command, key, values)
@@ -77,6 +82,7 @@ local function add_prompts(places)
   call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, before + 1, now_ms() .. ':' .. before + 1)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
+  signal_lease()
 end
 
 local function drop_lease(id)
@@ -84,41 +90,40 @@ local function drop_lease(id)
   return redis.call('ZREM', LEASES, id)
 end
 
--- The entry of a queued group in `meta`. write_meta and read_meta are the only functions that know its form.
-local function write_meta(meta)
-  return table.concat({meta.attempt, meta.num_bytes, meta.admission, meta.min_version, meta.appended_ms}, ' ')
+-- The entry of a queued group in `meta`. Only write_meta and read_meta know its form.
+local function write_meta(attempt, num_bytes, admission, min_version, appended_ms)
+  return attempt .. ' ' .. num_bytes .. ' ' .. admission .. ' ' .. min_version .. ' ' .. appended_ms
 end
 
+-- Returns attempt, num_bytes, admission, min_version and appended_ms, all as text.
 local function read_meta(text)
-  local attempt, num_bytes, admission, min_version, appended_ms =
-    string.match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(%d*)$')
-  return {
-    attempt = attempt, num_bytes = tonumber(num_bytes), admission = admission, min_version = min_version,
-    appended_ms = tonumber(appended_ms),
-  }
+  return string.match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(%d*)$')
 end
 
--- Returns nil for a prompt without a queued group.
+-- The same for the group of a prompt; nil if it has no queued group.
 local function group_meta(id)
   local text = redis.call('HGET', META, id)
-  return text and read_meta(text) or nil
+  if text then return read_meta(text) end
 end
 
-local function make_ready(id, meta)
-  redis.call('ZADD', READY, meta.admission, id)
-  redis.call('ZADD', FRESH, meta.min_version, id)
-  count('queued_bytes', meta.num_bytes)
+-- Makes a delivered group ready again.
+local function make_ready(id)
+  local _, num_bytes, admission, min_version = group_meta(id)
+  redis.call('ZADD', READY, admission, id)
+  redis.call('ZADD', FRESH, min_version, id)
+  count('queued_bytes', num_bytes)
 end
 
 -- Removes a queued group from every place and returns the key of its payload; nil if there is no group.
 local function remove_group(id)
-  local meta = group_meta(id)
-  if not meta then return nil end
+  local attempt, num_bytes = group_meta(id)
+  if not attempt then return nil end
   redis.call('HDEL', META, id)
   redis.call('ZREM', FRESH, id)
-  if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -meta.num_bytes) end
+  if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
   redis.call('SREM', DELIVERED, id)
-  return group_key(id, meta.attempt)
+  signal_lease()
+  return group_key(id, attempt)
 end
 
 local function next_admission()
@@ -187,6 +192,7 @@ end
 -- may be waiting for its group.
 local function return_prompt(id, failure, max_attempts)
   drop_lease(id)
+  signal_lease()
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
     redis.call('ZREM', OPEN, id)
     bury(id, failure)
@@ -222,6 +228,7 @@ local function return_evaluation(id, failure, max_attempts)
     return
   end
   redis.call('ZADD', EVAL_PENDING, id, id)
+  signal_lease()
 end
 
 -- Returns the newest prompt id that Redis can no longer lose. Only such prompts are leased: ids come from a counter,

@@ -4,4 +4,5 @@ if fenced then return fenced end
 redis.call('HSET', COUNTERS, 'policy_version', ARGV[2], 'step', ARGV[3])
 redis.call('HSET', POLICIES, ARGV[2], ARGV[4])
 redis.call('ZADD', POLICY_VERSIONS, ARGV[2], ARGV[2])
+signal_lease()
 return 1

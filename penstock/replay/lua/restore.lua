@@ -2,6 +2,7 @@
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 redis.call('HSET', COUNTERS, 'step', ARGV[2])
+signal_lease()
 local manifests = redis.call('HGETALL', MANIFESTS)
 for i = 1, #manifests, 2 do
   if tonumber(manifests[i]) > tonumber(ARGV[2]) then

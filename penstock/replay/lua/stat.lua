@@ -13,8 +13,9 @@ end
 -- Milliseconds since the next group in line was appended.
 local function ready_age()
   local head = redis.call('ZRANGE', READY, 0, 0)[1]
-  local meta = head and group_meta(head)
-  return meta and meta.appended_ms and math.max(0, now - meta.appended_ms) or 0
+  if not head then return 0 end
+  local _, _, _, _, appended_ms = group_meta(head)
+  return math.max(0, now - (tonumber(appended_ms) or now))
 end
 
 return {

@@ -8,10 +8,10 @@ if fenced then return fenced end
 local manifest, is_known, taken = redis.call('HGET', MANIFESTS, ARGV[2]), {}, {}
 for i = 5, #ARGV do is_known[ARGV[i]] = true end
 for id in string.gmatch(manifest or '', '%d+') do
-  local meta = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
-  if meta then
+  local attempt = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
+  if attempt then
     taken[#taken + 1] = tonumber(id)
-    taken[#taken + 1] = tonumber(meta.attempt)
+    taken[#taken + 1] = tonumber(attempt)
   end
 end
 if #taken > 0 then return rows(COLUMNS, taken) end
@@ -33,9 +33,10 @@ call_many('SADD', DELIVERED, ids)
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
 local sum = 0
 for i, text in ipairs(ask_many('HMGET', META, ids)) do
-  local meta = read_meta(text)
-  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(meta.attempt)
-  sum = sum + meta.num_bytes
+  local attempt, num_bytes = read_meta(text)
+  taken[2 * i - 1], taken[2 * i] = tonumber(ids[i]), tonumber(attempt)
+  sum = sum + num_bytes
 end
 count('queued_bytes', -sum)
+signal_lease()
 return rows(COLUMNS, taken)

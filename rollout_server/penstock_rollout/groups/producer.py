@@ -36,9 +36,12 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
-IDLE_POLL_S = 0.02
-BUSY_POLL_S = 0.05
-"""Pause after a lease call that returned no prompts: while this server is idle, and while it generates groups."""
+WAIT_S = 0.5
+"""Longest wait for a signal that there are prompts. A lost signal costs no more than this."""
+GATHER_S = 0.02
+"""Pause after the signal, so that prompts that come shortly after each other are leased together."""
+NOT_READY_POLL_S = 0.05
+"""How often a server that may not lease looks again whether it may."""
 FULL_POLL_S = 1.0
 """How often a full server looks at its concurrency limit, which may have risen."""
 RECONCILE_S = 2.0
@@ -81,23 +84,29 @@ class Producer:
         self.metrics.follow(lambda: len(self._leases), lambda: self.concurrency.limit, lambda: len(self._outbox))
         while True:
             free = self._concurrency_limit() - len(self._leases)
-            leases: list[Lease] = []
-            if free > 0 and self.may_lease():
+            if free <= 0:
+                await self._wait_for_place()
+            elif not self.may_lease():
+                await asyncio.sleep(NOT_READY_POLL_S)
+            else:
                 try:
-                    leases = await self.queue.lease(self.server_id, free)
+                    await self._lease(free)
                 except (QueueFull, Unavailable) as error:
                     logger.warning("cannot lease: %s", error)
                     await asyncio.sleep(RETRY_S)
-            for lease in leases:
-                self._leases[lease.prompt_id] = lease
-                task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
-                self._workers[lease.prompt_id] = task
-            if leases:
-                await asyncio.sleep(0)
-            elif free > 0:
-                await asyncio.sleep(BUSY_POLL_S if self._leases else IDLE_POLL_S)
-            else:
-                await self._wait_for_place()
+
+    async def _lease(self, free: int) -> None:
+        """Lease up to `free` prompts and start their work. Without prompts, wait until there may be some."""
+        leases = await self.queue.lease(self.server_id, free)
+        for lease in leases:
+            self._leases[lease.prompt_id] = lease
+            task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
+            self._workers[lease.prompt_id] = task
+        if leases:
+            await asyncio.sleep(0)
+        else:
+            await self.queue.wait_for_prompts(WAIT_S)
+            await asyncio.sleep(GATHER_S)
 
     async def _wait_for_place(self) -> None:
         self._place_freed.clear()

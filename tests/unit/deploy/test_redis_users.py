@@ -86,6 +86,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert await learner.feed_positions() == {}
     await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
 
+    await rollout.wait_for_prompts(1)
     leases = await rollout.lease("r0", 8)
     assert len(leases) == 6
     assert await rollout.heartbeat("r0", leases) == []
@@ -98,6 +99,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert await rollout.reconcile(leases[:5]) is not None
     assert await gateway.get_group(leases[0].prompt_id) == b"group"
 
+    await learner.wait_for_groups(1)
     taken = await learner.take(1, 4)
     assert [delivery.payload for delivery in await learner.fetch(taken)] == [b"group"] * 4
     await learner.expire(taken[2])

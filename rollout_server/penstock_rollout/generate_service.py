@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,7 +21,6 @@ from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.text.streamed_text import StreamedText
 from penstock_rollout.text.tokenization import Tokenization
 
-logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

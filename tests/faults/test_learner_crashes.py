@@ -1,4 +1,4 @@
-"""A learner killed at a named point: its successor ends in the same state, and nothing is trained twice or lost."""
+"""A learner is killed at a named point. Its successor ends in the same state, and no group is trained twice or lost."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from penstock_learner.crash_points import NAMES
 
 KILLED = -9
 LATE = {"after_read": "after_read:3", "mid_step": "mid_step:3"}
-"""Passed in every step: the third is past a checkpoint."""
+"""Every step passes these crash points. The third time comes after a checkpoint."""
 
 
 @pytest.fixture(scope="module")
 def configure(tiny_models: dict[str, Path], redis_process: RedisProcess) -> Callable[[Path, str, str], RunConfig]:
-    """A run of an algorithm, by folder, algorithm and name."""
+    """Makes the config of a run from its folder, algorithm and name."""
     settings: dict[str, dict[str, Any]] = {"grpo": {}, "ppo": ppo(tiny_models["scalar"], num_ranks=1)}
     return lambda folder, algorithm, run: make_config(
         folder, tiny_models["policy"], redis_process.url, run, **settings[algorithm]
@@ -101,7 +101,7 @@ def test_a_killed_learner_with_a_critic_is_continued_exactly(
 
 @pytest.mark.long
 def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: tuple[RunConfig, Outcome]) -> None:
-    """Prompt ids would start again from 1, and the ledger holds those."""
+    """Prompt ids would start again at 1, but the ledger already holds these ids."""
     config, whole = grpo
     assert whole.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
     asyncio.run(forget_run(config))

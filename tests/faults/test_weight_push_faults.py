@@ -1,7 +1,7 @@
-"""Servers and learners that hang, die, return and join while weights are pushed: real processes, vLLM on CPU.
+"""Servers and learners hang, die, return and join while weights are pushed. The processes are real, with vLLM on CPU.
 
-The tests share one run, in the order of this file; each leaves two healthy servers, `a` and `b`, and a learner that
-trains. Server `a` is never touched: whatever happens to the others, it goes on.
+The tests share one run and need the order of this file. Each leaves two healthy servers, `a` and `b`, and a learner
+that trains. Server `a` is never touched: it must go on, whatever happens to the others.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
 
 
 def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
-    """Every trajectory that one version generated alone has the log-probs of that version's snapshot in Hugging Face;
-    and what the servers loaded hashes as what the learner published, and as what lies in the snapshot."""
+    """Trajectories of a single version have the log-probs that Hugging Face computes from the snapshot of that version.
+    The digest of the weights that the servers loaded equals that of the publication and that of the snapshot."""
     run.until_serving("a", "b", above=run.current)
     policies = run.policies()
     reported = [
@@ -159,14 +159,14 @@ def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
         if other is not None:
             are_apart.append(max(log_prob_error(other, group) for group in found) > TOLERANCE)
         other = model
-    # Steps whose groups all have no advantage change next to nothing, so not every two versions differ.
+    # Steps in which no group has an advantage hardly change the weights, so two versions need not differ.
     assert are_apart.count(True) > len(are_apart) / 2, "versions can be told apart"
 
 
 @pytest.mark.long
 def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun) -> None:
-    """SIGSTOP in mid-push; servers serve on, and one that is restarted meanwhile loads the kept snapshot by itself; a
-    second learner takes over; then the first wakes up."""
+    """The learner is suspended during a push. The servers go on serving, and a server that restarts meanwhile loads the
+    kept snapshot by itself. A second learner takes over, and then the first one wakes up."""
     run.until_serving("a", "b", above=run.config.learner.checkpoint.every_steps, timeout_s=240)
     zombie, stopped_s = run.parts["learner"], run.redis_time_s()
     run.until(lambda: "LOADING" in run.watch.states("a", stopped_s), "a push")
@@ -229,11 +229,11 @@ def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetR
 
 
 def check_groups(run: FleetRun) -> None:
-    """Of every group seen so far: each token has a version, versions never go back inside a sample, and none is named
-    that the server had not loaded. And no prompt was ever lost or counted twice."""
+    """Check every group seen so far: each token has a version, versions never decrease within a sample, and every
+    version was loaded by the server. Check that no prompt was lost or counted twice."""
     for server_id in {group.server_id for group in run.watch.all_groups()}:
         log = (run.config.folder / f"{server_id}.log").read_text(errors="replace")
-        loaded = {0} | {int(version) for version in re.findall(r"(?:serves|loaded) version (\d+)", log)}
+        loaded = {0} | {int(version) for version in re.findall(r"(?:serving|loaded) version (\d+)", log)}
         for trajectory in trajectories(run, server_id):
             ends = [0, *(segment.end for segment in trajectory.segments)]
             assert [segment.start for segment in trajectory.segments] == ends[:-1]
@@ -254,12 +254,12 @@ def is_move(move: Move, server_id: str, state: str) -> bool:
 
 
 def has_mixed(run: FleetRun, server_id: str) -> bool:
-    """Whether it has handed in a sample with tokens of several versions."""
+    """Whether the server has appended a sample with tokens of several versions."""
     return any(len(trajectory.segments) > 1 for trajectory in trajectories(run, server_id))
 
 
 def log_prob_error(model: torch.nn.Module, group: Group) -> float:
-    """The largest difference between recorded log-probs and those of a forward pass over the same tokens."""
+    """The largest difference between the recorded log-probs and those of a forward pass over the same tokens."""
     prompt = group.prompt_token_ids.tolist()
     errors = []
     for trajectory in group.trajectories:
@@ -272,7 +272,7 @@ def log_prob_error(model: torch.nn.Module, group: Group) -> float:
 
 
 def run_evaluation(run: FleetRun, evaluation_id: str) -> Evaluation:
-    """Prompts that need no admission: they are answered with or without a learner."""
+    """Evaluation prompts, which need no admission: servers answer them with or without a learner."""
     prompts = [replace(prompt, evaluation_id=evaluation_id) for prompt in itertools.islice(training_prompts(), 8)]
 
     def queue(client: redis.Redis) -> RedisReplayQueue:
@@ -290,8 +290,8 @@ def run_evaluation(run: FleetRun, evaluation_id: str) -> Evaluation:
 
 
 def check_served(run: FleetRun, finished: Evaluation, current: int) -> None:
-    """It was answered with the current version, or with one that a server has loaded beyond it by now. A server reports
-    what it serves a moment after it begins to."""
+    """The evaluation was answered with the current version, or with a newer one that a server has loaded since. A
+    server reports the version it serves a moment after it has loaded it."""
     answered = {finished.policy_version_min, finished.policy_version_max}
 
     def are_reported() -> bool:
@@ -302,12 +302,12 @@ def check_served(run: FleetRun, finished: Evaluation, current: int) -> None:
 
 
 def made_versions(learner: Part) -> set[int]:
-    """By its log."""
+    """The versions that the learner made, according to its log."""
     return {int(version) for version in re.findall(r"step \d+ version (\d+)", learner.output())}
 
 
 def push_under_term(run: FleetRun, term: int) -> dict[str, str]:
-    """What each server of the fleet answers a publisher of this term."""
+    """The replies of all servers of the fleet to a publisher of this term."""
     publisher = WeightPublisher(run.config, "127.0.0.1")
     staged = publisher.begin(10**6, term, [("weight", (4,))])
     staged.put("weight", torch.zeros(4))

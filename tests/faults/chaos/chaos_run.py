@@ -40,10 +40,10 @@ T = TypeVar("T")
 Fault = Literal["kill producer", "kill learner", "crash point", "zombie learner", "kill redis", "cut redis' tail"]
 LEARNER_ENDS = {FENCED: "fenced", UNAVAILABLE: "no redis", TOO_LATE: "no batch in time"}
 STALL_S = 60.0
-"""A run that gets no further for this long has failed. Far above what any recovery takes."""
+"""A run without progress for this long has failed. Every recovery takes far less."""
 PROMPTS_PER_SUBMISSION = 5
 BACKLOG = 120
-"""Clients submit while fewer prompts than this are pending, so there is always something young to lose."""
+"""Clients submit while fewer prompts than this are pending, so that Redis can always lose young prompts."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Plan:
     groups_per_step: int = 5
     max_staleness: int = 2
     lost_replies: float = 0.0
-    """Share of one producer's appends whose reply never arrives."""
+    """Share of one producer's appends whose reply is lost."""
     settle_s: float = LOSS_WINDOW_S + 0.25
-    """No prompt is leased, and no learner acts, while `cut_tail` could still undo what it rests on."""
+    """Wait before a prompt is leased or a learner acts: `cut_tail` could still undo what they rely on."""
 
     def schedule(self) -> list[tuple[int, Fault]]:
-        """(step, fault), spread over the run; every kind as often as the others."""
+        """Steps and their faults, spread over the run. Every kind of fault occurs equally often."""
         dice = random.Random(self.seed)
         kinds = list(itertools.islice(itertools.cycle(get_args(Fault)), self.num_faults))
         dice.shuffle(kinds)
@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass
 class Report:
-    """What a run did and left behind."""
+    """What a run did and what it left behind."""
 
     faults: Counter[str] = field(default_factory=Counter)
     learner_ends: Counter[str] = field(default_factory=Counter)
@@ -87,13 +87,13 @@ class Report:
     ledger: list[tuple[int, int]] = field(default_factory=list)
     stat: QueueStat | None = None
     keys: set[str] = field(default_factory=set)
-    """Names of what is left in Redis, less the run's prefix; submissions' keys are counted instead."""
+    """Keys left in Redis, without the run's prefix. Keys of submissions are counted instead."""
     num_submissions: int = 0
     open_manifests: dict[int, list[int]] = field(default_factory=dict)
 
 
 class ChaosRun:
-    """One run in one folder. Enter nothing twice."""
+    """One run in one folder. Use each object once."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
@@ -137,7 +137,7 @@ class ChaosRun:
 
     @asynccontextmanager
     async def _everything(self) -> AsyncIterator[None]:
-        """Whatever is started here is ended here, however the run ends."""
+        """Run to the end. All processes started here are ended here, however the run ends."""
         async with LossyProxy(self.redis.port, self.plan.lost_replies, self.plan.seed) as self.proxy:
             proxied = self.redis.url.replace(f":{self.redis.port}/", f":{self.proxy.port}/")
             self.producers = [self._producer("rollout-0", self.redis.url), self._producer("rollout-1", proxied)]
@@ -166,7 +166,8 @@ class ChaosRun:
     # ── loops ──
 
     async def _clients(self) -> None:
-        """Prompts go in with keys of their own. A Redis that came back is asked again, young submissions first."""
+        """Submit prompts under idempotency keys. After a restart of Redis, submit again, the youngest submissions
+        first."""
         size = PROMPTS_PER_SUBMISSION
         unsent = [list(range(first, first + size)) for first in range(1, self.plan.num_groups + 1, size)]
         sent: list[list[int]] = []
@@ -236,7 +237,7 @@ class ChaosRun:
             "cut redis' tail": self._cut_redis,
         }
         for step, fault in self.plan.schedule():
-            # The observer ends the run when no step comes, so this needs no deadline.
+            # The observer ends the run if there is no step, so this wait needs no deadline.
             await _until(lambda step=step: self.best_step >= step, timeout_s=None)
             await asyncio.sleep(self.random.uniform(0, 0.5))
             await faults[fault]()
@@ -270,9 +271,9 @@ class ChaosRun:
         await self._start_redis()
 
     async def _raise_a_zombie(self) -> None:
-        """Suspend a learner at work, let a second one work, and wake the first: it has to find itself fenced."""
+        """Suspend a working learner, let a second one take over, and wake the first, which must find itself fenced."""
         if self.learner.is_expected_to_die:
-            self.learner.kill()  # It waits for a crash point, and would not live to find itself fenced.
+            self.learner.kill()  # The learner waits at a crash point and would die before it finds itself fenced.
         while True:
             await self._learner_took_over()
             zombie = self.learner
@@ -308,13 +309,13 @@ class ChaosRun:
                     await asyncio.sleep(0.05)
 
     async def _learner_took_over(self) -> None:
-        """Until the learner, as started last, acts under a term of its own."""
+        """Wait until the most recently started learner acts under its own term."""
         await _until(lambda: TOOK_OVER in self.learner.log_since_start() and self.learner.exit_code is None)
 
     # ── the end ──
 
     async def _drain(self) -> None:
-        """Until a checkpoint covers every prompt and nothing is left in the queue; then the learner stops."""
+        """Wait until a checkpoint covers every prompt and the queue is empty. Then stop the learner."""
         async with asyncio.timeout(STALL_S + self.plan.num_groups):
             while True:
                 found = self._newest()
@@ -349,7 +350,7 @@ class ChaosRun:
 
 
 async def _until(holds: Callable[[], bool], timeout_s: float | None = STALL_S) -> None:
-    """Wait for something outside of this process, which has no event to await."""
+    """Wait for a condition outside of this process, for which there is no event to await."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

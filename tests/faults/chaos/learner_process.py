@@ -1,7 +1,7 @@
-"""A learner without a model: the real reader, ledger, checkpoints and crash points, in the controller's order.
+"""A learner without a model: the real reader, ledger, checkpoints and crash points, in the order of the controller.
 
-Training folds a batch into `Folded`, which knows how often each prompt went in. It is held by the checkpoint, as
-weights are, so a prompt that is lost or trained twice across any number of crashes shows in the last checkpoint.
+Training folds a batch into `Folded`, which counts how often each prompt was trained. Checkpoints hold it in place of
+weights, so a prompt that is lost or trained twice across any number of crashes shows in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"
 KEEP = 2
 STARVED_SHARE = 0.25
-"""As in the controller, which this process does not import: it needs torch."""
+"""The controller's value. This process does not import the controller, which needs torch."""
 TOOK_OVER = "took over"
-"""In the log, once a learner acts under its term."""
+"""Log line of a learner that acts under its own term."""
 
 
 class Folded:
-    """The weights of this learner: how often each prompt was trained, and a sum of what was trained."""
+    """The weights of this learner: how often each prompt was trained, and a checksum of the trained groups."""
 
     def __init__(self, times: dict[int, int], content: int) -> None:
         self.times = Counter(times)
@@ -66,7 +66,7 @@ class Folded:
 
 
 class ChaosLearner:
-    """LearnerController, less the model: every call to queue and checkpoints comes in the same order."""
+    """The LearnerController without its model. All calls to the queue and to checkpoints come in the same order."""
 
     def __init__(self, settings: Settings, queue: RedisReplayQueue) -> None:
         self.settings = settings
@@ -102,7 +102,8 @@ class ChaosLearner:
         return {step: ids for step, ids in manifests.items() if step > state.step}
 
     async def _train(self, reader: BatchReader, step: int, version: int) -> None:
-        """For ever: a service has no last step. What the ledger has already is taken and dropped meanwhile."""
+        """Train for ever, because a service has no last step. Groups that are already in the ledger are taken and
+        dropped."""
         publishing: asyncio.Task[None] | None = None
         reading = asyncio.create_task(reader.read(step + 1, version))
         try:

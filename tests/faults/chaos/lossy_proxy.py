@@ -1,4 +1,4 @@
-"""A TCP proxy before Redis that now and then lets an append through and loses its reply."""
+"""A TCP proxy in front of Redis that sometimes forwards an append and loses the reply."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 import random
 
 APPEND_MARK = b":group:"
-"""In every append's SET, and in no other request of a producer."""
+"""Every append's SET contains this, and no other request of a producer does."""
 CHUNK_BYTES = 1 << 16
 
 
 class LossyProxy:
-    """`num_lost` counts the replies that never arrived."""
+    """`num_lost` counts the lost replies."""
 
     def __init__(self, target_port: int, share: float, seed: int) -> None:
         self.target_port = target_port
@@ -68,7 +68,8 @@ class LossyProxy:
     async def _replies(
         self, from_redis: asyncio.StreamReader, to_client: asyncio.StreamWriter, losing: asyncio.Event
     ) -> None:
-        """Ends, and with it the connection, at a reply that is to be lost: Redis has done what was asked."""
+        """Forward replies. Returns, which closes the connection, at a reply that is to be lost: Redis has executed the
+        request."""
         while data := await from_redis.read(CHUNK_BYTES):
             if losing.is_set():
                 self.num_lost += 1

@@ -1,4 +1,4 @@
-"""The processes of a chaos run: started, killed, suspended and ended by their ids, each with a log of its own."""
+"""The processes of a chaos run. Each is started, killed, suspended and ended by its id, and has its own log."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from conftest import RedisProcess
 from penstock_services.local.private_redis import find_redis_server
 
 LOSS_WINDOW_S = 1.0
-"""`appendfsync everysec`: what a machine may lose when it goes down."""
+"""With `appendfsync everysec`, a machine that goes down may lose this much."""
 
 
 class Child:
-    """One process that may be killed and started again."""
+    """One process that can be killed and started again."""
 
     def __init__(self, name: str, module: str, arguments: list[str], folder: Path) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs. It has to have been started."""
+        """The exit code, or None while the process runs. It must have been started."""
         assert self.process is not None
         return self.process.poll()
 
@@ -68,7 +68,7 @@ class Child:
 
 
 class LosingRedis(RedisProcess):
-    """Redis on a machine that may go down. `sample` it often: `cut_tail` has to know what may not be on disk yet."""
+    """Redis on a machine that may go down. Call `sample` often: `cut_tail` must know what may not be on disk yet."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder)
@@ -84,7 +84,7 @@ class LosingRedis(RedisProcess):
             self._sizes.popleft()
 
     def cut_tail(self) -> int:
-        """Lose some of what was written in the last second before the kill; returns how many bytes."""
+        """Cut off some of what was written in the last second before the kill. Returns the number of bytes."""
         assert self.process is None, "kill it first"
         size = self._log_file.stat().st_size
         num_unsafe = max(0, size - self._sizes[0][1]) if self._sizes else 0
@@ -95,11 +95,12 @@ class LosingRedis(RedisProcess):
         return num_lost
 
     def _repair(self) -> None:
-        """What an operator has to do after a power cut. Redis drops a torn transaction when it starts; where the cut
-        is inside a command, it leaves the beginning in its log, and replays that at the next start (valkey#4342)."""
+        """Repair the log, as an operator has to after a power cut. Redis drops a torn transaction when it starts. If
+        the cut is inside a command, Redis keeps the beginning of the command in its log and replays it at the next
+        start (valkey#4342)."""
         manifest = self.folder / "appendonlydir" / "appendonly.aof.manifest"
         log = manifest if manifest.exists() else self._log_file
-        # The server is the checking tool too, by the name it is called.
+        # The server binary is also the checking tool, depending on the name it is called by.
         subprocess.run(
             ["redis-check-aof", "--fix", str(log)],
             executable=find_redis_server(), input=b"y\n", stdout=subprocess.DEVNULL, check=True, timeout=60,
@@ -107,6 +108,6 @@ class LosingRedis(RedisProcess):
 
     @property
     def _log_file(self) -> Path:
-        """The file at whose end Redis writes; since Redis 7 it is one of several."""
+        """The file to which Redis appends. Since Redis 7 it is one of several."""
         parts = sorted(self.folder.glob("appendonlydir/*.incr.aof"))
         return parts[-1] if parts else self.folder / "appendonly.aof"

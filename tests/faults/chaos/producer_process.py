@@ -1,4 +1,4 @@
-"""A rollout server without a model: the real producer, with a maker that waits a little and makes a numbered group."""
+"""A rollout server without a model: the real producer, and a maker that waits briefly and makes a numbered group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock_rollout.metrics import RolloutMetrics
 
 
 class NumberedGroupMaker:
-    """Stands in for penstock_rollout.groups.group_maker.GroupMaker."""
+    """Takes the place of penstock_rollout.groups.group_maker.GroupMaker."""
 
     def __init__(self, server_id: str, group_s: tuple[float, float]) -> None:
         self.server_id = server_id
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--server-id", required=True)
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    # A server that is started again is a new one: its memory, and with it its leases, are gone.
+    # A restarted server is a new one: its memory, and with it its leases, are gone.
     server_id = f"{arguments.server_id}-{os.getpid()}"
     asyncio.run(produce(Settings.load(arguments.settings), arguments.redis_url, server_id))
     return 0

@@ -1,7 +1,7 @@
-"""What the chaos run works on: numbered prompts, groups whose content follows from the number alone, and settings.
+"""The work of a chaos run: numbered prompts, groups whose content depends only on the number, and settings.
 
-A prompt's number is the client's own identity for it; its prompt id is the queue's. The learner counts by number, so
-that an id which comes to stand for another prompt is found out.
+The client identifies a prompt by its number, the queue by its prompt id. The learner counts by number, so it notices if
+an id comes to stand for another prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.trajectory import Group, Prompt
 
 RUN = "chaos"
 FENCED, UNAVAILABLE, TOO_LATE = 3, 4, 5
-"""Exit codes of a learner that ends by itself and is to be started again."""
+"""Exit codes of a learner that ended by itself and has to be started again."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every process of a run is told, through a file."""
+    """Settings that every process of a run reads from a file."""
 
     redis_url: str
     checkpoints: str
@@ -72,7 +72,7 @@ def number_of(group: Group) -> int:
 
 
 def digest_of(group: Group) -> int:
-    """64 bits of what is trained: neither id, attempt nor server."""
+    """A 64-bit hash of what is trained. It leaves out id, attempt and server."""
     content = hashlib.sha256(group.prompt_token_ids.tobytes())
     for trajectory in group.trajectories:
         content.update(
@@ -82,7 +82,7 @@ def digest_of(group: Group) -> int:
 
 
 async def while_driven() -> None:
-    """Returns when the driver is gone, however it ended: nothing outlives a chaos run."""
+    """Return when the driver is gone, however it ended. No process outlives a chaos run."""
     driver = os.getppid()
     while os.getppid() == driver:  # noqa: ASYNC110
         await asyncio.sleep(0.5)

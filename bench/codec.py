@@ -23,7 +23,7 @@ BUDGET_S = 0.5
 
 
 def make_group() -> Group:
-    """Eight samples of 1,024 tokens, as a reasoning model makes them: ids of a 150k vocabulary, log-probs near 0."""
+    """Eight samples of 1,024 tokens, like those of a reasoning model: ids of a 150k vocabulary, log-probs near 0."""
     random = np.random.default_rng(0)
     trajectories = tuple(
         Trajectory(

@@ -2,8 +2,8 @@
 
     make bench-gateway
 
-Every server is a process of its own; the callers of both protocols are in this one. The echoes parse the body and send
-it back: they have no checks, no keys, no metrics, no Redis. A round sends NUM_REQUESTS to each contender in turn.
+Every server is a separate process; the callers of both protocols are in this one. The echoes parse the body and send it
+back, without checks, keys, metrics or Redis. A round sends NUM_REQUESTS to each contender in turn.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ asyncio.run(main())
 
 
 class Load:
-    """Sends requests over connections that stay open, and keeps how long each took."""
+    """Sends requests over open connections, and records how long each took."""
 
     def __init__(self) -> None:
         self.latencies_s: dict[str, list[float]] = {}
@@ -113,7 +113,7 @@ class Load:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
 
         async def work(channel: grpc.aio.Channel, times: list[float]) -> None:
-            call: Any = channel.unary_unary(METHOD)  # bytes both ways: the caller's own work stays small
+            call: Any = channel.unary_unary(METHOD)  # bytes both ways keep the caller's own work small
             for _ in range(count // connections):
                 started = time.perf_counter()
                 await call(payload)
@@ -145,7 +145,7 @@ def start(script: str, port: int) -> subprocess.Popen[bytes]:
 
 
 def p99(load: Load, name: str) -> Measurement:
-    """As a rate, so that more is better. The warm-up round is left out."""
+    """1 / p99 as a rate, so that more is better. The warm-up round is left out."""
     return Measurement(f"{name}: 1 / p99", "1/s", [1 / latency for latency in load.latencies_s[name][1:]])
 
 

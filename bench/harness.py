@@ -1,7 +1,7 @@
-"""What every benchmark shares: alternate the contenders in one run, take medians, judge bars, print and save.
+"""Shared by all benchmarks: alternate the contenders in one run, take medians, judge bars, print and save.
 
-The machine is shared and noisy, so nothing is judged by absolute time: a bar is a ratio between two contenders whose
-rounds alternate in the same run.
+The machine is shared and noisy, so no absolute time is judged. A bar is a ratio between two contenders whose rounds
+alternate in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Measurement:
-    """Rates of one contender, one a round."""
+    """The rates of one contender, one per round."""
 
     name: str
     unit: str
@@ -42,7 +42,8 @@ class Measurement:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """In which the median lies with 95 %: order statistics, whatever the rates are distributed like."""
+        """The 95 % confidence interval of the median, from order statistics. It assumes no distribution of the
+        rates."""
         ordered, reach = sorted(self.rates), 0.98 * math.sqrt(len(self.rates))
         last = len(ordered) - 1
         return ordered[max(0, math.floor(last / 2 - reach))], ordered[min(last, math.ceil(last / 2 + reach))]
@@ -54,7 +55,7 @@ class Bar:
     value: float
     goal: float
     at_most: bool = False
-    """True where smaller is better."""
+    """True if smaller is better."""
 
     @property
     def ok(self) -> bool:
@@ -64,9 +65,9 @@ class Bar:
 def alternate(
     contenders: dict[str, Callable[[], float]], num_rounds: int, unit: str, between: Callable[[], None] | None = None
 ) -> dict[str, Measurement]:
-    """Run every contender once a round, in turn, backwards every other round; each returns its rate.
+    """Run every contender once per round, in turn, and in reverse order in every other round. Each returns its rate.
 
-    A warm-up round is thrown away. `between` is called before each round."""
+    A warm-up round is discarded. `between` is called before each round."""
     measured = {name: Measurement(name, unit) for name in contenders}
     for round_index in range(num_rounds + 1):
         if between is not None:
@@ -79,7 +80,7 @@ def alternate(
 
 
 def ratios(name: str, ours: Measurement, limit: Measurement) -> Measurement:
-    """The ratio within each round: noise that hits both cancels."""
+    """The ratio within each round. Noise that affects both contenders cancels."""
     return Measurement(name, "", [a / b for a, b in zip(ours.rates, limit.rates, strict=True)])
 
 
@@ -88,7 +89,7 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
 
 
 def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
-    """Print both tables, write results/NAME.json, and say whether every bar is met."""
+    """Print both tables, write results/NAME.json, and return whether every bar is met."""
     console = Console()
     table = Table(title=title)
     for column in ("contender", "median", "spread", "unit"):

@@ -1,15 +1,15 @@
-"""What instrumentation costs: the two halves of the demo's work with metrics on and off, in turn, in one process.
+"""The cost of instrumentation: the two halves of the demo's work with metrics on and off, in turn, in one process.
 
     make bench-metrics
 
 `rollout` makes groups of the demo's prompts with the torch engine and the demo's model: lease, generate, score, encode,
-append. `learner` makes optimizer steps of the demo's model on a batch of those groups, as many as a step of the demo
-has. Metrics on is everything that a process counts and observes, and a scrape as often as deploy/prometheus asks; off
-is none of it. A rate is by the CPU time of the process, which is what the demo is short of.
+append. `learner` takes optimizer steps of the demo's model on a batch of these groups, as large as a step of the demo.
+Metrics on means everything that a process counts and observes, and a scrape as often as in deploy/prometheus. Metrics
+off means none of it. Rates are per CPU time of the process, because CPU time is what the demo is short of.
 
-Two windows of the same work differ by more than what is measured, so there are many, short and in turn: the interval of
-the median ratio, which is printed, must be narrower than the bar. Beside it stands the share: CPU time within calls on
-metrics, and of a scrape, over that of the round.
+Two windows of the same work differ by more than the cost of metrics. So there are many short windows in turn, and the
+printed interval of the median ratio must be narrower than the bar. The benchmark also prints a share: the CPU time of
+calls on metrics, and of a scrape, over that of the round.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
 MAX_MODEL_LEN = 64
 BATCH_GROUPS = 32
-"""As many as a step of the demo trains."""
+"""Number of groups that a step of the demo trains."""
 GROUPS_A_ROUND = 4
 NUM_ROUNDS = {"rollout": 1501, "learner": 401, "share": 31}
 SCRAPE_S = 5.0
-"""Of the time in which metrics are on, which is half of all."""
+"""Interval between scrapes, in time with metrics on, which is half of all time."""
 GOAL = 0.99
 
 
 class NoMetrics:
-    """Takes every call on a metric, and does nothing."""
+    """Accepts every call on a metric and does nothing."""
 
     def __getattr__(self, name: str) -> Self:
         return self
@@ -79,7 +79,7 @@ class NoMetrics:
 
 
 class TimedMetrics:
-    """Passes every call on, and adds up the CPU time it takes, that of looking at the clock included."""
+    """Passes every call on, and adds up the CPU time it takes, including that of reading the clock."""
 
     def __init__(self, target: Any, spent_s: list[float]) -> None:
         self._target = target
@@ -105,7 +105,7 @@ class TimedMetrics:
 
 
 def scrape_share(registry: CollectorRegistry) -> float:
-    """Of the CPU time, what one scrape every SCRAPE_S takes."""
+    """The share of CPU time that one scrape every SCRAPE_S takes."""
     started = time.thread_time()
     generate_latest(registry)
     return (time.thread_time() - started) / SCRAPE_S
@@ -127,7 +127,7 @@ class RolloutHalf:
         )  # fmt: skip
         prompts = read_prompts(EXAMPLE / "train.parquet", num_samples=8, sampling=Sampling(max_tokens=8, seed=1))
         self.payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, GROUPS_A_ROUND)]
-        """The same, with the same seeds, in every round: the work differs by nothing but the metrics."""
+        """The prompts of every round. They have the same seeds in every round, so only the metrics differ."""
         self.groups: list[Group] = []
         self.scraped_at = 0.0
 
@@ -141,7 +141,7 @@ class RolloutHalf:
         await self.scorer.close()
 
     async def run(self, metrics: Any) -> float:
-        """Groups a CPU second."""
+        """Groups per CPU second."""
         for part in (self.scorer, self.maker, self.producer):
             part.metrics = metrics
         await self.queue.submit(self.payloads, [0] * GROUPS_A_ROUND, "")
@@ -160,7 +160,7 @@ class RolloutHalf:
         return rate
 
     async def share(self) -> float:
-        """Of the CPU time, what metrics take. A scrape is of SCRAPE_S of work."""
+        """The share of CPU time that metrics take, with one scrape per SCRAPE_S of work."""
         spent_s = [0.0]
         rate = await self.run(TimedMetrics(self.metrics, spent_s))
         return spent_s[0] * rate / GROUPS_A_ROUND + scrape_share(self.metrics.registry)
@@ -177,7 +177,7 @@ class LearnerHalf:
         self.scraped_at = 0.0
 
     def run(self, is_on: bool) -> float:
-        """Steps a CPU second."""
+        """Steps per CPU second."""
         corrections._count_ratios = self.count_ratios if is_on else lambda ratio, mask: ratio
         started = time.process_time()
         self.step(is_on)
@@ -187,7 +187,7 @@ class LearnerHalf:
         return 1 / (time.process_time() - started)
 
     def share(self) -> float:
-        """Of the CPU time of a step, what metrics take."""
+        """The share of a step's CPU time that metrics take."""
         spent_s = [0.0]
         corrections._count_ratios = lambda *a: TimedMetrics(self.count_ratios, spent_s)(*a)._target
         record = self.record

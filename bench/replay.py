@@ -2,14 +2,14 @@
 
     make bench-replay
 
-The limit is `redis-benchmark` (Debian's redis-tools) on the same server, with the same payload and one connection: the
-best of several depths of its pipeline, up to our groups in a batch, because it is slow with many large payloads.
-All contenders take turns in every round, backwards in every other one; a bar is the median over rounds of the ratio
-within a round.
+The limit is `redis-benchmark` (Debian's redis-tools) on the same server, with the same payload and one connection. It
+is the best of several pipeline depths, up to our groups per batch, because redis-benchmark is slow with many large
+payloads. All contenders take turns in every round, in reverse order in every other one. A bar is the median over rounds
+of the ratio within a round.
 
-Redis runs with the settings of a run: append-only file, fsync every second. The file lies in memory where the machine
-has /dev/shm: a disk is slower than any contender here, and would be what is measured. Redis rewrites it between rounds,
-never during one.
+Redis runs with the settings of a run: append-only file, fsync every second. The file lies in memory if the machine has
+/dev/shm, because a disk is slower than any contender here and would dominate the result. Redis rewrites the file
+between rounds, never during one.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}
 BYTES_A_ROUND = 48 * 2**20
 NUM_ROUNDS = 15
 BATCH = 64
-"""Groups that a producer hands in, and a learner reads, at once."""
+"""Groups that a producer appends, and a learner reads, in one call."""
 PIPELINES = (4, 16, BATCH)
 QUEUED_BATCHES = 3
-"""The bound of a whole cycle: its producer waits while so many batches are not committed."""
+"""In the whole cycle the producer waits while this many batches are not committed."""
 FLAT_GROUPS = 2_048
 SMALL_BYTES = 1024
 PEER_GROUPS = 128
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Server:
-    """A private Redis with the settings of a run, but that it rewrites its append-only file only when told to."""
+    """A private Redis with the settings of a run, except that it rewrites its append-only file only on request."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -71,13 +71,13 @@ class Server:
 
 
 def best_depth(server: Server, command: str, num_bytes: int) -> int:
-    """The depth of pipelining that suits redis-benchmark best. Found before the rounds: in one, each has one try."""
+    """The pipeline depth at which redis-benchmark is fastest. It is found before the rounds."""
     rates = {depth: [limit(server, command, num_bytes, depth) for _ in range(3)] for depth in PIPELINES}
     return max(rates, key=lambda depth: statistics.median(rates[depth]))
 
 
 def limit(server: Server, command: str, num_bytes: int, depth: int) -> float:
-    """Requests a second of redis-benchmark, one connection."""
+    """Requests per second of redis-benchmark over one connection."""
     count = max(BYTES_A_ROUND // num_bytes, BATCH)
     arguments = ["-p", str(server.port), "-a", server.password, "-t", command, "-d", str(num_bytes), "-c", "1"]
     arguments += ["-P", str(depth), "-n", str(count), "-r", "1000", "-q"]
@@ -86,7 +86,7 @@ def limit(server: Server, command: str, num_bytes: int, depth: int) -> float:
 
 
 class OurQueue:
-    """One run's queue, filled and emptied through the contract: a producer and a learner, each with a client."""
+    """The queue of one run, filled and emptied through the contract by a producer and a learner with a client each."""
 
     def __init__(self, clients: Clients, run: str, payload: bytes) -> None:
         replay = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
@@ -96,7 +96,7 @@ class OurQueue:
         self.step = 0
 
     async def submit(self, count: int) -> list[FinishedGroup]:
-        """Leases to hand groups in for; not part of what is measured."""
+        """Lease the prompts of the groups to append. This is not measured."""
         if self.learner.term == 0:
             await self.learner.take_term(0)
         for start in range(0, count, 1000):
@@ -109,7 +109,7 @@ class OurQueue:
         await self._produce(groups, asyncio.Semaphore(len(groups)), asyncio.Semaphore(0))
 
     async def _produce(self, groups: list[FinishedGroup], room: asyncio.Semaphore, ready: asyncio.Semaphore) -> None:
-        """As a rollout server does: batch after batch, as many under way as its client takes."""
+        """Append batch after batch, as a rollout server does, with as many in progress as its client allows."""
         batches = (groups[start : start + BATCH] for start in range(0, len(groups), BATCH))
 
         async def send() -> None:
@@ -125,12 +125,12 @@ class OurQueue:
         await self._learn(count, ready, asyncio.Semaphore(0))
 
     async def cycle(self, groups: list[FinishedGroup]) -> None:
-        """Bounded: the producer hands in batches while the learner reads and commits those before."""
+        """Append batches while the learner reads and commits earlier ones, with a bounded number in between."""
         room, ready = asyncio.Semaphore(QUEUED_BATCHES), asyncio.Semaphore(0)
         await asyncio.gather(self._produce(groups, room, ready), self._learn(len(groups), ready, room))
 
     async def _learn(self, count: int, ready: asyncio.Semaphore, room: asyncio.Semaphore) -> None:
-        """As the learner does: the next batch is read while one is committed, which makes room for another."""
+        """Read and commit as the learner does: the next batch is read while one is committed."""
 
         async def commit(step: int, taken: list[int]) -> None:
             await self.learner.commit(step, taken)
@@ -148,7 +148,7 @@ class OurQueue:
         await committing
 
     async def drain(self) -> None:
-        """Empty the queue without reading; not part of what is measured."""
+        """Empty the queue without reading. This is not measured."""
         self.step += 1
         while taken := await self.learner.take(self.step, 1000):
             await self.learner.commit(self.step, taken)
@@ -177,7 +177,7 @@ class Clients:
         return time.perf_counter() - started
 
     def rewrite_log(self) -> None:
-        """Keep the append-only file small, and wait for it: nothing is measured meanwhile."""
+        """Rewrite the append-only file to keep it small, and wait for it. Nothing is measured meanwhile."""
         self.run(self._rewrite_log())
 
     async def _rewrite_log(self) -> None:
@@ -193,7 +193,7 @@ class Clients:
 
 
 async def pickled_stream(client: RedisClient, payload: bytes, count: int) -> None:
-    """What peers do: XADD a pickle, XREAD it, one at a time."""
+    """What peers do: XADD a pickle and XREAD it, one at a time."""
     await client.delete("peer")
     last = b"0"
     for index in range(count):
@@ -286,7 +286,7 @@ def size_bars(label: str, measured: dict[str, Measurement]) -> list[Bar]:
 
 
 def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
-    """Cost of an operation in a short and in a long queue, and with one and with many producers connected."""
+    """Cost of an operation in a short and a long queue, and with one and with many connected producers."""
     clients, payload = Clients(server), os.urandom(SMALL_BYTES)
     short, long = OurQueue(clients, "flat-short", payload), OurQueue(clients, "flat-long", payload)
     clients.run(fill(short, 1_000))

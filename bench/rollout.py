@@ -1,11 +1,12 @@
-"""Tokens a second through a rollout server against the bare vLLM engine, driven directly with the same requests.
+"""Tokens per second through a rollout server, against the bare vLLM engine driven directly with the same requests.
 
 make bench-rollout
 
-The server's path is the real one: leases from a private Redis, the agent loop, rewards, encoding, appending. Two sizes:
-in `small` (5 M parameters) the engine computes for most of a step, as it does wherever anybody trains, and the bar is
-on that. `tiny` (0.4 M) is for information: there a step is Python on both sides, so all that the server does beside the
-engine shows, and so does every other process on the machine. Rounds alternate; a ratio is the median of theirs.
+The server's path is the real one: leases from a private Redis, the agent loop, rewards, encoding, appending. There are
+two sizes. In `small` (5 M parameters) the engine computes for most of a step, as in any real training, and the bar is
+on this size. `tiny` (0.4 M) is for information: a step is mostly Python on both sides, so everything that the server
+does beside the engine shows, and so does every other process on the machine. Rounds alternate; a ratio is the median of
+their ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LOADS = {
     "small": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
 }
 NUM_ROUNDS = 15
-"""Many and short, a few seconds each: what other processes do then hits both contenders of a round alike."""
+"""Many short rounds of a few seconds each, so that other processes affect both contenders of a round alike."""
 START_TIMEOUT_S = 150.0
 GOALS = {"small": 0.95}
 

@@ -1,4 +1,4 @@
-"""A random Qwen2 whose responses end by themselves, at lengths as varied as a real model's."""
+"""A random Qwen2 whose responses end by themselves, with lengths as varied as those of a real model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelShape:
 
 def make_model(folder: Path, shape: ModelShape, mean_tokens: int) -> Path:
     """Write a model folder with a tokenizer. At temperature 1 a response ends with probability 1 / mean_tokens at each
-    token: the first entry of every embedding is the same, so it is a bias that the end token's output row can use."""
+    token. The first entry of every embedding is the same, so the output row of the end token can use it as a bias."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

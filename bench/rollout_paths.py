@@ -1,7 +1,7 @@
-"""The two ways to the same engine: the data path of a rollout server, and vLLM's own `generate`.
+"""The two paths to the same engine: the data path of a rollout server, and vLLM's own `generate`.
 
-Both ask for the same prompts with the same sampling parameters and keep the same number of requests before the engine,
-more than it decodes at once, so that it is never short of work. Both run in the process that holds AsyncLLM.
+Both use the same prompts and sampling parameters, and keep the same number of requests in the engine. This is more than
+it decodes at once, so it is never short of work. Both run in the process that holds AsyncLLM.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.tokenization import Tokenization
 
 Queue = Any
-"""MemoryReplayQueue, or RedisReplayQueue."""
+"""A MemoryReplayQueue or a RedisReplayQueue."""
 
 MAX_MODEL_LEN = 1024
 POLL_S = 0.005
 PATIENT = AdaptiveConcurrencyConfig(max_queue_s=60)
-"""All groups of a round start together, and more requests wait than ever after: a burst that a server meets once, when
-it starts, and here in every round. Its limit on groups sits it out."""
+"""All groups of a round start together, so more requests wait at its start than later. A server meets such a burst
+once, when it starts, but here it comes in every round. With this setting the concurrency limit does not react to it."""
 WAIT_TIMEOUT_S = 90.0
-"""Of each wait within a round."""
+"""Deadline of each wait within a round."""
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
 
 
@@ -53,23 +53,23 @@ class Load:
     samples_per_group: int
     prompt_tokens: int
     mean_tokens: int
-    """Of a response, by the weights of the model."""
+    """Mean length of a response, set by the weights of the model."""
     concurrency: int
     """Requests that the engine decodes at once."""
     groups_at_once: int
-    """Groups that the server works on; the bare path has as many requests in flight. The samples of a group end one by
-    one, and with lengths as varied as these half of them have ended while the group still runs: `concurrency` rows want
-    more than twice `concurrency / samples_per_group` groups."""
+    """Groups that the server works on. The bare path has as many requests in flight. The samples of a group end one by
+    one, and with such varied lengths half of them have ended, on average, while the group still runs. So `concurrency`
+    rows need more than twice `concurrency / samples_per_group` groups."""
     window_tokens: int
-    """Tokens over which a rate is measured; as many come before, so that requests of every age run by then."""
+    """Tokens over which a rate is measured. As many tokens come before, so that requests of every age run by then."""
 
     @property
     def num_groups(self) -> int:
-        """Prompts that are always enough for a window, what comes before it and the groups in flight at its end."""
+        """Enough prompts for a window, the tokens before it, and the groups in flight at its end."""
         return 3 * self.window_tokens // (self.samples_per_group * self.mean_tokens) + 2 * self.groups_at_once
 
     def at(self, concurrency: int) -> Load:
-        """As much for each request at another concurrency."""
+        """The same load per request at another concurrency."""
         groups, tokens = self.groups_at_once, self.window_tokens
         return replace(
             self, concurrency=concurrency, groups_at_once=groups * concurrency // self.concurrency,
@@ -87,11 +87,11 @@ class Load:
 @dataclass(frozen=True)
 class Window:
     rate: float
-    """Tokens a second."""
+    """Tokens per second."""
     cpu_us: float
-    """CPU time of this process, a token."""
+    """CPU time of this process per token."""
     stats: EngineStats
-    """At its end. A server under which nothing waits may have left rows of the engine idle."""
+    """The load at the end of the window. If nothing waits, the server may have left rows of the engine idle."""
 
     def __str__(self) -> str:
         running, waiting = self.stats.running_requests, self.stats.waiting_requests
@@ -100,11 +100,11 @@ class Window:
 
 @dataclass
 class Contender:
-    """A way to the engine, and what was measured of it, one entry a round."""
+    """A path to the engine and its measurements, one entry per round."""
 
     rates: Measurement
     cpu: Measurement
-    """CPU time of this process, which is everything but EngineCore and the rewards."""
+    """CPU time of this process. EngineCore and the rewards run in other processes."""
 
     @classmethod
     def of(cls, name: str) -> Contender:
@@ -126,8 +126,8 @@ class Contenders:
 
 
 class Paths:
-    """One started engine, and both ways to it. The server lives through all rounds, as one does, and leases in its own
-    only; what it appended is taken and committed after each, as by a learner."""
+    """One started engine and both paths to it. The server lives through all rounds, but leases only in its own. The
+    groups it appended are taken and committed after each of its rounds, as by a learner."""
 
     def __init__(self, engine: VllmEngine, queue: Queue, folder: Path, load: Load, vocab_size: int) -> None:
         self.engine = engine
@@ -162,8 +162,8 @@ class Paths:
         await self.scorer.close()
 
     async def rounds(self, num_rounds: int, say: Callable[[str], None], until: float) -> Contenders:
-        """The bare engine and the server in turn. A warm-up round is thrown away; each round goes the other way round;
-        none begins that would end after `until` on the monotonic clock."""
+        """Measure the bare engine and the server in turn, in reverse order in every other round. A warm-up round is
+        discarded. No round begins that would end after `until` on the monotonic clock."""
         measured = Contenders()
         contenders = [(measured.bare, self.bare), (measured.served, self.served)]
         longest_s = 0.0
@@ -181,7 +181,7 @@ class Paths:
         return measured
 
     async def _window(self) -> Window:
-        """What comes out of the engine, by its own count, once it is full."""
+        """The engine's output rate, by its own count, once it is full."""
         load, num_tokens = self.engine._load, self.load.window_tokens
         goal = load.num_generated_tokens + num_tokens
         await self._until(lambda: load.num_generated_tokens >= goal, "an engine that is full")
@@ -192,7 +192,7 @@ class Paths:
         return Window(rate, 1e6 * cpu_s / num_counted, self._stats())
 
     def _stats(self) -> EngineStats:
-        """Also of requests that go past the server."""
+        """Statistics that include requests which bypass the server."""
         waiting, running = self.engine._load.waiting_requests, len(self.engine._llm.output_processor.request_states)
         return EngineStats(running - waiting, waiting, self.engine._load.kv_cache_usage)
 
@@ -207,7 +207,7 @@ class Paths:
                 raise TimeoutError(f"waited {WAIT_TIMEOUT_S:.0f} s for {what}: {await self._state()}")
 
     async def _state(self) -> str:
-        """What a wait that takes too long should say."""
+        """A description of the state, for the error of a wait that takes too long."""
         producer, stat = self.producer, await self.queue.stat()
         failures = {labels[0]: child._value.get() for labels, child in producer.metrics.failures._metrics.items()}
         return (
@@ -239,7 +239,7 @@ class Paths:
         return measured
 
     async def served(self) -> Window:
-        """Lease, generate by the agent, score, encode, append: the loops of a rollout server."""
+        """The loops of a rollout server: lease, generate with the agent, score, encode, append."""
         prompts = self.load.prompts(self.vocab_size, next(self._seeds))
         payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, self.load.num_groups)]
         await self.queue.submit(payloads, [0] * len(payloads), "")
@@ -253,12 +253,12 @@ class Paths:
         return measured
 
     async def _until_idle(self) -> None:
-        """What still ran when a window ended was aborted: the next contender finds the engine empty."""
+        """Wait until the engine is empty. Requests that still ran when a window ended were aborted."""
         states = self.engine._llm.output_processor.request_states
         await self._until(lambda: not states and not self.producer.num_running, "an engine that is empty")
 
     async def _train(self) -> None:
-        """Take and commit what was appended, whole groups and every one."""
+        """Take and commit the appended groups, and check that none is missing."""
         appended, self._step = (await self.queue.stat()).queued, self._step + 1
         assert appended, "no group was appended"
         prompt_ids = await self.queue.take(self._step, appended)

@@ -1,4 +1,4 @@
-"""vLLM on this machine, generating while versions are pushed to it through the real member service."""
+"""vLLM on this machine generates while versions are pushed to it through the real member service."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_model(folder: Path) -> Any:
 
 
 async def measure(folder: Path) -> tuple[Measurement, Measurement]:
-    """Rates (1/s) of the pause and of the engine's load, one a push."""
+    """Rates (1/s) of the pause and of the engine's load, one per push."""
     model = make_model(folder)
     config = validate({"run": "bench", "run_dir": str(folder), "model": {"path": str(folder)}}, "bench")
     engine_config = EngineConfig(name="vllm", max_model_len=512, kv_cache_bytes=256 * 2**20)
@@ -85,7 +85,7 @@ def _stage(publisher: WeightPublisher, version: int, model: Any) -> None:
 
 
 async def _generate(engine: Engine, index: int) -> None:
-    """Requests one after the other, for ever."""
+    """Send requests one after the other, for ever."""
     number = 0
     while True:
         number += 1

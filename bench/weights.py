@@ -2,11 +2,11 @@
 
     make bench-weights
 
-A push is timed from weights in training memory to a version that every member has received, verified and committed:
-staging and sending overlap as they do in a run. Members are processes with the real gRPC service and stage; loading
-into an engine is measured apart, with vLLM. The limits are measured in the same rounds: a memory copy of the same bytes
-for shm, a plain TCP stream of the same bytes between two processes for gloo. Copies are made by as many threads as a
-learner's rank has.
+A push is timed from weights in training memory to a version that every member has received, verified and committed.
+Staging and sending overlap as they do in a run. Members are processes with the real gRPC service and stage; loading
+into an engine is measured separately, with vLLM. The limits are measured in the same rounds: a memory copy of the same
+bytes for shm, and a plain TCP stream of the same bytes between two processes for gloo. Copies use as many threads as a
+rank of the learner has.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config_of(folder: Path, transport: str) -> RunConfig:
 
 
 class Pusher:
-    """A publisher and its members; `push` is one version, start to finish."""
+    """A publisher and its members. `push` pushes one version from start to finish."""
 
     def __init__(self, folder: Path, transport: str, num_members: int, weights: list[torch.Tensor]) -> None:
         folder.mkdir()
@@ -64,7 +64,7 @@ class Pusher:
         self.version = 0
 
     def push(self) -> float:
-        """Seconds."""
+        """Push one version. Returns the seconds it took."""
         self.version += 1
         started = time.perf_counter()
         staging = threading.Thread(target=self._stage)
@@ -107,7 +107,8 @@ def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
 
 
 def _drain(port: int) -> None:
-    """The reading end of the TCP limit: as many bytes as the model, into touched memory, then one byte back."""
+    """The reading end of the TCP limit: reads as many bytes as the model has into touched memory, then replies one
+    byte."""
     buffer = np.zeros(64 * 2**20, dtype=np.uint8)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:
@@ -121,7 +122,7 @@ def _drain(port: int) -> None:
 
 
 def tcp_stream(weights: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], None]]:
-    """GB/s of sending the same bytes over loopback, and how to end it."""
+    """GB/s of sending the same bytes over loopback, and a function that ends it."""
     listener = socket.create_server(("127.0.0.1", 0))
     reader = multiprocessing.get_context("spawn").Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
     reader.start()
@@ -158,7 +159,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     contenders = {"memory copy": memory_copy(weights), "TCP stream": tcp}
     contenders |= {f"push by {name}": rate(pusher) for name, pusher in pushers.items()}
     for pusher in pushers.values():
-        pusher.push()  # both sets of buckets are touched before anything is measured
+        pusher.push()  # touch both sets of buckets before anything is measured
     try:
         measured = alternate(contenders, NUM_ROUNDS, "GB/s")
     finally:
@@ -179,7 +180,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 
 
 def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
-    """Push after push: the last ten against the first ten."""
+    """Push many times, and compare the last ten pushes with the first ten."""
     pusher = Pusher(folder / "flat", "shm", 1, make_weights(64 * 2**20))
     try:
         pusher.push()
@@ -193,7 +194,7 @@ def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 
 
 def pause(folder: Path) -> tuple[list[Measurement], list[Bar]]:
-    """vLLM generating: how long it stands still, against how long its own load takes."""
+    """How long vLLM pauses while it generates, against how long its own load takes."""
     from vllm_pause import measure
 
     pauses, loads = asyncio.run(measure(folder / "pause"))

@@ -45,9 +45,9 @@ NUM_REQUESTS = 64
 BUCKET_BYTES = 256 << 20
 OLD, NEW = 3, 4
 TELLING = 6
-"""Log-probs of the two versions must differ by this many mean errors for a token to tell which one made it."""
+"""The log-probs of the two versions must differ by this many mean errors for a token to show which version made it."""
 SHARPER = 3.0
-"""Times the logits of the new version are those of one like the old: then most tokens tell, in 8 bits too."""
+"""The new version's logits are this many times larger. Then most tokens show which version made them, in 8 bits too."""
 
 
 def say(text: str) -> None:
@@ -56,7 +56,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of the requests."""
+    """The size of the model and of the requests."""
 
     hidden: int = 896
     layers: int = 24
@@ -89,14 +89,14 @@ TINY = Size(hidden=128, layers=2, heads=4, intermediate=256, vocab=512, short=32
 
 @dataclass
 class Policy:
-    """One version: its weights in bf16, and the same in float32 as the reference."""
+    """One version: its weights in bf16, and the same weights in float32 as the reference."""
 
     bf16: Any
     f32: Any
 
     @classmethod
     def load(cls, folder: Path, device: str) -> Policy:
-        """Loaded, not cast: a cast would round the rotary frequencies too."""
+        """Load both models from the folder. A cast would round the rotary frequencies too."""
         from transformers import AutoModelForCausalLM
 
         def load(dtype: str) -> Any:
@@ -105,7 +105,7 @@ class Policy:
         return cls(load("bfloat16"), load("float32"))
 
     def log_probs(self, answer: Answer, exact: bool = True) -> Any:
-        """Of the answer's tokens, teacher-forced."""
+        """Log-probs of the answer's tokens, teacher-forced."""
         import torch
 
         model = self.f32 if exact else self.bf16
@@ -122,7 +122,7 @@ def num_old(answer: Answer) -> int:
 
 @dataclass
 class Errors:
-    """Distances from the reference of the engine's log-probs and of transformers' in bf16."""
+    """Distances of the log-probs from the reference: those of the engine, and those of transformers in bf16."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Errors:
 
 
 def make_policies(size: Size, folder: Path, device: str) -> tuple[Policy, Policy]:
-    """Two versions whose log-probs differ clearly, in `folder/old` and `folder/new`."""
+    """Write two versions whose log-probs differ clearly to `folder/old` and `folder/new`."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -189,7 +189,7 @@ def write_update(policy: Policy, folder: Path) -> tuple[weights_pb2.AnnounceRequ
 
 
 class Client:
-    """Sends requests to an engine and keeps what comes."""
+    """Sends requests to an engine and keeps the replies."""
 
     def __init__(self, engine: Engine, size: Size, seeded: bool) -> None:
         self._engine = engine
@@ -198,7 +198,8 @@ class Client:
         self._num_requests = 0
 
     async def answers(self, max_tokens: int, decoding: asyncio.Event | None = None) -> list[Answer]:
-        """Half of them streamed. `decoding` is set when the first of these is through an eighth of its tokens."""
+        """Generate answers, half of them streamed. `decoding` is set when the first streamed one has an eighth of its
+        tokens."""
         words = self._size.vocab - 2
         prompts = [tuple(2 + (17 * i + j * j) % words for j in range(8 + i)) for i in range(NUM_REQUESTS)]
         sent = (self._answer(index, prompt, max_tokens, decoding) for index, prompt in enumerate(prompts))
@@ -309,9 +310,9 @@ class Check:
         self._bar("of these stamped wrongly", wrong, 0, True)
 
     def _judge_flip(self, spanning: list[Answer], old_error: float, new_error: float) -> tuple[int, int]:
-        """The last token stamped old must be nearer to the old version than to the new, and with recomputed KV the
-        first stamped new the other way round; with kept KV that one is of neither alone. Returns how many of them tell,
-        and how many of these are wrong."""
+        """Check the tokens around the flip. The last token stamped old must be nearer to the old version than to the
+        new one. With recomputed KV, the first token stamped new must be nearer to the new one; with kept KV it belongs
+        to neither alone. Returns how many of these tokens show their version, and how many of those are wrong."""
         judged = wrong = 0
         for answer in spanning:
             old, new = self._old.log_probs(answer), self._new.log_probs(answer)
@@ -409,7 +410,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
     parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both by a comma")
     code = asyncio.run(main_async(parser.parse_args()))
-    os._exit(code)  # a start that hangs in its thread would hold the interpreter; the engine ends with its parent
+    os._exit(code)  # a start that hangs in its thread would keep the interpreter alive; the engine ends with its parent
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:learner:bench python bench/gpu/learner.py [--models 0.5b,1.5b,7b] [--no-compile]
 
-Needs torch, transformers and pydantic; TRL too for its figures. One process with one rank a model, no Ray. MFU is of
-the speed that a large bfloat16 product reaches in the same run; recomputation is not counted as work. Memory is the
-peak of a step beyond parameters, gradients and Adam's state. `--models tiny` runs anywhere, to see that it runs.
+It needs torch, transformers and pydantic, and TRL for TRL's figures. It runs one process with one rank per model,
+without Ray. MFU is relative to the speed that a large bfloat16 product reaches in the same run; recomputation does not
+count as work. Memory is the peak of a step beyond parameters, gradients and Adam's state. `--models tiny` runs
+anywhere, to try the script.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def bench_model(name: str, compiled: bool) -> Results:
 
 
 class _ModelBench:
-    """Figures of one model."""
+    """The figures of one model."""
 
     def __init__(
         self, shape: Any, device: Any, results: Results, peak_flops: float, make_batch: Callable[..., Any]
@@ -96,7 +97,7 @@ class _ModelBench:
         self.plain_mixed = self._mixed("plain, padded", contender)
 
     def ours(self, masters: str, compiled: bool, is_judged: bool) -> None:
-        """Every way to run it on equal lengths; the fastest that keeps within the memory bar on mixed ones."""
+        """Measure every setting on equal lengths, and the fastest one within the memory bar on mixed lengths."""
         from learner_steps import Ours, clear
 
         name = f"ours, {masters} masters" + (", compiled" if compiled else "")
@@ -105,7 +106,7 @@ class _ModelBench:
             label = f"{name}, {setting}"
             started = time.time()
             contender = Ours(self.shape, self.device, masters, setting, compiled)
-            contender.step(self.mixed)  # layers are compiled for any length here, not while they are timed
+            contender.step(self.mixed)  # compile the layers for any length now, not while they are timed
             say(f"{label}: ready after {time.time() - started:.0f} s")
             if not found and is_judged:
                 self._agreement(contender)
@@ -142,7 +143,7 @@ class _ModelBench:
             say(f"TRL's step failed and is left out: {type(error).__name__}: {str(error)[:300]}")
 
     def _agreement(self, contender: Any) -> None:
-        """How far log-probs are from those in float32, where plain bfloat16 is some way off itself."""
+        """How far log-probs are from those in float32, where plain bfloat16 is off by some distance itself."""
         error = float((contender.log_probs(self.uniform.select([0])) - self.exact_log_probs).abs().mean())
         self.results.add("plain, error of log-probs", "nats", self.plain_error)
         self.results.add("ours, error of log-probs", "nats", error)
@@ -170,7 +171,7 @@ class _ModelBench:
         peak, state = peak_bytes(contender, self.uniform, self.device), contender.state_bytes()
         self.results.add(f"{label}, peak memory", "GiB", peak / GIB)
         self.results.add(f"{label}, memory beyond state", "GiB", (peak - state) / GIB)
-        # Gradients do not exist yet where activations are at their most, so this is what the activations took.
+        # Gradients do not exist yet when activations are largest, so this is the memory of the activations.
         self.results.add(f"{label}, memory beyond weights and Adam", "GiB", (peak - state * 3 // 4) / GIB)
         return peak - state
 

@@ -1,4 +1,5 @@
-"""Shapes of the models that the learner's benchmark trains, with random weights, and what a token of theirs costs."""
+"""Shapes of the models that the learner's benchmark trains, with random weights, and the FLOPs of one of their
+tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import numpy as np
 
 
 class Setting(NamedTuple):
-    """A way to trade time for memory."""
+    """A trade of time for memory."""
 
     recomputed: float
-    """Share of the layers that are computed again."""
+    """Share of the layers that are recomputed."""
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     kept: float = 1.0
-    """Share of a compiled layer's activations."""
+    """Share of a compiled layer's activations that are kept."""
 
     def __str__(self) -> str:
         return f"{self.recomputed:.0%} recomputed, {self.tokens} tokens, {self.kept:.0%} kept"
@@ -24,7 +25,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2.5 by its sizes, and the batches it is measured on."""
+    """The sizes of a Qwen2.5 model, and of the batches it is measured on."""
 
     hidden: int
     intermediate: int
@@ -34,18 +35,19 @@ class Shape:
     vocabulary: int
     tied: bool
     rows: int
-    """Sequences of a padded batch of the baseline."""
+    """Sequences in a padded batch of the baseline."""
     length: int = 4096
     shortest: int = 256
     settings: tuple[Setting, ...] = ()
-    """Ways to run ours."""
+    """Settings to measure for our step."""
     mfu_goal: float = 0.0
     mixed_goal: float = 0.0
-    """Times the padded baseline, on mixed lengths; 0 where its rows are too few to have much padding."""
+    """Goal on mixed lengths, as a multiple of the padded baseline. 0 if its batches have too few rows for much
+    padding."""
 
     @property
     def matmul_weights(self) -> int:
-        """Weights that every token is multiplied with: the embedding's lookup is not."""
+        """Weights that every token is multiplied with. The lookup of an embedding is not a product."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.key_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocabulary * self.hidden
@@ -55,7 +57,8 @@ class Shape:
         return self.hidden // self.heads
 
     def flops_per_token(self, length: float) -> float:
-        """Forward and backward of a token in a sequence of `length`; causal attention is half the square."""
+        """FLOPs of the forward and backward pass of a token in a sequence of `length`. Causal attention is half the
+        square."""
         return 6 * self.matmul_weights + 6 * self.layers * self.heads * self.head_dim * length
 
     def config(self) -> Any:
@@ -77,7 +80,7 @@ class Shape:
         return [self.length] * self.rows
 
     def mixed(self) -> list[int]:
-        """Four padded batches' worth of sequences."""
+        """Sequences for four padded batches."""
         random = np.random.default_rng(7)
         return [int(n) for n in random.integers(self.shortest, self.length + 1, 4 * self.rows)]
 

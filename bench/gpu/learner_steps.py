@@ -1,4 +1,4 @@
-"""The contenders of the learner's benchmark: one optimizer step each, on the same sequences."""
+"""The contenders of the learner's benchmark. Each takes one optimizer step on the same sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LR = 1e-6
 
 
 def make_batch(lengths: Sequence[int], vocabulary: int) -> SequenceBatch:
-    """Random sequences of one prompt token each, so that nearly every token is trained."""
+    """Random sequences with one prompt token each, so that nearly every token is trained."""
     random = np.random.default_rng(3)
     sizes = np.array(lengths, dtype=np.int64)
     num_responses = int(sizes.sum()) - len(sizes)
@@ -47,7 +47,7 @@ def make_batch(lengths: Sequence[int], vocabulary: int) -> SequenceBatch:
 
 
 def make_model(shape: Shape, dtype: torch.dtype, device: torch.device, implementation: str) -> Any:
-    """The same random weights for every contender."""
+    """A model with the same random weights for every contender."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -59,12 +59,12 @@ class Contender(Protocol):
     def step(self, batch: SequenceBatch) -> None: ...
 
     def state_bytes(self) -> int:
-        """Of parameters, gradients and Adam's state."""
+        """Bytes of parameters, gradients and Adam's state."""
         ...
 
 
 class Plain:
-    """Hugging Face as it comes: bfloat16, sdpa, activation checkpointing, padded rows, whole logits, fused AdamW."""
+    """Plain Hugging Face: bfloat16, sdpa, activation checkpointing, padded rows, whole logits, fused AdamW."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.device = device
@@ -89,7 +89,7 @@ class Plain:
         self.optimizer.step()
 
     def log_probs(self, batch: SequenceBatch, *, exact: bool = False) -> Tensor:
-        """[T] of one row's worth of sequences; `exact` in float32."""
+        """Log-probs [T] of one row of sequences, in float32 if `exact`."""
         model = copy.deepcopy(self.model).float() if exact else self.model
         with torch.no_grad():
             log_probs, mask, _, _ = self._forward(batch, model)
@@ -157,7 +157,7 @@ class Ours:
 
 
 def time_steps(contender: Contender, batch: SequenceBatch, num_steps: int, device: torch.device) -> list[float]:
-    """Real tokens a second of each step, after one that is thrown away."""
+    """Real tokens per second of each step, after one discarded step."""
     rates = []
     for index in range(num_steps + 1):
         _wait(device)
@@ -170,7 +170,7 @@ def time_steps(contender: Contender, batch: SequenceBatch, num_steps: int, devic
 
 
 def peak_bytes(contender: Contender, batch: SequenceBatch, device: torch.device) -> int:
-    """Of one step, everything included. 0 without a GPU."""
+    """Peak memory of one step, everything included. 0 without a GPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats()
@@ -195,7 +195,7 @@ def matmul_flops(device: torch.device) -> float:
 
 
 def clear(device: torch.device) -> None:
-    """After the last reference to a contender is gone."""
+    """Free the GPU memory of a contender. Call this after its last reference is gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""TRL's GRPO loss on the benchmark's sequences: its trainer's own `compute_loss`, and a fused AdamW step around it."""
+"""TRL's GRPO loss on the benchmark's sequences: its trainer's own `compute_loss`, with a fused AdamW step around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock_learner.model.packing import SequenceBatch
 
 
 class Trl:
-    """bfloat16, sdpa and activation checkpointing, as the plain contender; loss, log-probs and entropy are TRL's."""
+    """bfloat16, sdpa and activation checkpointing, like the plain contender. Loss, log-probs and entropy are TRL's."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.rows = shape.rows
@@ -47,7 +47,7 @@ class Trl:
         )
         self.model.gradient_checkpointing_enable()
         self.model.train()
-        # What its training loop would have set before the first loss.
+        # TRL's training loop would set these before the first loss.
         self.trainer.current_gradient_accumulation_steps = 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=device.type == "cuda")
 

@@ -1,10 +1,10 @@
-"""Tokens a second through a rollout server against the bare vLLM engine, on a GPU at 512 requests decoded at once.
+"""Tokens per second through a rollout server, against the bare vLLM engine, on a GPU with 512 requests decoded at once.
 
     PYTHONPATH=.:rollout_server:bench python bench/gpu/rollout.py
 
-Needs a GPU, torch, transformers and vLLM; neither Redis nor Ray: the groups go into the queue in memory. The model is
-random, of Qwen2-0.5B's shape, in bfloat16. vLLM takes two minutes to start, a round half a minute.
-`--cpu` takes a small model and few requests, to try the script where there is no GPU; `--concurrency 512` as many.
+It needs a GPU, torch, transformers and vLLM, but neither Redis nor Ray: the groups go into the queue in memory. The
+model is random, with the shape of Qwen2-0.5B, in bfloat16. vLLM takes two minutes to start, a round half a minute.
+`--cpu` takes a small model and few requests, to try the script without a GPU; `--concurrency 512` sets the requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def say(text: str) -> None:
 
 
 async def measure(folder: Path, shape: ModelShape, load: Load, conclude: Callable[[Contenders], bool]) -> bool:
-    """What `conclude` makes of the rounds, said before vLLM is stopped."""
+    """Measure the rounds, and return what `conclude` makes of them. It is called before vLLM is stopped."""
     from penstock_rollout.engines.vllm.engine import VllmEngine
 
     say("making the model")

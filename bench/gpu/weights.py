@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,nccl,vllm-0.5b,vllm-7b]
 
-`ipc` and `nccl` need torch and CuPy; the others vLLM, transformers, pydantic and grpcio too. Every part runs in
-processes of its own with a deadline, and one that fails costs its own figures only. Results of parts that are not run
-stay as they are in the file. About 8 minutes with a 7B model.
+`ipc` and `nccl` need torch and CuPy; the others also need vLLM, transformers, pydantic and grpcio. Every part runs in
+its own processes with a deadline, and a part that fails loses only its own figures. Results in the file of parts that
+are not run stay as they are. It takes about 8 minutes with a 7B model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUTS_S = {"ipc": 150.0, "nccl": 90.0, "vllm-tiny": 200.0, "vllm-0.5b": 200.0
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> Results:
-    """Run inside the part's own process."""
+    """Run one part, inside its own process."""
     if name == "ipc":
         from weights_transports import bench_ipc
 

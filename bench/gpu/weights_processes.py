@@ -1,4 +1,4 @@
-"""A worker process that answers calls over a pipe, each with a deadline."""
+"""A worker process that answers calls over a pipe. Each call has a deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALL_TIMEOUT_S = 120.0
 
 
 class Child:
-    """`make(*arguments)` is called in a fresh process; `call` calls methods of what it returned."""
+    """Calls `make(*arguments)` in a fresh process. `call` calls methods of the object that it returned."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")

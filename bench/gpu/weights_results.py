@@ -1,4 +1,4 @@
-"""What a part of the GPU benchmark found, and how it says so as it goes."""
+"""The results of one part of the GPU benchmark, and its progress messages."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TIMEOUT_S = 60.0
 
 
 class IpcPublisher:
-    """The publisher's process: stages versions of random weights and offers them."""
+    """The publisher's process. It stages versions of random weights and offers them."""
 
     def __init__(self, num_tensors: int) -> None:
         self._shapes = [TensorShape(f"w{index}", "BF16", TENSOR_SHAPE) for index in range(num_tensors)]
@@ -48,7 +48,7 @@ class IpcPublisher:
         self._staged: StagedVersion | None = None
 
     def stage(self, version: int) -> tuple[float, bytes, list[str]]:
-        """Seconds to stage and hash, the manifest and the checksums."""
+        """Stage and hash a version. Returns the seconds it took, the manifest and the checksums."""
         started = time.monotonic()
         if self._staged is not None:
             self._memory.give_back(self._staged.memory)
@@ -70,7 +70,7 @@ class IpcPublisher:
 
 
 class IpcMember:
-    """The member's process is this one: what a worker does, without an engine."""
+    """The member runs in this process. It does what a worker does, without an engine."""
 
     def __init__(self, publisher: Child) -> None:
         self._publisher = publisher
@@ -88,7 +88,7 @@ class IpcMember:
         return sum(bucket.num_bytes for bucket in self.manifest.buckets)
 
     def transfer(self) -> float:
-        """GB/s of the receiver alone, from the offer to the last bucket; unmapping comes after it."""
+        """GB/s of the receiver alone, from the offer to the last bucket. Unmapping comes after that."""
         rendezvous = self._publisher.call("offer")
         deadline = Deadline(TIMEOUT_S, "receiving")
         reception = Reception(self._announcement(rendezvous), DEVICE, deadline, worker_device=DEVICE)
@@ -101,7 +101,7 @@ class IpcMember:
         return self.num_bytes / (last_at - started) / 1e9
 
     def mapping(self) -> list[float]:
-        """Seconds of mapping the publisher's memory, and of unmapping it."""
+        """Seconds to map the publisher's memory, and seconds to unmap it."""
         handle = bytes.fromhex(IpcOffer.from_json(self._publisher.call("offer")).handle)
         cuda_ipc.mappings.close()
         mappings = Mappings()
@@ -112,7 +112,7 @@ class IpcMember:
         return [mapped - started, time.monotonic() - mapped]
 
     def verify(self) -> float:
-        """GB/s of the checksum over what was received."""
+        """GB/s of the checksum over the received bytes."""
         started = time.monotonic()
         found = [bucket_checksum(self.manifest.checksum, bucket) for bucket in self.received]
         rate = self.num_bytes / (time.monotonic() - started) / 1e9
@@ -140,7 +140,7 @@ class IpcMember:
 
 
 def copy_rate(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> float:
-    """GB/s of copying buckets inside the GPU: the limit of cuda_ipc."""
+    """GB/s of copying buckets inside the GPU, which is the limit of cuda_ipc."""
     num_bytes = sum(source.numel() for source in sources)
     stream = torch.cuda.Stream(DEVICE)
     torch.cuda.synchronize()
@@ -197,7 +197,7 @@ def _bench_ipc(results: Results, size: str, member: IpcMember) -> None:
 
 
 def bench_nccl() -> Results:
-    """NCCL refuses two ranks on one GPU: what one can show is the start, the calls, a deadline and the aborts."""
+    """NCCL refuses two ranks on one GPU. One rank can show the start, the calls, a deadline and the aborts."""
     results = Results()
     nccl = libraries.nccl()
     say(f"NCCL {nccl.get_version()}, CuPy built with {nccl.get_build_version()}")
@@ -230,7 +230,7 @@ def bench_nccl() -> Results:
 
 
 def _bench_missing_rank(results: Results, nccl: Any) -> None:
-    """A group of two whose second rank never comes: the deadline must hold, and the GPU go on."""
+    """A group of two whose second rank never comes. The deadline must hold, and the GPU must stay usable."""
     deadline_s = 2.0
     group = NcclGroup(nccl.get_unique_id(), 2, 0, 0)
     started = time.monotonic()

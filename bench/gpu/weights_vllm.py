@@ -1,4 +1,4 @@
-"""Pushes by cuda_ipc from a publisher's process to vLLM on the same GPU, while it decodes."""
+"""Pushes with cuda_ipc from a publisher's process to vLLM on the same GPU while it decodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ GPU_MEMORY = {"tiny": 0.1, "0.5b": 0.3, "7b": 0.5}
 
 
 def make_model(shape: str, seed: int) -> Any:
-    """A random Qwen2 in bfloat16, made where it shall be. Biases and norms are random too: each must be loaded."""
+    """A random Qwen2 in bfloat16, created on its device. Biases and norms are random too, because each must be
+    loaded."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -88,7 +89,7 @@ class ModelWriter:
 
 
 class Publisher:
-    """The learner's end: one model on the GPU, whose weights are pushed as one version after the other."""
+    """The learner's end: one model on the GPU whose weights are pushed, version after version."""
 
     def __init__(self, shape: str, folder: str) -> None:
         import torch
@@ -100,7 +101,7 @@ class Publisher:
         self._publisher = WeightPublisher(make_config(Path(folder)), HOST, self._device)
 
     def stage(self, version: int) -> float:
-        """Seconds to change the weights a little and stage them."""
+        """Change the weights a little and stage them. Returns the seconds it took."""
         import torch
 
         started = time.monotonic()
@@ -130,8 +131,8 @@ class Publisher:
         }
 
     def log_probs(self, samples: list[tuple[list[int], list[int]]]) -> tuple[list[float], list[float]]:
-        """Of every answer after its prompt, by the newest weights: in bfloat16, as the engine computes, and in float32.
-        The last call: the model stays in float32."""
+        """Log-probs of every answer after its prompt under the newest weights, in bfloat16, as the engine computes, and
+        in float32. This must be the last call, because the model stays in float32."""
         in_bf16 = [value for prompt, answer in samples for value in self._forward(prompt, answer)]
         self._model.float()
         return in_bf16, [value for prompt, answer in samples for value in self._forward(prompt, answer)]
@@ -156,7 +157,7 @@ def make_config(folder: Path) -> RunConfig:
 
 @asynccontextmanager
 async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]]:
-    """The rollout server's weight listener before the engine; yields the push target's fields."""
+    """Start the rollout server's weight listener in front of the engine. Yields the fields of the push target."""
     import grpc
     from prometheus_client import CollectorRegistry
 
@@ -192,7 +193,7 @@ class Load:
         self._numbers = iter(range(10**9))
         self._tasks: list[asyncio.Task[None]] = []
         self.gaps: list[tuple[float, float]] = []
-        """When each ended, and how long it was."""
+        """When each gap ended, and how long it was."""
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._decode(index)) for index in range(NUM_REQUESTS)]
@@ -202,7 +203,7 @@ class Load:
             await self.generate(seed, MAX_MODEL_LEN // 2)
 
     async def generate(self, seed: int, max_tokens: int) -> tuple[list[int], list[int], list[float], set[int]]:
-        """Prompt, answer, its log-probs, and the versions that made it."""
+        """Generate once. Returns the prompt, the answer, its log-probs, and the versions that made it."""
         from penstock_rollout.engines.engine import GenerateRequest
 
         prompt = random.Random(seed).choices(range(2, self._vocab_size), k=32)
@@ -300,7 +301,7 @@ async def _push_in_flight(results: Results, shape: str, publisher: Child, target
 
 
 async def _compare_log_probs(results: Results, shape: str, publisher: Child, load: Load) -> None:
-    """New requests, against a Hugging Face forward of what was pushed last."""
+    """Compare new requests with a Hugging Face forward pass of the weights that were pushed last."""
     answers = await asyncio.gather(*(load.generate(seed, 64) for seed in range(8)))
     samples = [(prompt, answer) for prompt, answer, _, _ in answers]
     bf16, exact = await asyncio.to_thread(publisher.call, "log_probs", samples)

@@ -17,7 +17,7 @@ from penstock.config.run import RunConfig
 SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
 DECIDED_BY_CHART = {
     "RunConfig": ("run_dir", "launcher", "demo"),
-    "RedisConfig": ("url",),
+    "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
     "WeightsConfig": ("cluster_key_file",),
@@ -124,7 +124,9 @@ def chart_values() -> Schema:
         redis=scheduling(
             enabled=FLAG, maxMemory=QUANTITY, resources=FREE, storage=section(storageClass=TEXT, size=QUANTITY)
         ),
-        externalRedis=section(url={"type": "string", "pattern": "^(rediss?://.*)?$"}, existingSecret=TEXT, key=TEXT),
+        externalRedis=section(
+            url={"type": "string", "pattern": "^(rediss?://.*)?$"}, username=TEXT, existingSecret=TEXT, key=TEXT
+        ),
         storage=section(
             runs=section(**claim, accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]}),
             models=section(existingClaim=TEXT, mountPath=TEXT),

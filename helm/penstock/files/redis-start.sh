@@ -1,39 +1,41 @@
 #!/bin/sh
-# Start Redis with the users of users.acl and the passwords of the environment.
+# Start Redis with the users of users.acl and the passwords of a folder.
 #
-# users.acl holds rights only: its users are on, and without a password nobody can log in as one of them. Each gets the
-# SHA-256 of its variable here, so no password is on a command line or in a file. Redis' own ACL files allow no comments.
+# usage: start.sh USERS_ACL FOLDER PASSWORDS [redis.conf lines as --options ...]
 #
-# usage: start.sh USERS_ACL FOLDER [redis.conf lines as --options ...]
-# environment: GATEWAY_PASSWORD, ROLLOUT_PASSWORD, LEARNER_PASSWORD; OPERATOR_PASSWORD, without which nobody is let in as
-# the user of `penstock queue`; REDIS_SERVER names the binary, REDIS_DATA its folder.
+# users.acl holds the rights of each user and no password; nobody can log in before this script adds one. It writes a copy
+# with the SHA-256 of each password to FOLDER. PASSWORDS holds the files redis-gateway-password, redis-rollout-password and
+# redis-learner-password, and may hold redis-operator-password, for the user of `penstock queue`. A password may hold any
+# character but line ends, no blanks at its ends, and never stands on a command line. (Redis' ACL files allow no comments, so they stand here.)
+#
+# environment: REDIS_SERVER names the binary, REDIS_DATA its data folder (/data).
 set -eu
 umask 077
-users=$1 folder=$2
-shift 2
+users=$1 folder=$2 passwords=$3
+shift 3
 
 hash_of() {
-  if [ -z "$2" ]; then
-    echo "start.sh: error: $1 is empty; give every role a password" >&2
+  if [ ! -s "$passwords/redis-$1-password" ]; then
+    echo "start.sh: error: $passwords/redis-$1-password is missing or empty; give every role a password" >&2
     exit 2
   fi
-  printf %s "$2" | sha256sum | cut -d' ' -f1
+  # Clients strip line ends from the file, too. printf is built into the shell: it starts no process.
+  printf %s "$(cat "$passwords/redis-$1-password")" | sha256sum | cut -d' ' -f1
 }
 
-gateway=$(hash_of GATEWAY_PASSWORD "${GATEWAY_PASSWORD:-}")
-rollout=$(hash_of ROLLOUT_PASSWORD "${ROLLOUT_PASSWORD:-}")
-learner=$(hash_of LEARNER_PASSWORD "${LEARNER_PASSWORD:-}")
+gateway=$(hash_of gateway)
+rollout=$(hash_of rollout)
+learner=$(hash_of learner)
 operator=''
-if [ -n "${OPERATOR_PASSWORD:-}" ]; then operator="#$(hash_of OPERATOR_PASSWORD "$OPERATOR_PASSWORD")"; fi
-unset GATEWAY_PASSWORD ROLLOUT_PASSWORD LEARNER_PASSWORD OPERATOR_PASSWORD
+if [ -s "$passwords/redis-operator-password" ]; then operator="#$(hash_of operator)"; fi
 
 sed -e "s/^user gateway on resetpass/& #$gateway/" \
   -e "s/^user rollout on resetpass/& #$rollout/" \
   -e "s/^user learner on resetpass/& #$learner/" \
   -e "s/^user operator on resetpass/& $operator/" "$users" >"$folder/users.acl"
 
-# A log that a crash cut inside a transaction must be repaired before Redis reads it: it would accept the next ones as
-# part of the torn one, and replay a mixture at the start after.
+# If a crash cut the append-only file inside a transaction, repair it before Redis reads it. Otherwise Redis would append the
+# next transactions to the torn one, and replay a mixture of them at the following start.
 for log in "${REDIS_DATA:-/data}/appendonlydir/appendonly.aof.manifest" "${REDIS_DATA:-/data}/appendonly.aof"; do
   if [ -f "$log" ] && command -v redis-check-aof >/dev/null 2>&1; then
     yes | redis-check-aof --fix "$log" >&2

@@ -1,13 +1,17 @@
-{{/* The run's configuration: .Values.config plus what the chart decides. Redis' URL holds a password and is no part of
-it: every process gets it as `--redis.url`, from its environment. So does a rollout server its pod's address. */}}
+{{/* The run's configuration: .Values.config plus what the chart decides. It holds no secret: keys and the password of
+Redis are paths of mounted files. Each process gets its Redis user, and a rollout server its pod's address, as an argument. */}}
 {{- define "penstock.config" -}}
 {{- $decided := dict
   "run_dir" "/runs"
+  "redis" (dict "url" (ternary (printf "redis://%s-redis:6379/0" (include "penstock.fullname" .)) .Values.externalRedis.url .Values.redis.enabled))
   "gateway" (dict "host" "0.0.0.0" "port" 8080 "grpc_port" 9090 "api_key_file" "/etc/penstock/keys/api-key")
   "rollout" (dict "port" 7070 "metrics_port" 9100)
   "weights" (dict "cluster_key_file" "/etc/penstock/keys/cluster-key")
   "learner" (dict "ray_address" (ternary "auto" "" .Values.learner.kuberay.enabled) "metrics_host" "0.0.0.0" "metrics_port" 9100)
 -}}
+{{- if include "penstock.hasRedisPassword" . -}}
+{{- $_ := set $decided.redis "password_file" "/etc/penstock/redis/password" -}}
+{{- end -}}
 {{- if .Values.gateway.tls.enabled -}}
 {{- $_ := set $decided.gateway "tls_cert_file" "/etc/penstock/tls/tls.crt" -}}
 {{- $_ := set $decided.gateway "tls_key_file" "/etc/penstock/tls/tls.key" -}}
@@ -61,9 +65,18 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- if and $values.rollout.gpus (ne (int $values.rollout.gpus) $tensorParallel) -}}
 {{- fail (printf "rollout.gpus is %v and config.rollout.engine.tensor_parallel_size is %d; make them equal, or rollout.gpus 0 for CPU" $values.rollout.gpus $tensorParallel) -}}
 {{- end -}}
-{{- $external := or $values.externalRedis.url $values.externalRedis.existingSecret -}}
-{{- if and $values.redis.enabled $external -}}
+{{- $external := $values.externalRedis -}}
+{{- if and $values.redis.enabled (or $external.url $external.existingSecret) -}}
 {{- fail "redis.enabled is true and externalRedis is set; choose one" -}}
+{{- end -}}
+{{- if not (or $values.redis.enabled $external.url) -}}
+{{- fail "redis.enabled is false; set externalRedis.url" -}}
+{{- end -}}
+{{- if contains "@" $external.url -}}
+{{- fail "externalRedis.url holds a user or password, which everyone who reads the ConfigMap would see; set externalRedis.username and externalRedis.existingSecret" -}}
+{{- end -}}
+{{- if and $external.username (not $external.existingSecret) -}}
+{{- fail "externalRedis.username is set; set externalRedis.existingSecret to the Secret with its password" -}}
 {{- end -}}
 {{- if and $values.rollout.autoscaling.enabled (not $values.rollout.autoscaling.prometheusUrl) -}}
 {{- fail "rollout.autoscaling.enabled is true; set rollout.autoscaling.prometheusUrl, from which the queue's depth is read" -}}
@@ -85,9 +98,6 @@ it: every process gets it as `--redis.url`, from its environment. So does a roll
 {{- end -}}
 {{- if and (eq $values.learner.gang.scheduler "kueue") (not $values.learner.gang.queue) -}}
 {{- fail "learner.gang.scheduler is kueue; set learner.gang.queue to a LocalQueue" -}}
-{{- end -}}
-{{- if not (or $values.redis.enabled $external) -}}
-{{- fail "redis.enabled is false; set externalRedis.url or externalRedis.existingSecret" -}}
 {{- end -}}
 {{- end -}}
 

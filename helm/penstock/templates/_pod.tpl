@@ -76,23 +76,41 @@ spec:
 checksum/config: {{ include "penstock.config" . | sha256sum }}
 {{- end -}}
 
-{{/* include "penstock.env" (list . "gateway"): logs as JSON, caches where the root is read-only, and Redis' URL. */}}
+{{/* Logs are JSON. Caches go to /tmp, since the root file system is read-only. */}}
 {{- define "penstock.env" -}}
-{{- $root := first . -}}
-{{- $role := last . -}}
 - {name: PENSTOCK_LOG, value: json}
 - {name: HOME, value: /tmp}
-{{- if eq $role "ray" }}
-{{- else if $root.Values.redis.enabled }}
-- name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ $root.Values.secretName }}, key: redis-{{ $role }}-password}}
-- name: REDIS_URL
-  value: redis://{{ $role }}:$(REDIS_PASSWORD)@{{ include "penstock.fullname" $root }}-redis:6379/0
-{{- else if $root.Values.externalRedis.existingSecret }}
-- name: REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ $root.Values.externalRedis.existingSecret }}, key: {{ $root.Values.externalRedis.key }}}}
-{{- else }}
-- {name: REDIS_URL, value: {{ $root.Values.externalRedis.url | quote }}}
+{{- end -}}
+
+{{/* include "penstock.redisArgs" (list . "gateway"): the process's Redis user, as a JSON list of arguments. The URL and the
+path of the password file are in the run's configuration. */}}
+{{- define "penstock.redisArgs" -}}
+{{- $external := (first .).Values.externalRedis -}}
+{{- $user := ternary (last .) $external.username (first .).Values.redis.enabled -}}
+{{- ternary (list (printf "--redis.username=%s" $user)) list (ne $user "") | toJson -}}
+{{- end -}}
+
+{{- define "penstock.hasRedisPassword" -}}
+{{- if or .Values.redis.enabled .Values.externalRedis.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "penstock.redisMount" -}}
+{{- if include "penstock.hasRedisPassword" . }}
+- {name: redis-password, mountPath: /etc/penstock/redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* include "penstock.redisVolume" (list . "gateway"): the password of the role's Redis user, as the file `password`. */}}
+{{- define "penstock.redisVolume" -}}
+{{- $root := first . -}}
+{{- $external := $root.Values.externalRedis -}}
+{{- if include "penstock.hasRedisPassword" $root }}
+- name: redis-password
+  secret:
+    secretName: {{ ternary $root.Values.secretName $external.existingSecret $root.Values.redis.enabled }}
+    defaultMode: 0440
+    items:
+      - {key: {{ ternary (printf "redis-%s-password" (last .)) $external.key $root.Values.redis.enabled }}, path: password}
 {{- end }}
 {{- end -}}
 

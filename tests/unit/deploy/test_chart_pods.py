@@ -97,12 +97,34 @@ def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
         ]
         for name, template in pod_templates(manifests)
     }
-    assert keys["test-penstock-gateway"] == ["api-key", "cluster-key"]
-    assert keys["test-penstock-rollout"] == ["cluster-key"]
-    rollout = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]["containers"][0]
-    password = next(v for v in rollout["env"] if v["name"] == "REDIS_PASSWORD")
-    assert password["valueFrom"]["secretKeyRef"]["key"] == "redis-rollout-password"
-    assert "--redis.url=$(REDIS_URL)" in rollout["args"]
+    assert keys["test-penstock-gateway"] == ["api-key", "cluster-key", "redis-gateway-password"]
+    assert keys["test-penstock-rollout"] == ["cluster-key", "redis-rollout-password"]
+    [learner] = [keys[name] for name in keys if "-learner-" in name]
+    assert learner == ["cluster-key", "redis-learner-password"]
+    assert all("redis" not in key for name in keys if "-ray/" in name for key in keys[name])
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_redis_passwords_are_files_and_in_no_argument_variable_or_config(values: str, tmp_path: Path) -> None:
+    manifests = render(*OPTIONS, values=values)
+    config = run_config(manifests, tmp_path)
+    assert config.redis.url == "redis://test-penstock-redis:6379/0"
+    roles = {"gateway": "gateway", "feed": "gateway", "rollout": "rollout", "learner": "learner"}
+    users = {}
+    for name, template in pod_templates(manifests):
+        for container in template["spec"]["containers"]:
+            words = [*container["command"], *container.get("args", [])] if "command" in container else []
+            assert not [word for word in words if "PASSWORD" in word or "://" in word and "@" in word], name
+            assert not [v["name"] for v in container.get("env", []) if "redis" in str(v).lower()], name
+            if container["name"] not in roles:
+                continue
+            [users[container["name"]]] = [w.partition("=")[2] for w in words if w.startswith("--redis.username=")]
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            assert config.redis.password_file == Path(mounts["redis-password"]) / "password"
+            [volume] = [v["secret"] for v in template["spec"]["volumes"] if v["name"] == "redis-password"]
+            key = f"redis-{roles[container['name']]}-password"
+            assert (volume["secretName"], volume["items"]) == ("penstock", [{"key": key, "path": "password"}])
+    assert users == roles
 
 
 def test_only_learner_and_gateway_reach_the_internal_port() -> None:

@@ -18,7 +18,12 @@ from rendered_chart import ROOT, VALUES, Manifest, needs_helm, one, pod_template
 
 pytestmark = needs_helm
 MODEL = ROOT / "examples" / "arithmetic"
-KEYS = {"api-key": "k" * 32, "cluster-key": "c" * 32, "redis-password": "p" * 24}
+FILES = {
+    "keys/api-key": "k" * 32,
+    "keys/cluster-key": "c" * 32,
+    "redis/password": "p@s:s/w#o%r?d&\n",
+}
+"""Secrets of a pod, below /etc/penstock."""
 
 
 class PodFolder:
@@ -26,9 +31,10 @@ class PodFolder:
 
     def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
         self.folder = folder
-        (folder / "etc/penstock/keys").mkdir(parents=True)
-        for name in ("api-key", "cluster-key"):
-            (folder / "etc/penstock/keys" / name).write_text(KEYS[name])
+        for name, content in FILES.items():
+            path = folder / "etc/penstock" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
         (folder / "runs").mkdir()
         shutil.copytree(MODEL, folder / "opt/examples/arithmetic")
         shutil.copytree(MODEL / "model", folder / "models/policy")
@@ -40,7 +46,7 @@ class PodFolder:
 
     def command(self, container: Manifest, *overrides: str) -> list[str]:
         """The container's words, with its environment filled in; a shell's script is left out before the process."""
-        environment = {"POD_NAME": "pod-0", "POD_IP": "10.1.2.3", "REDIS_PASSWORD": KEYS["redis-password"]}
+        environment = {"POD_NAME": "pod-0", "POD_IP": "10.1.2.3"}
         for variable in container["env"]:
             if "value" in variable:
                 environment[variable["name"]] = _expand(variable["value"], environment)

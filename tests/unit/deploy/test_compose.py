@@ -31,7 +31,8 @@ def compose_services(name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_the_compose_config_loads_and_its_placement_gets_its_gpus(name: str) -> None:
-    config = load_config(DEPLOY / "compose" / f"run-{name}.yaml", ["--redis.url=redis://gateway:pw@redis:6379/0"])
+    config = load_config(DEPLOY / "compose" / f"run-{name}.yaml")
+    assert config.redis.url == "redis://redis:6379/0"
     assert config.gateway.api_key_file is not None and config.weights.cluster_key_file is not None
     services, learner = compose_services(name), config.learner
     gpus = {role: gpus_of(services[role]) for role in ("rollout", "learner")}
@@ -53,11 +54,17 @@ def gpus_of(service: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_compose_starts_every_process_with_the_config_and_its_own_redis_user(name: str) -> None:
     services = compose_services(name)
+    assert services["redis"]["entrypoint"][-1] == "/run/secrets"
+    declared = yaml.safe_load((DEPLOY / "compose" / f"{name}.yaml").read_text())["secrets"]
+    assert {secret for service in services.values() for secret in service.get("secrets", [])} == declared.keys()
     for role in ROLES:
         service = services[role]
         command = service["command"]
         assert command[:2] == [role, "--config=/etc/penstock/run.yaml"]
-        assert any(word.startswith(f"--redis.url=redis://{role}:${{{role.upper()}_PASSWORD") for word in command)
+        secret = f"redis-{role}-password"
+        assert {f"--redis.username={role}", f"--redis.password_file=/run/secrets/{secret}"} <= set(command)
+        assert [name for name in service["secrets"] if "password" in name] == [secret], "its own and no other"
+        assert "PASSWORD" not in str(service.get("environment", {}))
         dockerfile = DEPLOY.parent / service["build"]["dockerfile"]
         target = service["build"].get("target")
         assert target is None or f" AS {target}" in dockerfile.read_text()

@@ -36,9 +36,9 @@ def test_lints(values: str | None) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_run_config_is_one_that_the_processes_load(placement: str, tmp_path: Path) -> None:
-    config = run_config(render(values=placement), tmp_path, "--redis.url=redis://gateway:pw@redis:6379/0")
+    config = run_config(render(values=placement), tmp_path)
     assert config.learner.placement == placement
-    assert config.redis.url == "redis://gateway:pw@redis:6379/0"
+    assert config.redis.url == "redis://test-penstock-redis:6379/0"
     assert config.gateway.host == "0.0.0.0" and config.gateway.api_key_file is not None
     assert config.weights.cluster_key_file is not None
 
@@ -75,7 +75,9 @@ def test_an_upgrade_of_the_config_restarts_its_pods_and_a_rollback_brings_back_t
         ("config.learner.placement=split", "config.learner.placement"),
         ("config.redis.url=redis://:secret@host", "url"),
         ("rollout.gpus=2", "tensor_parallel_size"),
-        ("redis.enabled=false", "externalRedis"),
+        ("redis.enabled=false", "set externalRedis.url"),
+        ("redis.enabled=false,externalRedis.url=redis://u:p@host", "externalRedis.existingSecret"),
+        ("redis.enabled=false,externalRedis.url=redis://host,externalRedis.username=u", "the Secret with its password"),
         ("learner.gang.scheduler=volcanoe", "learner.gang.scheduler"),
         ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
         ("rollout.maxUnavailable=0", "rollout.maxUnavailable"),
@@ -92,12 +94,18 @@ def test_a_wrong_value_is_refused_by_name(setting: str, complaint: str) -> None:
     assert complaint in refusal("--set", setting)
 
 
-def test_an_external_redis_replaces_the_chart_s_own() -> None:
-    manifests = render("--set", "redis.enabled=false", "--set", "externalRedis.existingSecret=my-redis")
+def test_an_external_redis_replaces_the_chart_s_own(tmp_path: Path) -> None:
+    external = "redis.enabled=false,externalRedis.url=rediss://redis.example.org:6380/0"
+    manifests = render("--set", external)
     assert not [m for m in manifests if "redis" in m["metadata"]["name"]]
-    gateway = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    url = next(v for v in gateway["env"] if v["name"] == "REDIS_URL")
-    assert url["valueFrom"]["secretKeyRef"] == {"name": "my-redis", "key": "url"}
+    open_redis = run_config(manifests, tmp_path).redis
+    assert (open_redis.url, open_redis.password_file) == ("rediss://redis.example.org:6380/0", None)
+    manifests = render("--set", f"{external},externalRedis.username=me,externalRedis.existingSecret=mine")
+    gateway = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    assert "--redis.username=me" in gateway["containers"][0]["args"]
+    [volume] = [v["secret"] for v in gateway["volumes"] if v["name"] == "redis-password"]
+    assert volume["secretName"] == "mine" and volume["items"] == [{"key": "password", "path": "password"}]
+    assert run_config(manifests, tmp_path).redis.password_file == Path("/etc/penstock/redis/password")
 
 
 def test_the_schema_is_the_one_of_the_config_models() -> None:

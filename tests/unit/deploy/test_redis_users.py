@@ -34,17 +34,23 @@ REFUSED = "permission|can't run this command|can't access at least one of the ke
 Clients = dict[str, Redis]
 
 
+def password_of(role: str) -> str:
+    """A password that a URL, a shell, sed or printf would read as something else."""
+    return f"{role} p@s:s/w#o%s?r&d$(id)\\n'\"`*"
+
+
 @pytest.fixture(scope="module")
 def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Redis as compose and the chart start it, with the password `<role>-secret` for every role."""
+    """Redis as compose and the chart start it, with the passwords of `password_of`."""
     folder, port = tmp_path_factory.mktemp("acl"), free_port()
-    environment = os.environ | {f"{role.upper()}_PASSWORD": f"{role}-secret" for role in USERS}
+    for role in USERS:
+        (folder / f"redis-{role}-password").write_text(f"{password_of(role)}\n")
     process = subprocess.Popen(
         [
-            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder),
+            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder), str(folder),
             "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
         ],
-        env=environment | {"REDIS_SERVER": find_redis_server()},
+        env=os.environ | {"REDIS_SERVER": find_redis_server()},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -55,11 +61,14 @@ def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @pytest.fixture
-async def clients(acl_redis: int) -> AsyncIterator[Clients]:
+async def clients(acl_redis: int, tmp_path: Path) -> AsyncIterator[Clients]:
     async with AsyncExitStack() as stack:
-        opened = {
-            role: connect(RedisConfig(url=f"redis://{role}:{role}-secret@127.0.0.1:{acl_redis}/0")) for role in USERS
-        }
+        opened: Clients = {}
+        for role in USERS:
+            password = tmp_path / f"{role}-password"
+            password.write_text(password_of(role))
+            url = f"redis://127.0.0.1:{acl_redis}/0"
+            opened[role] = connect(RedisConfig(url=url, username=role, password_file=password))
         for client in opened.values():
             stack.push_async_callback(client.aclose)
         yield opened
@@ -194,11 +203,12 @@ async def test_a_role_without_its_password_is_not_let_in(acl_redis: int) -> None
         await client.aclose()
 
 
-def test_start_refuses_an_empty_password(tmp_path: Path) -> None:
+def test_start_refuses_a_missing_password(tmp_path: Path) -> None:
+    (tmp_path / "redis-gateway-password").write_text("x")
     result = subprocess.run(
-        ["sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(tmp_path)],
-        env={"PATH": os.environ["PATH"], "GATEWAY_PASSWORD": "x"}, capture_output=True, text=True, timeout=20,
+        ["sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(tmp_path), str(tmp_path)],
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20,
         check=False,
     )  # fmt: skip
     assert result.returncode == 2
-    assert "ROLLOUT_PASSWORD is empty" in result.stderr
+    assert "redis-rollout-password is missing or empty" in result.stderr

@@ -1,7 +1,7 @@
-"""API keys: how they are made, and the file that holds their hashes.
+"""API keys: how they are created, and the file that holds their hashes.
 
-A line is `NAME ROLE sha256:HEX`; empty lines and lines that begin with # are left alone. A key is 32 random bytes, so a
-plain hash of it cannot be searched, and the file is no secret.
+A line is `NAME ROLE sha256:HEX`. Empty lines and lines that begin with # are ignored. A key has 32 random bytes, so
+nobody can find it from its hash by trying, and the file is not a secret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, InvalidInput
 
 Role = Literal["read", "submit", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""Each may what those before it may. read: look. submit: send prompts, evaluate, generate. admin: change the run."""
+"""Each role includes those before it. `read` reads, `submit` also submits prompts, evaluates and generates, and `admin`
+also changes the run."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -35,7 +36,7 @@ class ApiKey:
 
 
 def make_key(name: str, role: Role) -> tuple[str, ApiKey]:
-    """A new key, which nobody can tell again, and what is kept of it."""
+    """Create a key. Return the secret, which is stored nowhere, and the entry for the keys file."""
     if not _NAME.fullmatch(name):
         raise InvalidInput("--name", "must be 1 to 63 letters, digits or . _ - and start with a letter or digit")
     secret = f"psk_{secrets.token_urlsafe(32)}"
@@ -47,7 +48,7 @@ def digest_of(secret: str) -> str:
 
 
 def find_key(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
-    """The key that `secret` is. Every key is compared, in constant time, whichever it is."""
+    """The entry of `secret`, or None. All entries are compared, each in constant time, so the time tells nothing."""
     given, found = digest_of(secret), None
     for key in keys:
         if hmac.compare_digest(key.digest, given):

@@ -1,4 +1,4 @@
-"""Calls to a gateway by REST and by gRPC, and how their answers are compared."""
+"""Calls to a gateway by REST and by gRPC, and a comparison of their answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def rest(gateway: Gateway, method: str, path: str, **options: Any) -> Any:
 async def both(
     gateway: Gateway, method: str, path: str, answer: Any, to_json: Callable[[Any], Any], **options: Any
 ) -> Any:
-    """The operation by REST and by gRPC; both answer the same, ages apart."""
+    """Make the call by REST, and compare the answer with the one by gRPC. Ages may differ."""
     by_rest, by_grpc = await rest(gateway, method, path, **options), to_json(await answer)
     assert ageless(by_grpc) == ageless(by_rest), path
     return by_rest
@@ -61,7 +61,7 @@ async def read_events(response: httpx.Response, count: int) -> list[dict[str, An
 
 
 async def post_prompts(gateway: Gateway, *prompts: dict[str, Any], **body: Any) -> httpx.Response:
-    """The response as it is: the submission may be refused."""
+    """Submit prompts and return the response, whatever it is."""
     return await gateway.rest.post(f"{RUN}/prompts", json={"prompts": list(prompts), **body})
 
 

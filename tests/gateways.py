@@ -1,4 +1,4 @@
-"""A gateway on real ports for tests, and what to put behind it."""
+"""A gateway on real ports for tests, with prompts, groups and policies to use with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What clients ask of the prompts of a run: lists, cancellation, and the results in the order they came.
+"""A run's prompts as its clients see them: lists, cancellation, and the results in the order in which they came.
 
-Results are a Redis stream that the queue's scripts write: an entry for each hand-in, which may hold many groups, each
-burial and each cancellation. A cursor is the entry's id and a place in it, `1731657600000-0.3`; it stays good until the
-entry is trimmed, after some 20,000 later ones.
+The results are a Redis stream, which the queue's scripts write. There is one entry for each append, which may hold many
+groups, for each dead letter and for each cancellation. A cursor is the id of an entry and a place in it, for example
+`1731657600000-0.3`. It stays valid until the entry is trimmed, after about 20,000 later entries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.store.redis_errors import guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 
 IDS_LOOKED_AT = 2_000
-"""In one call of a list: Redis answers nobody else meanwhile."""
+"""Limit for one call of a list, because Redis answers nobody else while the script runs."""
 FROM_OLDEST = "0"
 _CURSOR = re.compile(r"(\d{1,19}-\d{1,19})\.(\d{1,9})")
 _AFTER_ENTRY = 999_999_999
@@ -31,7 +31,7 @@ _STATES: dict[bytes, PromptState] = {b"queued": "queued", b"dead": "dead_lettere
 class PromptPage:
     prompts: tuple[PromptStatus, ...]
     after: int
-    """The id that was looked at last."""
+    """The last id that the list has looked at."""
     has_more: bool
 
 
@@ -53,13 +53,13 @@ class PromptBook:
         self._results = queue.keys.results
 
     async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptPage:
-        """By id, oldest first. A page may be short, or empty, and still have a next one."""
+        """List prompts by id, oldest first. A page may be short or empty and still have a next page."""
         page = read_record(await self._call("list_prompts", after, limit, state or "", IDS_LOOKED_AT))
         prompts = tuple(PromptStatus(**row | {"state": row["state"].decode()}) for row in read_rows(page["prompts"]))
         return PromptPage(prompts, page["last_id"], bool(page["has_more"]))
 
     async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
-        """Take back what the learner has not taken. Answers what each is now; None for a prompt that never was."""
+        """Cancel prompts whose groups the learner has not taken. Return what each is afterwards; None if unknown."""
         rows = read_rows(await self._call("cancel", *prompt_ids))
         return [
             PromptStatus(prompt_id, row["state"].decode(), row["attempt"], b"") if row["state"] else None
@@ -67,7 +67,7 @@ class PromptBook:
         ]
 
     async def start(self, cursor: str) -> str:
-        """Where to read from: `cursor` itself once it was checked, or behind the newest result where it is empty."""
+        """Check a client's cursor and return it. An empty cursor becomes the position after the newest result."""
         if not cursor:
             newest = await self.newest_entry()
             return f"{newest}.{_AFTER_ENTRY}" if newest != _BEFORE_ALL else FROM_OLDEST
@@ -75,7 +75,7 @@ class PromptBook:
             return cursor
         entry, _ = _parts(cursor)
         if not await guarded(self.client.xrange(self._results, entry, entry)):
-            raise InvalidInput("cursor", f"is not kept any more; read from {FROM_OLDEST!r} and look the others up")
+            raise InvalidInput("cursor", f"is no longer kept; read from {FROM_OLDEST!r}, and get older ones by id")
         return cursor
 
     async def after(self, cursor: str, max_entries: int = 64) -> list[PromptResult]:

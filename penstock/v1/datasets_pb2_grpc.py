@@ -55,7 +55,7 @@ class DatasetServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def UploadDataset(self, request, context):
-        """Keeps a file under a name. Repeating it changes nothing; other content under the same name is refused.
+        """Stores a file under a name. Repeating the call changes nothing. Other content under the same name is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +68,7 @@ class DatasetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SubmitDataset(self, request, context):
-        """Submits every prompt of it once, however often it is repeated and whoever is killed meanwhile.
+        """Submits every prompt of the dataset once, however often the call is repeated and whichever process is killed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerateServiceStub:
-    """Served by every rollout server on its internal port, and by the gateway, which chooses a server.
+    """Every rollout server serves this on its internal port. The gateway serves it too, and chooses a server for each call.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class GenerateServiceStub:
 
 
 class GenerateServiceServicer:
-    """Served by every rollout server on its internal port, and by the gateway, which chooses a server.
+    """Every rollout server serves this on its internal port. The gateway serves it too, and chooses a server for each call.
     """
 
     def Generate(self, request, context):
-        """One sample, as it is generated.
+        """Generates one sample and sends it as it comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_GenerateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerateService:
-    """Served by every rollout server on its internal port, and by the gateway, which chooses a server.
+    """Every rollout server serves this on its internal port. The gateway serves it too, and chooses a server for each call.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class GenerateService:
 
 
 class SessionServiceStub:
-    """Served by the gateway.
+    """The gateway serves this.
     """
 
     def __init__(self, channel):
@@ -119,11 +119,11 @@ class SessionServiceStub:
 
 
 class SessionServiceServicer:
-    """Served by the gateway.
+    """The gateway serves this.
     """
 
     def RewardSession(self, request, context):
-        """The recorded calls of a session become training data with this reward. Repeating it changes nothing.
+        """Turns the recorded calls of a session into training data with this reward. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService:
-    """Served by the gateway.
+    """The gateway serves this.
     """
 
     @staticmethod

@@ -58,7 +58,7 @@ class GroupServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """By prompt id, oldest first. PromptService.WatchResults follows those that are handed in.
+        """Lists queued groups by prompt id, oldest first. PromptService.WatchResults follows new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PolicyServiceStub:
-    """Queries the policy registry of a run.
+    """Reads and changes the policy registry of a run.
     """
 
     def __init__(self, channel):
@@ -88,11 +88,11 @@ class PolicyServiceStub:
 
 
 class PolicyServiceServicer:
-    """Queries the policy registry of a run.
+    """Reads and changes the policy registry of a run.
     """
 
     def ListPolicies(self, request, context):
-        """Newest first.
+        """Lists policies, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchPolicies(self, request, context):
-        """The current policy, then every one that follows it or changes. Goes on until the client ends it.
+        """Sends the current policy, and again whenever it changes, until the client ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,31 +118,31 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PromotePolicy(self, request, context):
-        """Marks the version that is meant for use; its snapshot is kept. There is one at a time.
+        """Marks the one version that is meant for use. Its snapshot is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollBackPolicy(self, request, context):
-        """Rollout servers return to the version, from its snapshot, and stay there until ReleasePolicy. The learner trains
-        and publishes meanwhile, and pushes nothing.
+        """Rollout servers load the version's snapshot and stay there until ReleasePolicy. The learner goes back to its weights
+        too, then trains and publishes on, and pushes nothing until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleasePolicy(self, request, context):
-        """Ends a roll back: servers get the current version again.
+        """Ends a roll back: the servers get the current version again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPolicy(self, request, context):
-        """Generate calls of the client with this key, or this session, and the prompts of this evaluation, are answered by
-        servers of the version only. A rollout server of this name loads the version's snapshot and stays there: it leases no
-        prompt but those of evaluations pinned to the same version, and training goes on with the others.
+        """Pins what has this name to the version. Only servers of the version answer the generate calls of a key or a session
+        of this name, and the prompts of an evaluation of this name. A rollout server of this name loads the version's
+        snapshot and stays there: it only leases prompts of evaluations that are pinned to the same version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,7 +223,7 @@ def add_PolicyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyService:
-    """Queries the policy registry of a run.
+    """Reads and changes the policy registry of a run.
     """
 
     @staticmethod

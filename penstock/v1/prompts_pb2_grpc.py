@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PromptServiceStub:
-    """Submits prompts to a run and tells what became of them.
+    """Submits prompts to a run and reports their results.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class PromptServiceStub:
 
 
 class PromptServiceServicer:
-    """Submits prompts to a run and tells what became of them.
+    """Submits prompts to a run and reports their results.
     """
 
     def SubmitPrompts(self, request, context):
@@ -84,7 +84,7 @@ class PromptServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamPrompts(self, request_iterator, context):
-        """The same for each request of the stream, answered in order. The first that is wrong ends it.
+        """Does the same for each request of a stream and answers in order. The first wrong request ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,28 +97,28 @@ class PromptServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPrompts(self, request, context):
-        """By id, oldest first.
+        """Lists prompts by id, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelPrompts(self, request, context):
-        """Takes prompts back that are not yet being trained. Repeating it changes nothing.
+        """Cancels prompts whose groups the learner has not taken. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitPrompt(self, request, context):
-        """Answers once the prompt is finished, with its state then; at the latest after timeout_s, with its state so far.
+        """Waits until the prompt is finished, for up to timeout_s, and returns its record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchResults(self, request, context):
-        """Every prompt that finishes, in that order, from a cursor on. Goes on until the client ends it.
+        """Sends every prompt that finishes after a cursor, in the order in which they finish, until the client ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,7 +171,7 @@ def add_PromptServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PromptService:
-    """Submits prompts to a run and tells what became of them.
+    """Submits prompts to a run and reports their results.
     """
 
     @staticmethod

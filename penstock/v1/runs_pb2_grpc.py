@@ -122,7 +122,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateEvaluation(self, request, context):
-        """Held-out prompts answered by the fleet beside training: scored, never trained.
+        """Submits held-out prompts. They are answered beside training and scored, and never trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,21 +135,22 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateRun(self, request, context):
-        """A launcher starts the run. The name is in the config: repeating the call with the same one changes nothing.
+        """Creates a run, which a launcher starts. The config has its name. Repeating the call with the same config changes
+        nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """The gateway's own run first, then those that were created.
+        """Lists the gateway's own run first, then the created runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """No prompt is leased while the run is paused. What is leased is finished, what is queued is trained.
+        """Pauses leasing. Leased prompts are finished, and queued groups are trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,21 +163,21 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """The learner ends after its step, with a checkpoint; the run is paused. A learner that is started later goes on.
+        """Pauses the run and ends the learner after its step, with a checkpoint. A learner that is started later continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMetrics(self, request, context):
-        """Metrics of the steps that made the newest versions, oldest first.
+        """Lists the metrics of the steps that made the newest versions, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainServer(self, request, context):
-        """A drained server finishes what it works on and leases nothing more. It still takes new versions.
+        """A drained server finishes its leased prompts and leases no more. It still loads new versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,7 +190,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """Newest first.
+        """Lists dead letters, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,14 +44,16 @@ def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
 
 
 def _spare_collector() -> None:
-    """What was imported is never garbage, and a request makes thousands of objects that reference counts free: Python's
-    collector would look through all of them every few requests, and find nothing."""
+    """Make the garbage collector run less often.
+
+    Imported objects are never garbage, and reference counts free the thousands of objects of a request. With its
+    defaults the collector would scan all of them every few requests and find nothing."""
     gc.freeze()
     gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: it halves the cost of a request."""
+    """uvloop's event loop if it is installed. It halves the cost of a request."""
     try:
         import uvloop
     except ModuleNotFoundError:

@@ -1,7 +1,7 @@
-"""JSON of the REST interface: what the bodies of every resource share.
+"""JSON of the REST interface: types and conversions that the bodies of all resources share.
 
-Bodies carry natural JSON types: lists of numbers where protobuf has bytes, values where it has JSON text, integers
-where its own JSON mapping has strings. Numbers that JSON cannot carry (NaN, infinities) are null.
+Bodies use natural JSON types. Where protobuf has bytes they have lists of numbers, where it has JSON text they have
+values, and where its own JSON mapping has strings they have integers. NaN and infinities become null.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Body(BaseModel):
 
 
 def plain_fields(message: Message) -> Json:
-    """Every field of a message that holds numbers and texts only."""
+    """All fields of a message whose fields are numbers and strings."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def shortest(value: float) -> float:
-    """A float32 as the number its sender wrote: 0.7, not 0.699999988079071."""
+    """A float32 as the number that its sender wrote: 0.7 and not 0.699999988079071."""
     return float(str(np.float32(value)))
 
 

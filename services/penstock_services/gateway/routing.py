@@ -20,7 +20,7 @@ from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
 
 CONFIGURED_RUN = "-"
-"""In a path, stands for the gateway's own run. No run can have this name."""
+"""Stands for the gateway's own run in a path. No run can have this name."""
 KEEP_ALIVE_S = 10.0
 """Keep-alive interval of an idle event stream: it sends a comment, so that proxies and clients keep it open."""
 

@@ -1,4 +1,4 @@
-"""Checks of request fields. Each raises InvalidInput with the path of the field; none changes what it was given."""
+"""Checks of request fields. Each raises InvalidInput with the path of the wrong field. None changes its argument."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
 
 MAX_PROMPT_ID = 2**32 - 1
-"""The queue remembers trained prompts in a Redis bitmap, which ends here."""
+"""The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""
 MAX_NUM_SAMPLES = 1024
 MAX_PRIORITY = 1000
-"""The queue orders by priority · 1e12 + id in a double, which is exact up to about 9000."""
+"""The queue sorts by priority · 1e12 + id as a double, which is exact up to a priority of about 9000."""
 MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
@@ -34,9 +34,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 def checked_prompts(
     prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
 ) -> list[prompts_pb2.Prompt]:
-    """The prompts, copied where absent fields were filled in, or InvalidInput for the first that is wrong.
+    """Return the prompts with absent fields filled in, or raise InvalidInput for the first wrong one.
 
-    A prompt that names an evaluation other than `evaluation_id` is refused: held-out prompts never enter training."""
+    A prompt is copied before fields are filled in. A prompt that names an evaluation other than `evaluation_id` is
+    refused, because held-out prompts must never be trained."""
     if not prompts:
         raise InvalidInput("prompts", "give at least one")
     if len(prompts) > max_prompts:
@@ -81,7 +82,7 @@ def encode_page_token(kind: str, position: int | str) -> str:
 
 
 def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -> str | None:
-    """Where the next page of such a list starts; None for the first page."""
+    """The position after which the next page starts; None for the first page. `kind` is the list that issued it."""
     if not token:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The console in a real browser: what it shows, what it does, and that it can be used without a mouse."""
+"""The console in a real browser: what it shows, what it does, and its use without a mouse."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def gateway(
 
 @pytest.fixture
 async def page(gateway: Gateway, secret: str) -> AsyncIterator[Any]:
-    """A page that has its key. What it asks another host for, and what its scripts fail with, fails the test."""
+    """A page with its key. A request to another host, or an error in a script, fails the test."""
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
@@ -140,7 +140,7 @@ async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway
     await page.get_by_text("second", exact=True).first.wait_for()
     await page.get_by_role("row").filter(has_text="waits for a launcher").wait_for()
     assert await page.locator("#run-name").inner_text() == "second"
-    await page.get_by_text("No rollout server is there.").wait_for()
+    await page.get_by_text("There are no rollout servers.").wait_for()
 
 
 async def test_a_version_is_promoted_and_servers_rolled_back(
@@ -204,7 +204,7 @@ async def test_a_dead_letter_is_requeued(page: Any, gateway: Gateway, queue: Red
     await page.get_by_text("<script>alert(1)</script>").wait_for()
     await page.get_by_role("button", name="Requeue prompt 3").click()
     await page.get_by_role("button", name="requeue", exact=True).click()
-    await page.get_by_text("Nothing was put aside.").wait_for()
+    await page.get_by_text("There are no dead letters.").wait_for()
     assert (await queue.get_prompt(6)).state == "pending"
 
 

@@ -1,4 +1,4 @@
-"""The console on a run that trains: how much the learner's log-probs differ from the engine's, in colour."""
+"""The console on a run that trains. It colours tokens by how much the learner's log-probs differ from the engine's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.client.responses import Group
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long, needs_chromium]
 FULL_COLOUR_NATS = 0.5
-"""As the console's legend says."""
+"""The difference at which the console's legend says the colour is full."""
 
 
 def recomputed_group(client: SyncPenstockClient, timeout_s: float = 120) -> Group:
-    """A group that was trained, and that no checkpoint covers yet, with the learner's log-probs."""
+    """A trained group that no checkpoint covers yet, with the learner's log-probs."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for summary in client.groups().groups:
@@ -31,7 +31,7 @@ def recomputed_group(client: SyncPenstockClient, timeout_s: float = 120) -> Grou
 
 
 def test_tokens_are_coloured_by_how_much_the_learner_differs(tmp_path: Path) -> None:
-    """The engine computes in bfloat16, the learner in float32: they differ for real."""
+    """The engine computes in bfloat16 and the learner in float32, so the log-probs really differ."""
     overrides = {
         "rollout.engine.name": "torch", "model.dtype": "bfloat16", "learner.compute_dtype": "float32",
         "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
@@ -57,7 +57,7 @@ def test_tokens_are_coloured_by_how_much_the_learner_differs(tmp_path: Path) -> 
 
 
 def shares_in_the_console(url: str, group: Group) -> list[list[int]]:
-    """How strong each token's colour is, in percent, and that the browser paints it."""
+    """The strength of each token's colour in percent. Also checks that the browser paints it."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

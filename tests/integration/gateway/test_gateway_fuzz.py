@@ -1,4 +1,4 @@
-"""schemathesis over the OpenAPI document: whatever is sent, the gateway answers, and never with a server error."""
+"""schemathesis over the OpenAPI document: the gateway answers everything, and never with a server error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from penstock.config.run import RunConfig
 from penstock_services.gateway.server import serve
 
 ENDLESS = r"/results$|:watch$|:wait$|^/metrics$"
-"""Streams and waits, which end when the client does."""
+"""Streams and waits, which only end when the client ends them."""
 
 
 @pytest.fixture(scope="module")
 def gateway_url(redis_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A gateway on a thread of its own: schemathesis has no event loop."""
+    """A gateway in a thread of its own, because schemathesis has no event loop."""
     config = run_config(redis_process.url, tmp_path_factory.mktemp("fuzz"))
     started, addresses, stops = threading.Event(), [], []
 
@@ -70,7 +70,7 @@ def send_some(cases: Any, bounds: settings) -> None:
 
 
 def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
-    """Examples of every operation; returns how many operations there are."""
+    """Send examples of every operation. Returns the number of operations."""
     bounds = settings(
         max_examples=max_examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -12,9 +12,9 @@ from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
 from penstock.cli.top import parse_series
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.created_runs import KEY
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.keys import CreatedRunsKeys
 from penstock.v1 import (
     policies_pb2,
     policies_pb2_grpc,
@@ -97,7 +97,7 @@ async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, qu
     created = await both(gateway, "POST", "/v1/runs", create(), to_json, json={"config": config})
     assert (created["run"], created["state"], created["launcher_id"]) == ("second", "CREATED", "")
     assert "launcher" in created["detail"]
-    assert b"secret" not in b"".join((await queue.client.hgetall(KEY)).values())
+    assert b"secret" not in b"".join((await queue.client.hgetall(CreatedRunsKeys.created)).values())
     listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
     assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "RUNNING"), ("second", "CREATED")]
 

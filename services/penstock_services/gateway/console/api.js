@@ -1,5 +1,5 @@
-// Calls of the REST interface, for the run that the address names (`/?run=NAME`), else the gateway's own. The key stays in
-// this tab's session storage.
+// Calls the REST interface for the run in the address (`/?run=NAME`), or for the gateway's own run. The key is kept in the
+// session storage of this tab.
 const RUNS = "/v1/runs", RUN = `${RUNS}/${encodeURIComponent(new URLSearchParams(location.search).get("run") ?? "-")}`;
 let asking = null;
 

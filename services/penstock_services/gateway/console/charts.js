@@ -1,4 +1,4 @@
-// Line charts as SVG: one series each, with its numbers as a table for those who cannot see it.
+// Line charts as SVG. Each shows one series and offers its numbers as a table for those who cannot see the chart.
 import { h, number, table } from "/console/elements.js";
 
 const WIDTH = 400, HEIGHT = 150, LEFT = 44, RIGHT = 10, TOP = 10, BOTTOM = 22;
@@ -12,7 +12,7 @@ function svg(name, attributes, ...children) {
 
 const STEPS = [1, 2, 3, 4, 5, 6, 8, 10];
 
-// The next number above with one digit, so that the axis can be read.
+// Round up to a number with one digit, which is easy to read on an axis.
 function rounded(value) {
   if (value <= 0) return 0;
   const unit = 10 ** Math.floor(Math.log10(value));

@@ -1,4 +1,4 @@
-// The console: one view at a time, chosen by the address; live views are renewed without moving the focus.
+// The console shows one view at a time, chosen by the address. Live views are refreshed without moving the focus.
 import { warn } from "/console/elements.js";
 import { overview } from "/console/overview.js";
 import { policies } from "/console/policies.js";

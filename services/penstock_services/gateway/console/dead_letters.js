@@ -1,11 +1,11 @@
-// What was put aside as unusable, and a way back into the queue.
+// Dead letters: prompts and groups that were put aside as unusable. They can be queued again.
 import { get, post } from "/console/api.js";
 import { card, clock, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
 export async function deadLetters(refresh) {
   const page = await get("/dead-letters?page_size=100");
   const requeue = async (letter) => {
-    if (!(await confirmed(`requeue prompt ${letter.prompt_id}?`, "Its prompt is submitted under a new id.", "requeue"))) return;
+    if (!(await confirmed(`requeue prompt ${letter.prompt_id}?`, "Its prompt is submitted again under a new id.", "requeue"))) return;
     const answer = await post(`/dead-letters/${letter.letter_id}:requeue`);
     say(`requeued as prompt ${answer.prompt_id}`);
     await refresh();
@@ -16,5 +16,5 @@ export async function deadLetters(refresh) {
   ]);
   return [card("Dead letters", rows.length
     ? table("Dead letters, newest first", [["prompt", "number"], ["reason", "wide"], ["buried"], ["group bytes", "number"], ["action"]], rows)
-    : empty("Nothing was put aside."))];
+    : empty("There are no dead letters."))];
 }

@@ -1,4 +1,4 @@
-// Builds elements. Text is always set as text: nothing from a run is ever read as HTML.
+// Builds elements. Text is always set as text, so nothing from a run is interpreted as HTML.
 export function h(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

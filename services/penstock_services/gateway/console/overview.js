@@ -1,4 +1,4 @@
-// The run at a glance, renewed every two seconds.
+// The run at a glance, refreshed every two seconds.
 import { allRuns, get, post } from "/console/api.js";
 import { lineChart } from "/console/charts.js";
 import { card, confirmed, empty, h, number, say, table } from "/console/elements.js";
@@ -10,7 +10,7 @@ const depths = [];
 const fact = (label, value) => h("div", { class: "card fact" }, h("b", {}, value), h("span", {}, label));
 
 function servers(run) {
-  if (!run.servers.length) return empty("No rollout server is there.");
+  if (!run.servers.length) return empty("There are no rollout servers.");
   const rows = run.servers.map((server) => {
     const lag = run.policy_version - server.policy_version;
     const isServing = server.state === "READY" || server.state === "LOADING";
@@ -37,7 +37,7 @@ function otherRuns(current, runs) {
 function change(run, refresh) {
   const verb = run.state === "RUNNING" ? "pause" : "resume";
   const act = async () => {
-    const text = verb === "pause" ? "Nothing new is leased until it is resumed." : "Prompts are leased again.";
+    const text = verb === "pause" ? "No prompt is leased until it is resumed." : "Prompts are leased again.";
     if (!(await confirmed(`${verb} ${run.run}?`, text, verb))) return;
     await post(`:${verb}`);
     say(`${verb}d`);
@@ -63,7 +63,7 @@ export async function overview(refresh) {
       fact("in flight", number(queue.in_flight)), fact("groups ready", number(queue.queued - queue.delivered)),
       fact("trained + since the checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
       fact("dead letters", number(queue.dead_lettered))),
-    queue.conservation_error ? h("p", { class: "tag bad" }, `conservation is off by ${queue.conservation_error}`) : null,
+    queue.conservation_error ? h("p", { class: "tag bad" }, `the queue's counts are off by ${queue.conservation_error}`) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
     otherRuns(run.run, all.runs),

@@ -1,10 +1,10 @@
-// The timeline of versions, newest first, with what an operator may do about each.
+// The versions, newest first, with the actions that an operator can take.
 import { get, post } from "/console/api.js";
 import { card, clock, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
 const TEXTS = {
   promote: "It becomes the one version that is meant for use. Its snapshot is kept.",
-  rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner trains on.",
+  rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner goes back to its weights too.",
   retire: "It can no longer be promoted, pinned or rolled back to.",
 };
 
@@ -37,7 +37,7 @@ function state(policy) {
 
 export async function policies(refresh) {
   const page = await get("/policies?page_size=50");
-  if (!page.policies.length) return [card("Policies", empty("No version was published yet."))];
+  if (!page.policies.length) return [card("Policies", empty("No version has been published yet."))];
   const rows = page.policies.map((policy) => [
     number(policy.policy_version), number(policy.metrics.reward_mean), actions(policy, refresh), state(policy),
     policy.server_ids.join(", ") || "–", policy.snapshot_path ? "kept" : "–", number(policy.step),

@@ -1,5 +1,5 @@
-// Groups that wait for the learner or are being trained, and every token of one: by policy version, by log-prob, or by how
-// much the learner's log-prob differs.
+// Lists groups that wait for the learner or are being trained. Shows the tokens of one group, coloured by policy version,
+// by log-prob, or by how much the learner's log-prob differs.
 import { get } from "/console/api.js";
 import { card, empty, h, number, say, table } from "/console/elements.js";
 

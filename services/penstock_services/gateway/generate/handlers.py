@@ -1,4 +1,4 @@
-"""Generate calls: a rollout server is chosen, its answer passed on, and recorded where the call names a session."""
+"""Generate calls: choose a rollout server, pass its answer on, and record it if the call names a session."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from penstock_services.gateway.operations import AuditLog, bounded, operation, r
 
 MAX_STOP_TEXTS = 4
 MAX_TRIES = 3
-"""Servers that are asked while none has answered."""
+"""How many servers are tried until one answers."""
 
 
 class GenerateHandlers:
-    """Channels to servers are kept open; `close` ends them."""
+    """Keeps channels to the servers open until `close`."""
 
     def __init__(
         self, config: RunConfig, audit: AuditLog, fleet: Fleet, policies: PolicyRegistry, control: RunControl,
@@ -82,14 +82,14 @@ class GenerateHandlers:
         return generate_pb2.RewardSessionResponse(prompt_ids=ids, replayed=replayed)
 
     async def served_versions(self) -> dict[int, list[str]]:
-        """Which servers would answer, by version."""
+        """Ids of the servers that would answer, by version."""
         versions: dict[int, list[str]] = {}
         for server in await self._ready():
             versions.setdefault(server.policy_version, []).append(server.server_id)
         return versions
 
     async def _version_for(self, key_name: str, request: generate_pb2.GenerateRequest) -> int | None:
-        """What the call asks for, else what its session or its key is pinned to."""
+        """The version that the call asks for, else the one that its session or its key is pinned to, else None."""
         if request.HasField("policy_version"):
             return request.policy_version
         pins = await self.policies.pins()
@@ -97,7 +97,7 @@ class GenerateHandlers:
         return by_session if by_session is not None else pins.get(key_name)
 
     async def _servers(self, version: int | None) -> list[ServerRecord]:
-        """Those that may answer, least busy first."""
+        """Servers that may answer, the least busy first."""
         ready = await self._ready()
         if not ready:
             raise Unavailable("no rollout server is ready; see the run's servers")
@@ -126,7 +126,7 @@ class GenerateHandlers:
     async def _answer(
         self, request: generate_pb2.GenerateRequest, servers: list[ServerRecord]
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """From the first server that answers. Once one has, its failure is the call's."""
+        """Chunks of the first server that answers. After its first chunk no other server is tried."""
         whole = generate_pb2.GenerateChunk()
         failure: PenstockError = Unavailable("no rollout server answers")
         for server in servers[:MAX_TRIES]:
@@ -171,7 +171,7 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
     if len(request.token_ids) % 4:
         raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
     if len(request.stop) > MAX_STOP_TEXTS or not all(request.stop):
-        raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, none of them empty")
+        raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, and none may be empty")
     if request.HasField("policy_version") and request.policy_version < 0:
         raise InvalidInput("policy_version", "must not be negative")
     if request.session_id:
@@ -180,7 +180,7 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
 
 
 def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
-    """What merging adds: protobuf appends repeated fields and replaces bytes, so bytes are joined here."""
+    """A chunk to merge into `before`. Merging appends repeated fields but replaces bytes, so bytes are joined here."""
     return generate_pb2.GenerateChunk(
         token_ids=before.token_ids + chunk.token_ids,
         log_probs=before.log_probs + chunk.log_probs,

@@ -1,6 +1,7 @@
 """JSON of the OpenAI-compatible routes.
 
-Unknown keys are ignored, as OpenAI's clients expect; what would change the answer and is not done here is refused.
+Unknown keys are ignored, as OpenAI's clients expect. Options that would change the answer and are not supported are
+refused.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class OpenAIBody(BaseModel):
         return bool((self.stream_options or {}).get("include_usage"))
 
     def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
-        """The request of choice `index`, without what is to be answered."""
+        """The request for choice `index`. Subclasses add the messages or the text."""
         if session_id and (self.n or 1) > 1:
-            raise InvalidInput("n", "must be 1 in a session: one answer is what the conversation goes on with")
+            raise InvalidInput("n", "must be 1 in a session, because the conversation continues with one answer")
         run, version = self._model()
         return generate_pb2.GenerateRequest(
             run=run,
@@ -61,7 +62,7 @@ class OpenAIBody(BaseModel):
         return self._model()[0]
 
     def _model(self) -> tuple[str, int | None]:
-        """`RUN` is whatever a server serves, `RUN@7` version 7 only."""
+        """The run and the version of the model: `RUN` is any version, `RUN@7` only version 7."""
         name, at, version = self.model.partition("@")
         if not name or (at and not (version.isdecimal() and len(version) < 19)):
             raise InvalidInput("model", f"must be RUN or RUN@VERSION, not {self.model!r}")
@@ -92,9 +93,9 @@ class ChatBody(OpenAIBody):
 
     def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
         if self.tools:
-            raise InvalidInput("tools", "are not offered here; agents with tools run as prompts of the run")
+            raise InvalidInput("tools", "are not supported here; submit a prompt with an agent that has tools")
         if self.response_format and self.response_format.get("type") != "text":
-            raise InvalidInput("response_format", "only text is offered")
+            raise InvalidInput("response_format", "must be text")
         request = super().to_proto(index, session_id)
         request.messages.extend(prompts_pb2.Message(role=m.role, content=_content(m.content)) for m in self.messages)
         return request
@@ -111,7 +112,7 @@ class CompletionBody(OpenAIBody):
 
     def to_proto(self, index: int, session_id: str) -> generate_pb2.GenerateRequest:
         if self.echo:
-            raise InvalidInput("echo", "is not offered")
+            raise InvalidInput("echo", "is not supported")
         if not self.prompt:
             raise InvalidInput("prompt", "must not be empty")
         request = super().to_proto(index, session_id)
@@ -128,11 +129,11 @@ class RewardBody(BaseModel):
     reward: float
     reward_parts: dict[str, float] = {}
     run: str = ""
-    """Of the session's calls; empty: the gateway's own."""
+    """The run of the session's calls; empty: the gateway's own."""
 
 
 class Choice:
-    """One answer as it grows."""
+    """One answer, collected chunk by chunk."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -154,7 +155,7 @@ class Choice:
 
 
 def envelope(kind: str, answer_id: str, model: str, choices: list[Choice]) -> Json:
-    """What every answer has; `policy_version` is the newest that produced a token of it."""
+    """Fields that every answer has. `policy_version` is the newest version that produced a token of it."""
     versions = sorted(set().union(*(choice.versions for choice in choices)))
     return {
         "id": answer_id,
@@ -173,7 +174,7 @@ def usage_of(choices: list[Choice]) -> Json:
 
 
 def log_probs_of(choice: Choice, start: int, tokens: list[str]) -> Json:
-    """In the chat's form. Only the sampled token's log-prob is known, so no alternatives are listed."""
+    """Log-probs in the form of a chat completion. Only the sampled token's is known, so there are no alternatives."""
     entries = [
         {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
         for token, log_prob in zip(tokens, choice.log_probs[start:], strict=True)

@@ -1,8 +1,9 @@
-"""Sessions: generate calls that are recorded token by token, and become training data once they have a reward.
+"""Sessions: generate calls that are recorded token by token and become training data when they get a reward.
 
-A session is a list in Redis, one entry a call. A call whose prompt begins with everything an earlier one had, prompt
-and answer, continues it: the two are one trajectory, in which the tokens between are masked. Any other call begins a
-group of its own. With the reward the groups enter the queue as imported ones do: beside admission, and each once.
+A session is a list in Redis with one entry per call. If the prompt of a call begins with the prompt and the answer of
+an earlier call, it continues that call: both become one trajectory, in which the tokens between them are masked. Any
+other call begins a group of its own. With the reward, the groups enter the queue as imported groups do: without
+admission, and each once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DATA_SOURCE = "session"
 
 @dataclass
 class Conversation:
-    """Calls that continue each other."""
+    """Calls that continue each other. They become one trajectory."""
 
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -101,13 +102,13 @@ class Sessions:
             raise Conflict(f"session {session_id!r} has its reward; choose another id for new calls")
 
     async def record(self, session_id: str, call: generate_pb2.GenerateChunk) -> None:
-        """`call` is a whole answer: prompt, tokens, log-probs and versions."""
+        """Add a call to the session. It has the whole answer: prompt, tokens, log-probs and versions."""
         key, ttl_s = self._calls(session_id), int(self.config.gateway.session_ttl_s) or 1
         await guarded(self.client.rpush(key, call.SerializeToString()))
         await guarded(self.client.expire(key, ttl_s))
 
     async def reward(self, session_id: str, reward: float, parts: Mapping[str, float]) -> tuple[list[int], bool]:
-        """Hand the session's groups in. Returns their prompt ids, and whether that had been done before."""
+        """Add the session's groups to the queue. Return their prompt ids, and whether they had been added before."""
         if known := await guarded(self.client.get(self._rewarded(session_id))):
             return json.loads(known), True
         entries = await guarded(self.client.lrange(self._calls(session_id), 0, -1))
@@ -125,7 +126,7 @@ class Sessions:
         return prompt_ids, False
 
     async def _admit(self, session_id: str, found: Sequence[Conversation]) -> list[Lease]:
-        """The same prompt ids for the same session, however often a reward is sent."""
+        """Leases for the groups. The same session gets the same prompt ids, however often a reward is sent."""
         rows = [
             (index, encode_prompt(Prompt(token_ids=tuple(one.prompt_token_ids), data_source=DATA_SOURCE)), 0)
             for index, one in enumerate(found)

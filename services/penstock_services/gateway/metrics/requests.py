@@ -27,7 +27,7 @@ class RequestSeries(Collector):
         self.answered: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         """Number of answers by protocol, route and code."""
         self.durations: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * (len(_EDGES) + 1))
-        """By protocol and route: the number of requests in each bucket, and last the sum of their durations."""
+        """Number of requests in each bucket, and last the sum of their durations, by protocol and route."""
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(

@@ -59,7 +59,7 @@ class PromptBody(Body):
     priority: Int32 = 0
 
     def fill(self, prompt: prompts_pb2.Prompt) -> None:
-        """In its place in a request: messages that are made first are copied into it, at twice the cost."""
+        """Fill in a prompt of a request. Building a message first and copying it there costs twice as much."""
         for message in self.messages:
             prompt.messages.add(role=message.role, content=message.content)
         if self.token_ids:
@@ -79,7 +79,7 @@ class SubmitPromptsBody(Body):
 
     @classmethod
     def parse(cls, data: bytes) -> SubmitPromptsBody:
-        """Straight from the bytes: a tenth of the cost of a dictionary first."""
+        """Parse the bytes directly, at a tenth of the cost of building a dictionary first."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -87,7 +87,7 @@ class SubmitPromptsBody(Body):
             raise RequestValidationError(details) from error
 
     def to_proto(self, run: str, header_key: str) -> prompts_pb2.SubmitPromptsRequest:
-        """The key may stand in the body or in the header; when both do they must agree."""
+        """The idempotency key may be in the body, in the header, or in both if they agree."""
         if self.idempotency_key and header_key and self.idempotency_key != header_key:
             raise InvalidInput("idempotency_key", "differs from the Idempotency-Key header; send one of them")
         request = prompts_pb2.SubmitPromptsRequest(run=run, idempotency_key=self.idempotency_key or header_key)

@@ -11,7 +11,7 @@ from penstock_services.gateway.prompts.bodies import PromptBody, fill_prompts
 
 class CreateRunBody(Body):
     config: dict[str, Any]
-    """As the run's YAML file has it. What it says of `redis`, `gateway`, `launcher` and `run_dir` is not used."""
+    """The content of the run's YAML file. Its `redis`, `gateway`, `launcher` and `run_dir` are ignored."""
 
     def to_proto(self) -> runs_pb2.CreateRunRequest:
         return runs_pb2.CreateRunRequest(config_json=to_json_text(self.config, "config"))

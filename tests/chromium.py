@@ -1,4 +1,4 @@
-"""The browser of the console's tests, and where its pictures are kept."""
+"""The browser of the console's tests, and the folder for its screenshots."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ CHROMIUM = Path("/usr/bin/chromium")
 LAUNCH: dict[str, Any] = {"executable_path": str(CHROMIUM), "args": ["--no-sandbox"]}
 needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
 SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
-"""A folder to keep screenshots in."""
+"""A folder in which to keep screenshots."""

@@ -1,4 +1,4 @@
-"""Fixtures that start real components; each ends what it started, by process id."""
+"""Fixtures that start real components. Each ends what it started, by process id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock_services.local.private_redis import find_redis_server, write_confi
 if TYPE_CHECKING:
     from gateways import Gateway
 
-settings.register_profile("penstock", deadline=None)  # a busy machine must not fail a property
+settings.register_profile("penstock", deadline=None)  # a busy machine must not fail a property test
 settings.load_profile("penstock")
 
 
@@ -28,7 +28,8 @@ STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM on CPU forks its engine off this process, which does not survive threads that torch has started by then."""
+    """Run the tests that start vLLM first. vLLM on CPU forks its engine from this process, and the fork does not
+    survive threads that torch has started."""
     items.sort(key=lambda item: (item.path.name not in STARTS_VLLM, "vllm" not in item.name))
 
 
@@ -72,7 +73,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a tiny policy and of a tiny sequence classifier. Not to be written to."""
+    """Folders of a tiny policy and a tiny sequence classifier. Do not write to them."""
     from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
     root = tmp_path_factory.mktemp("tiny-models")
@@ -89,7 +90,7 @@ async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis
 
 @pytest.fixture
 async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
-    """A small queue: 2 groups a step, staleness 1, three attempts."""
+    """A small queue: 2 groups per step, staleness 1, three attempts."""
     return RedisReplayQueue(
         redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=30)
     )
@@ -97,7 +98,7 @@ async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
 
 @pytest.fixture
 async def gateway(redis_process: RedisProcess, redis_client: redis.Redis, tmp_path: Path) -> AsyncIterator[Gateway]:
-    """On real ports, with a tokenizer and without keys."""
+    """A gateway on real ports, with a tokenizer and without keys."""
     from gateways import run_config, running
     from scripted_engine import make_tokenizer_folder
 

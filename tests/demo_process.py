@@ -1,4 +1,4 @@
-"""Runs `penstock demo` as a newcomer starts it, in a process of its own."""
+"""Runs `penstock demo` in a separate process, as a newcomer starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 240
 
 
 class DemoProcess:
-    """`penstock demo` in a process of its own; everything it started is ended with it, whatever happens."""
+    """`penstock demo` in a separate process. All processes that it started are ended with it, whatever happens."""
 
     def __init__(self, folder: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         command = [
@@ -65,7 +65,7 @@ class DemoProcess:
             time.sleep(0.1)
 
     def orphans(self) -> list[str]:
-        """What is still alive of all it ever started; a process that is just ending gets a moment."""
+        """Processes started by the demo that are still alive. A process that is just ending gets a moment."""
         alive = [process for process in self.seen.values() if process.is_running()]
         _, alive = psutil.wait_procs(alive, timeout=5)
         return [" ".join(process.cmdline()[:4]) for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,4 +1,4 @@
-"""What an engine answered to one request, its chunks put together. Needs neither pytest nor a model."""
+"""An engine's answer to one request, put together from its chunks. This needs neither pytest nor a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Answer:
     versions: tuple[int, ...]
     finish_reason: str | None
     arrivals: tuple[float, ...] = ()
-    """When each token came, where somebody looked at the clock."""
+    """When each token arrived, if it was measured."""
 
     @classmethod
     def of(cls, prompt: tuple[int, ...], chunks: list[TokenChunk]) -> Answer:

@@ -1,6 +1,6 @@
-"""Runs a learner and rollout servers as real processes, which a test may stop, kill and start again, and watches them.
+"""Runs a learner and rollout servers as real processes that a test can stop, kill and restart, and watches them.
 
-Everything that a test waits for has a deadline, and fails with the ends of the logs.
+Every wait of a test has a deadline, and fails with the ends of the logs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def fleet_config(folder: Path, redis_url: str, run: str, **weights: Any) -> RunConfig:
-    """The arithmetic example in small, with deadlines that a test can wait for."""
+    """The arithmetic example in small, with deadlines short enough for a test."""
     return validate(
         {
             "run": run,
@@ -82,7 +82,7 @@ def fleet_config(folder: Path, redis_url: str, run: str, **weights: Any) -> RunC
 
 
 class Part:
-    """One process of a run, with all that it starts. `may_end` says that a test expects it to."""
+    """One process of a run and its descendants. `may_end` is set if the test expects it to end."""
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
@@ -95,20 +95,20 @@ class Part:
         self._seen: dict[int, psutil.Process] = {}
 
     def tree(self) -> list[psutil.Process]:
-        """The process and every descendant that was ever seen, parents first."""
+        """The process and every descendant seen so far, parents first."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen |= {child.pid: child for child in self._root.children(recursive=True)}
         return [self._root, *self._seen.values()]
 
     def stop(self) -> None:
-        """SIGSTOP to everything: it hangs."""
+        """Send SIGSTOP to the whole tree, so that it hangs."""
         self._signal_tree(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._signal_tree(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to the process alone: what it started must notice by itself."""
+        """Send SIGKILL to the process alone. Its descendants must notice by themselves."""
         self.tree()
         self.may_end = True
         self.process.kill()
@@ -131,7 +131,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Move:
-    """A server's state was set, at this time of Redis' clock."""
+    """A change of a server's state, with the time of Redis' clock."""
 
     time_s: float
     server_id: str
@@ -140,7 +140,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Report:
-    """A server said what it serves."""
+    """A server's report of the version it serves."""
 
     time_s: float
     server_id: str
@@ -150,22 +150,22 @@ class Report:
 
 @dataclass
 class Watch:
-    """What has happened in a run so far, seen from Redis: every move of a state, every version a server reported, every
-    group that was handed in, and conservation at many moments."""
+    """What has happened in a run so far, seen from Redis: every change of a state, every version a server reported,
+    every appended group, and conservation at many moments."""
 
     moves: list[Move] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     groups: dict[tuple[int, int], Group] = field(default_factory=dict)
-    """By prompt and attempt."""
+    """Groups by prompt and attempt."""
     conservation_errors: list[int] = field(default_factory=list)
 
     def states(self, server_id: str, since_s: float = 0.0) -> list[str]:
-        """The states a server went through, repetitions left out."""
+        """The states a server went through, without repetitions."""
         moved = [move.state for move in list(self.moves) if move.server_id == server_id and move.time_s >= since_s]
         return [state for state, _ in itertools.groupby(moved)]
 
     def versions(self, server_id: str, since_s: float = 0.0) -> list[int]:
-        """The versions it reported, in order, repetitions left out."""
+        """The versions a server reported, in order, without repetitions."""
         seen = [r.policy_version for r in list(self.reports) if r.server_id == server_id and r.time_s >= since_s]
         return [version for version, _ in itertools.groupby(seen)]
 
@@ -173,12 +173,12 @@ class Watch:
         return [g for g in self.all_groups() if g.server_id == server_id and g.finished_at_ms >= since_ms]
 
     def all_groups(self) -> list[Group]:
-        """Copied in one go: the thread that watches adds to them."""
+        """A copy of the groups, because the watching thread adds to them."""
         return list(self.groups.values())
 
 
 class FleetRun:
-    """One run: its parts by name, and its watch. `with` it, and everything ends."""
+    """One run: its parts by name, and its watch. Leaving the context ends everything."""
 
     def __init__(self, config: RunConfig, redis_url: str, num_prompts: int = 20_000) -> None:
         self.config = config
@@ -206,7 +206,7 @@ class FleetRun:
             part.end()
         self._ending.set()
         with contextlib.closing(redis.Redis.from_url(self._redis_url)) as client:
-            client.ping()  # something for MONITOR to see
+            client.ping()  # MONITOR wakes up when it sees a command
         for thread in self._threads:
             thread.join(timeout=20)
 
@@ -227,7 +227,8 @@ class FleetRun:
     # ── waiting ──
 
     def until(self, found: Callable[[], T], about: str, timeout_s: float = 90) -> T:
-        """Poll until `found` is true and return it; fail when time is up, or a part ends that may not."""
+        """Poll until `found` returns something true, and return that. Fail at the deadline, or if a part ends that may
+        not."""
         deadline = time.monotonic() + timeout_s
         while not (result := found()):
             for part in self.parts.values():
@@ -239,7 +240,7 @@ class FleetRun:
         return result
 
     def until_serving(self, *server_ids: str, above: int = -1, timeout_s: float = 90) -> None:
-        """Until all of them are serving, with versions above this one."""
+        """Wait until all of these servers are serving versions above `above`."""
 
         def serving() -> bool:
             servers = self.servers()
@@ -299,7 +300,7 @@ class FleetRun:
             await queue.submit([encode_prompt(prompt) for prompt in batch], [0] * len(batch), "")
 
     def _follow_states(self) -> None:
-        """Every write to the fleet registry, as Redis sees it: no move is too short to be noticed."""
+        """Record every write to the fleet registry, as Redis sees it, so that even the shortest state is noticed."""
         keys = RunKeys(self.config.run)
         moved = re.compile(rf"HSET {re.escape(keys.server_states)} (\S+) (\S+)$")
         reported = re.compile(rf"HSET {re.escape(keys.servers)} (\S+) (\{{.*\}})$")
@@ -335,8 +336,9 @@ class FleetRun:
 
 
 def training_prompts(num_samples: int = NUM_SAMPLES) -> Iterator[Prompt]:
-    """The arithmetic problems, again and again, each sample with a seed of its own. Every fourth is sampled so hot that
-    the model rambles on: an answer has four tokens, and would seldom be under way when a version flips."""
+    """The arithmetic problems, repeated for ever, with a seed per sample. Every fourth is sampled at a temperature at
+    which the model rambles. A normal answer has only four tokens, so it is rarely in progress when a version changes.
+    """
     answer, ramble = Sampling(temperature=1.0, max_tokens=8), Sampling(temperature=2.0, max_tokens=40)
     problems = list(read_prompts(EXAMPLE / "train.parquet", num_samples=num_samples, sampling=answer))
     for index, prompt in enumerate(itertools.cycle(problems)):

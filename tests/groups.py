@@ -1,4 +1,4 @@
-"""Made-up groups for tests that need training data without a rollout server."""
+"""Made-up groups, for tests that need training data without a rollout server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 def make_group(
     prompt_id: int, *, seed: int = 0, num_samples: int = 4, vocab_size: int = 64, version: int = 0, attempt: int = 1
 ) -> Group:
-    """Random tokens, plausible log-probs and rewards of 0 and 1; the same for the same arguments."""
+    """A group with random tokens, plausible log-probs and rewards of 0 and 1. The same arguments give the same
+    group."""
     random = np.random.default_rng((seed, prompt_id))
     trajectories = []
     for _ in range(num_samples):
@@ -39,7 +40,7 @@ def make_group(
 
 
 def made_by(prompt_id: int, *versions: int) -> Group:
-    """A group whose samples' tokens are of these versions, in order."""
+    """A group whose samples have tokens of these versions, in order."""
     group = make_group(prompt_id)
     trajectories = []
     for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""Role workers in the test's own process: one rank, no Ray."""
+"""Role workers in the test's own process, with one rank and without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_rank_world() -> Iterator[None]:
 
 
 def make_rank(worker: type[RankT], config: RunConfig) -> RankT:
-    """A loaded rank; needs `one_rank_world`, and a config with a `learner.publish_host`."""
+    """Make a loaded rank. This needs `one_rank_world`, and a config with `learner.publish_host`."""
     rank: Any = worker(config, 0, 1)
     rank.device = torch.device("cpu")
     rank.load()
@@ -36,6 +36,6 @@ def make_rank(worker: type[RankT], config: RunConfig) -> RankT:
 
 
 def with_model(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same settings on another model, ready for `make_rank`."""
+    """The same settings for another model, ready for `make_rank`."""
     learner = config.get("learner", {}) | {"publish_host": "127.0.0.1"}
     return config | {"model": {"path": str(folder)}, "learner": learner}

@@ -1,4 +1,4 @@
-"""Runs a real learner process on recorded groups: no rollout server, the test is the producer."""
+"""Runs a real learner process on made-up groups. There is no rollout server: the test is the producer."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run left behind."""
+    """The results of a finished run."""
 
     digests: dict[int, str]
-    """Weights digest by step; of the newest version that was made at that step."""
+    """Weights digest by step, of the newest version made at that step."""
     losses: list[float]
     critic_losses: list[float]
     """Empty without a critic."""
     rewards: list[float]
-    """Mean of each step."""
+    """Mean reward of each step."""
     stat: QueueStat
     ledger: list[list[int]]
     feed_positions: dict[str, int]
     state_hashes: dict[str, str]
-    """Of each role that trains, in the newest checkpoint: weights, optimizer and random state."""
+    """By trained role, in the newest checkpoint: a hash of weights, optimizer and random state."""
 
 
 def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: Any) -> RunConfig:
@@ -74,8 +74,8 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
 
 
 def ppo(classifier: Path, num_ranks: int = 2) -> dict[str, Any]:
-    """Learner settings of PPO with a critic, on rules and a reward model, two updates a step; the policy is held for
-    the first step."""
+    """Learner settings of PPO with a critic, rules and a reward model, and two updates per step. The policy is not
+    updated in the first step."""
     return {
         "algorithm": {"advantage": {"name": "gae", "lam": 0.95}, "kl": {"placement": "none"}},
         "critic": {"num_ranks": num_ranks, "lr": 1e-3},
@@ -89,9 +89,9 @@ def ppo(classifier: Path, num_ranks: int = 2) -> dict[str, Any]:
 async def fill_queue(
     config: RunConfig, num_groups: int = GROUPS_PER_STEP * NUM_STEPS, make: Callable[[int], Group] = make_group
 ) -> None:
-    """Submit prompts and hand in their groups, in order, as a rollout server would."""
+    """Submit prompts and append their groups in order, as a rollout server would."""
     await feed_prompts(config, num_groups)
-    await hand_in(config, num_groups, make)
+    await append_groups(config, num_groups, make)
 
 
 async def feed_prompts(config: RunConfig, num_prompts: int) -> None:
@@ -101,8 +101,8 @@ async def feed_prompts(config: RunConfig, num_prompts: int) -> None:
     await client.aclose()
 
 
-async def hand_in(config: RunConfig, num_groups: int, make: Callable[[int], Group] = make_group) -> None:
-    """The groups of the next prompts."""
+async def append_groups(config: RunConfig, num_groups: int, make: Callable[[int], Group] = make_group) -> None:
+    """Append the groups of the next prompts."""
     client = connect(config.redis)
     queue = RedisReplayQueue(client, config.run, config.replay)
     for lease in await queue.lease("rollout-0", num_groups):
@@ -111,7 +111,7 @@ async def hand_in(config: RunConfig, num_groups: int, make: Callable[[int], Grou
 
 
 async def forget_run(config: RunConfig) -> None:
-    """Redis as it is after a disk was lost."""
+    """Delete the run from Redis, as if its disk was lost."""
     client = connect(config.redis)
     async for key in client.scan_iter(f"{RunKeys(config.run).prefix}*"):
         await client.delete(key)
@@ -121,10 +121,10 @@ async def forget_run(config: RunConfig) -> None:
 def run_learner(
     config: RunConfig, crash_at: str = "", interfere: Callable[[list[psutil.Process]], bool] | None = None
 ) -> tuple[int, str]:
-    """Run a learner process to its end; returns exit code and output.
+    """Run a learner process to its end. Returns its exit code and output.
 
-    `interfere` is called with the learner's descendants again and again, until it says that it is done.
-    Whatever Ray left behind a killed learner is ended too."""
+    `interfere` is called repeatedly with the learner's descendants, until it returns true. Processes that Ray leaves
+    behind a killed learner are ended too."""
     config.folder.mkdir(parents=True, exist_ok=True)
     path = config.folder / "config.yaml"
     path.write_text(dump_config(config))
@@ -152,7 +152,7 @@ def run_learner(
 
 
 def ranks_of(worker: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of the processes that are a rank of the role, by the name of its class."""
+    """The processes that are a rank of the role, by the name of its worker class."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -190,7 +190,7 @@ async def _outcome(config: RunConfig) -> Outcome:
 
 
 def _trained_roles(config: RunConfig) -> list[str]:
-    """Those that train."""
+    """The roles that train."""
     return ["policy", *(["critic"] if config.learner.critic is not None else [])]
 
 

@@ -1,4 +1,5 @@
-"""Training steps over real workers in the test's own process: one rank a role, no Ray. Needs the fixture `one_rank`."""
+"""Training steps over real workers in the test's own process, with one rank per role and without Ray. This needs the
+fixture `one_rank`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from penstock_learner.roles.workers import WORKERS
 
 
 class LocalRole:
-    """A role of one rank. Its calls meet those of the other roles at `gates`, by whether they are updates."""
+    """A role with one rank. Its calls wait at `gates` for those of the other roles; updates and other calls have a gate
+    each."""
 
     num_ranks = 1
 

@@ -1,4 +1,4 @@
-"""`penstock queue` as tests use it, and groups that use every field. Import the fixtures, `tools` and `recording`."""
+"""`penstock queue` for tests, and groups that use every field. Import the fixtures `tools` and `recording`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Tools:
-    """`penstock queue` against one Redis, as its operator, and the queue itself to check what it did."""
+    """Runs `penstock queue` against one Redis as its operator, and gives access to the queue to check the result."""
 
     def __init__(self, url: str, operator_url: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.url = url
@@ -39,14 +39,14 @@ class Tools:
 
     @classmethod
     def of_operator(cls, server: RedisProcess, capsys: pytest.CaptureFixture[str]) -> Tools:
-        """The operator has the rights of deploy/redis/users.acl and no others."""
+        """The operator has exactly the rights of deploy/redis/users.acl."""
         [rights] = [line for line in USERS.read_text().splitlines() if line.startswith("user operator ")]
         with redis.Redis.from_url(server.url) as client:
             client.execute_command("ACL", "SETUSER", *rights.split()[1:], ">secret")
         return cls(server.url, f"redis://operator:secret@127.0.0.1:{server.port}/0", capsys)
 
     def __call__(self, *words: str, run: str = "", code: int = 0) -> str:
-        """Standard output of the command, or, where it should fail, its one line of standard error."""
+        """Run the command. Returns its standard output, or its one line of standard error if it should fail."""
         assert cli.main(["queue", *words, "--redis-url", self.operator_url, "--run", run or self.run]) == code
         captured = self.capsys.readouterr()
         if code:
@@ -67,7 +67,7 @@ class Tools:
         return asyncio.run(connected())
 
     def fill(self, groups: Sequence[Group], prompt: Prompt | None = None) -> None:
-        """Submit a prompt for each group and append it, as a rollout server would."""
+        """Submit a prompt for each group and append the group, as a rollout server would."""
 
         async def fill(queue: RedisReplayQueue) -> None:
             payload = encode_prompt(prompt or Prompt(token_ids=(1, 2)))
@@ -99,7 +99,7 @@ class Tools:
         return stat
 
     def taken(self, run: str, num_groups: int) -> list[Group]:
-        """What a learner of `run` gets, in its order."""
+        """The groups that a learner of `run` gets, in order."""
 
         async def take(queue: RedisReplayQueue) -> list[Group]:
             await queue.take_term(0)
@@ -153,7 +153,7 @@ def rich_group(index: int) -> Group:
 
 
 def content(group: Group) -> list[Any]:
-    """Everything but the identity, which an import assigns anew; comparable with ==, types of arrays included."""
+    """Everything but the identity, which an import assigns anew. Comparable with ==, including the types of arrays."""
     arrays = [
         (array.dtype.str, array.tolist())
         for t in group.trajectories

@@ -1,7 +1,7 @@
 """The backends of the replay queue, for its conformance suite.
 
-A backend is whatever makes queue objects over one shared store; add it to `BACKENDS`. A module of the suite imports
-both fixtures, whose names are `make_queue` and `queue`.
+A backend makes queue objects over one shared store; add it to `BACKENDS`. A module of the suite imports both fixtures,
+`make_queue` and `queue`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MakeQueue = Callable[..., ReplayQueue]
 
 @pytest.fixture(name="make_queue", params=BACKENDS)
 def queue_maker(request: pytest.FixtureRequest) -> MakeQueue:
-    """Makes queue objects that share a store: 2 groups a step, staleness 1, three attempts, unless told otherwise."""
+    """Makes queue objects that share a store. By default: 2 groups per step, staleness 1, three attempts."""
     store = MemoryStore() if request.param == "memory" else None
     client: redis.Redis | None = request.getfixturevalue("redis_client") if request.param == "redis" else None
 
@@ -63,7 +63,7 @@ async def assert_conserved(queue: ReplayQueue) -> None:
 
 
 async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
-    """Lease the one prompt as soon as its first lease has run out."""
+    """Lease the one prompt as soon as its first lease has expired."""
     async with asyncio.timeout(20):
         while True:
             leases = await queue.lease(server_id, 1)
@@ -73,7 +73,8 @@ async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
 
 
 async def queue_with(replay: ReplayConfig, groups: Sequence[Group | bytes]) -> MemoryReplayQueue:
-    """In memory: every group handed in, in order, for prompts 1, 2, ...; bytes are handed in as they are."""
+    """A queue in memory with these groups appended in order, for prompts 1, 2 and so on. Bytes are appended as they
+    are."""
     queue = MemoryReplayQueue(MemoryStore(), replay)
     await queue.submit([b""] * len(groups), [0] * len(groups), "")
     for lease, group in zip(await queue.lease("s", len(groups)), groups, strict=True):

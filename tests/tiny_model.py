@@ -1,4 +1,4 @@
-"""A random Qwen2 that loads in a moment: the model of every engine test."""
+"""A random Qwen2 that loads quickly. All engine tests use it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ EOS_TOKEN_ID = 1
 
 
 def make_tiny_qwen2(folder: Path, seed: int) -> Path:
-    """Write a model folder, with a tokenizer of one word a token, and return it. Weights are scaled up so that the
-    distributions are far from uniform and differ between seeds. head_dim 32 is the least vLLM's CPU attention takes."""
+    """Write a model folder with a tokenizer of one word per token, and return it. Weights are scaled up so that the
+    distributions are far from uniform and differ between seeds. head_dim 32 is the smallest that vLLM's CPU attention
+    accepts."""
     from transformers import Qwen2ForCausalLM
 
     return _write(folder, seed, Qwen2ForCausalLM)
 
 
 def make_tiny_classifier(folder: Path, seed: int, num_labels: int = 1) -> Path:
-    """The same, with a head for sequences instead of one for tokens: a reward model."""
+    """Write the same model as a reward model, with a sequence head instead of a token head."""
     from transformers import Qwen2ForSequenceClassification
 
     return _write(folder, seed, Qwen2ForSequenceClassification, num_labels=num_labels)
@@ -59,7 +60,7 @@ def _write(folder: Path, seed: int, kind: Any, **settings: Any) -> Path:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """One word a token: `w2`, `w3` and so on."""
+    """A tokenizer with one word per token: `w2`, `w3` and so on."""
     words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, vocab_size)}
     tokenizer = {
         "version": "1.0",

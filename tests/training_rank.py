@@ -33,7 +33,7 @@ from penstock_learner.roles.trainer import TrainerRank
 
 CPU = torch.device("cpu")
 POISONED = 5
-"""The sequence whose advantage is infinite in a case called `poisoned`."""
+"""In a case called `poisoned`, the advantage of this sequence is infinite."""
 
 
 def training_batch() -> SequenceBatch:
@@ -47,7 +47,7 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         "policy": {"num_ranks": num_ranks},
         "micro_batch_tokens": 60,
         "logprob_chunk_tokens": 16,
-        "max_grad_norm": 1e9,  # the gradient is compared as it is
+        "max_grad_norm": 1e9,  # large, so that the gradient is not clipped
         "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
         **settings,
     }
@@ -97,7 +97,7 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
 
 
 def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> None:
-    """A checkpoint is of the moment at which it was staged, whatever the weights do while it is written."""
+    """A checkpoint holds the state at the moment of staging, whatever happens to the weights while it is written."""
     config = validate({"model": {"path": str(folder / "model")}, "learner": {"policy": {"num_ranks": num_ranks}}}, "t")
     trainer = TrainerRank(config, rank, num_ranks)
     trainer.device = CPU

@@ -90,7 +90,7 @@ def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run
     [ready_s] = [m.time_s for m in run.watch.moves if m.time_s > returned_s and is_move(m, "b", "READY")][:1]
     served = run.until(lambda: run.watch.versions("b", ready_s), "b's next report")
     assert served[0] > current + 5, "it serves again only with what is current"
-    run.until(lambda: run.watch.groups_of("b", returned_ms + 1000), "b to hand in groups again")
+    run.until(lambda: run.watch.groups_of("b", returned_ms + 1000), "b to append groups again")
     leftovers = [group for group in run.watch.groups_of("b", returned_ms) if group.min_version <= frozen]
     assert len(leftovers) <= run.config.rollout.max_concurrent_groups, "only what it was at when it was stopped"
     check_groups(run)

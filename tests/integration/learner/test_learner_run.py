@@ -15,9 +15,9 @@ from learner_runs import (
     GROUPS_PER_STEP,
     NUM_STEPS,
     Outcome,
+    append_groups,
     feed_prompts,
     fill_queue,
-    hand_in,
     make_config,
     outcome,
     ppo,
@@ -106,13 +106,13 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
         tmp_path, model, redis_process.url, "ppo-deaths", placement="split-collocate", **ppo(classifier)
     )
     asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
-    asyncio.run(hand_in(config, GROUPS_PER_STEP * 2))
+    asyncio.run(append_groups(config, GROUPS_PER_STEP * 2))
 
     def kill_a_rank(processes: list[psutil.Process]) -> bool:
         if not list(config.folder.glob("checkpoints/term-*-step-*2")):
             return False
         ranks_of("CriticWorker", processes)[-1].kill()
-        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 2)))
+        asyncio.run(append_groups(config, GROUPS_PER_STEP * (NUM_STEPS - 2)))
         return True
 
     code, output = run_learner(config, "reward_model.0:4", kill_a_rank)
@@ -142,14 +142,14 @@ def test_a_dead_policy_and_a_dead_reference_are_replaced(
     undisturbed = trained(tmp_path, model, redis_process, "lives", **settings)
     config = make_config(tmp_path, model, redis_process.url, "dies", **settings, checkpoint={"every_steps": 100})
     asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
-    asyncio.run(hand_in(config, GROUPS_PER_STEP))
+    asyncio.run(append_groups(config, GROUPS_PER_STEP))
 
     def kill_a_rank(processes: list[psutil.Process]) -> bool:
         steps = config.folder / "metrics.jsonl"
         if not steps.is_file() or not steps.read_text():
             return False
         ranks_of("PolicyWorker", processes)[-1].kill()
-        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
+        asyncio.run(append_groups(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
         return True
 
     code, output = run_learner(config, "reference.0:5", kill_a_rank)
@@ -219,14 +219,14 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path, model: Path, redis_proces
     undisturbed = trained(tmp_path, model, redis_process, "runs", **settings)
     config = make_config(tmp_path, model, redis_process.url, "hangs", **settings, rank_timeout_s=20)
     asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
-    asyncio.run(hand_in(config, GROUPS_PER_STEP))
+    asyncio.run(append_groups(config, GROUPS_PER_STEP))
 
     def stop_a_rank(processes: list[psutil.Process]) -> bool:
         steps = config.folder / "metrics.jsonl"
         if not steps.is_file() or not steps.read_text():
             return False
         ranks_of("PolicyWorker", processes)[-1].suspend()
-        asyncio.run(hand_in(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
+        asyncio.run(append_groups(config, GROUPS_PER_STEP * (NUM_STEPS - 1)))
         return True
 
     code, output = run_learner(config, interfere=stop_a_rank)

@@ -16,7 +16,8 @@ from penstock.cli import main as cli
 from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.doctor import Finding, check_gpus, check_ports, examine
+from penstock.doctor import Finding, examine
+from penstock.doctor.machine import check_gpus, check_ports
 from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -142,4 +143,4 @@ def test_gpus_are_counted_and_their_links_read(
     one_each = {"path": "reward", "num_ranks": 3, "gpus_per_rank": 1}
     learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one_each)})
     [found] = check_gpus(config.model_copy(update={"learner": learner}))
-    assert (found.level, found.text) == ("fail", "2 x H200, and the learner asks for 3")
+    assert (found.level, found.text) == ("fail", "2 x H200, but the learner needs 3")

@@ -1,0 +1,94 @@
+"""Checks of this machine: ports, disk and GPUs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+
+from penstock.config.run import RunConfig
+from penstock.doctor.finding import Finding
+from penstock.ports import port_is_free
+
+CONNECT_TIMEOUT_S = 2.0
+MIN_FREE_BYTES = 5 * 2**30
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+def check_ports(config: RunConfig) -> list[Finding]:
+    """Check that the processes of a run listen where they said. If the run is not up, check that its ports are free."""
+    findings = []
+    for path in sorted(config.folder.glob("*.json")):
+        fields = json.loads(path.read_text())
+        if isinstance(fields, dict) and "host" in fields:
+            ports = [value for name, value in fields.items() if name.endswith("port")]
+            findings += [check_listens(path.stem, fields["host"], port) for port in ports]
+    if findings:
+        return findings
+    gateway, rollout, learner = config.gateway, config.rollout, config.learner
+    for name, host, port in (
+        ("gateway.port", gateway.host, gateway.port), ("gateway.grpc_port", gateway.host, gateway.grpc_port),
+        ("rollout.port", rollout.host, rollout.port), ("rollout.metrics_port", rollout.host, rollout.metrics_port),
+        ("learner.metrics_port", learner.metrics_host, learner.metrics_port),
+    ):  # fmt: skip
+        if port and not port_is_free(host, port):
+            findings.append(Finding("ports", "fail", f"{name} {port} is in use", f"set {name} to a free one, or 0"))
+    return findings or [Finding("ports", "ok", "the run is not up here; its ports are free")]
+
+
+def check_listens(part: str, host: str, port: int | str) -> Finding:
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S):
+            return Finding("ports", "ok", f"{part} listens on {host}:{port}")
+    except OSError as error:
+        text = f"{part} does not answer on {host}:{port} ({error.strerror or error})"
+        return Finding("ports", "fail", text, "start it, or check the network and firewall")
+
+
+def check_disk(config: RunConfig) -> Finding:
+    folder = next(path for path in (config.folder, *config.folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        text = f"{free / 2**30:.1f} GiB free under {folder}"
+        return Finding("disk", "warn", text, "free space for checkpoints and snapshots, or move run_dir")
+    return Finding("disk", "ok", f"{free / 2**30:.0f} GiB free under {folder}")
+
+
+def check_gpus(config: RunConfig) -> list[Finding]:
+    """Compare the GPUs of this machine with what the learner needs, and check that NVLink connects them."""
+    wanted = sum(role.num_ranks * role.gpus_per_rank for role in config.learner.needed_roles.values())
+    names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    if not names:
+        if wanted and not config.learner.ray_address:
+            advice = "install the driver, or set learner.*.gpus_per_rank to 0"
+            return [Finding("gpus", "fail", f"none here, but the learner needs {wanted:g}", advice)]
+        return [Finding("gpus", "ok", "none here, and the learner needs none here")]
+    found = f"{len(names)} x {names[0]}"
+    if wanted > len(names) and not config.learner.ray_address:
+        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted:g}", "lower learner.*.num_ranks")]
+    if len(names) == 1:
+        return [Finding("gpus", "ok", found)]
+    # Each row of the matrix has an X on the diagonal; the header has none.
+    rows = [
+        cells for line in _nvidia_smi("topo", "-m") if "X" in (cells := line.split()) and cells[0].startswith("GPU")
+    ]
+    links = {cell for row in rows for cell in row[1 : len(names) + 1]} - {"X"}
+    if links and all(link.startswith("NV") for link in links):
+        return [Finding("gpus", "ok", f"{found}, linked by NVLink")]
+    advice = "place policy ranks, and the GPUs of one server, on linked GPUs"
+    return [Finding("gpus", "warn", f"{found}, not all linked by NVLink ({', '.join(sorted(links))})", advice)]
+
+
+def _nvidia_smi(*words: str) -> list[str]:
+    """Output lines of nvidia-smi; empty if there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run(
+            [program, *words], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

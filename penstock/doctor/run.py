@@ -1,0 +1,70 @@
+"""Checks of what a run stored in Redis: conservation, heartbeats, weights and log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.run import RunConfig
+from penstock.doctor.finding import Finding
+from penstock.doctor.machine import check_listens
+from penstock.errors import NotFound, PenstockError
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_client import RedisClient
+from penstock.v1 import policies_pb2
+
+LOOKED_BACK_VERSIONS = 50
+TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+
+
+async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
+    """Check the run's queue, servers, components and policies."""
+    try:
+        error = (await RedisReplayQueue(client, config.run, config.replay).stat()).conservation_error
+        servers = await Fleet(client, config.run).servers()
+        ages_s = await Heartbeats(client, config.run).ages_s()
+        policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
+    except (PenstockError, NotFound) as refused:
+        return [Finding("run", "warn", f"cannot be read: {refused}", "use a Redis user that may read the run's keys")]
+    findings = [Finding("conservation", "ok", "nothing is lost")]
+    if error:
+        findings = [Finding("conservation", "fail", f"off by {error}", "see docs/runbooks.md#conservationbroken")]
+    ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
+    findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
+    findings += [check_listens(server.server_id, *server.address.rsplit(":", 1)) for server in servers]
+    return [*findings, *_weights(servers, policies), _agreement(policies, config)]
+
+
+def _heartbeat(component: str, age_s: float, limit_s: float) -> Finding:
+    if age_s <= limit_s:
+        return Finding("heartbeat", "ok", f"{component}, {age_s:.1f} s ago")
+    return Finding(
+        "heartbeat", "fail", f"{component} has been silent for {age_s:.0f} s", "read its log and start it again"
+    )
+
+
+def _weights(servers: list[ServerRecord], policies: list[policies_pb2.Policy]) -> Iterator[Finding]:
+    """Compare the digest of each server's weights with the digest that the learner published."""
+    digests = {policy.policy_version: policy.weights_digest for policy in policies}
+    for server in servers:
+        expected = digests.get(server.policy_version, "")
+        if server.state in SERVING_STATES and server.weights_digest and expected:
+            is_same = server.weights_digest == expected
+            text = f"{server.server_id} {'has' if is_same else 'does not have'} version {server.policy_version} exactly"
+            yield Finding("weights", "ok" if is_same else "fail", text, "" if is_same else "restart the server")
+
+
+def _agreement(policies: list[policies_pb2.Policy], config: RunConfig) -> Finding:
+    """Check the newest known value of `penstock_algo_logprob_mismatch_nats`."""
+    name = "log-probs"
+    found = next((policy for policy in policies if "logprob_mismatch" in policy.metrics), None)
+    if found is None:
+        return Finding(name, "ok", "no step yet in which engine and learner can be compared")
+    mismatch, typical = found.metrics["logprob_mismatch"], TYPICAL_MISMATCH_NATS[config.model.dtype]
+    limit = config.learner.max_logprob_mismatch_nats or float("inf")
+    text = f"engine and learner differ by {mismatch:.2g} nats a token (version {found.policy_version})"
+    if mismatch <= min(typical, limit):
+        return Finding(name, "ok", text)
+    return Finding(name, "fail" if mismatch > limit else "warn", text, "see docs/runbooks.md#traininfermismatch")

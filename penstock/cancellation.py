@@ -1,4 +1,4 @@
-"""Ending tasks for certain."""
+"""Reliable cancellation of asyncio tasks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ RECANCEL_S = 0.5
 
 
 async def end_task(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended, whatever it ends with.
+    """Cancel a task and wait until it has ended. Its result or exception is ignored.
 
-    One cancel is not enough: before Python 3.12 `asyncio.wait_for`, which client libraries use, can swallow it."""
+    The cancellation is repeated, because before Python 3.12 `asyncio.wait_for`, which client libraries use, can swallow
+    one."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=RECANCEL_S)

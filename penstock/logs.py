@@ -1,7 +1,7 @@
-"""Logging of one process: a readable line on a terminal, JSON elsewhere when asked; run and component on every line.
+"""Logging of one process: readable lines, or JSON if PENSTOCK_LOG=json, with the run and component on every line.
 
-What a line is about (`FIELDS`) is bound where it becomes known, for everything that the task, and the tasks it starts,
-log from then on.
+Fields such as the step or the prompt id (`FIELDS`) are bound where they become known. Every line that the task logs
+afterwards carries them, and so do the tasks that it starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=MappingPr
 
 
 def bind(**fields: object) -> None:
-    """Add fields to every line that the running task logs from now on."""
+    """Add fields to every line that the current task logs from here on."""
     _about.set({**_about.get(), **_checked(fields)})
 
 
@@ -37,7 +37,7 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def _checked(fields: Mapping[str, object]) -> Mapping[str, object]:
-    assert fields.keys() <= _NAMES, f"{fields.keys() - _NAMES} are no fields of a log line"
+    assert fields.keys() <= _NAMES, f"{fields.keys() - _NAMES} are not fields of a log line"
     return fields
 
 
@@ -62,7 +62,9 @@ class _JsonFormatter(logging.Formatter):
 
 
 def setup_logging(component: str, run: str = "") -> None:
-    """Configure the root logger once per process. PENSTOCK_LOG=json gives one JSON object a line."""
+    """Configure the root logger of this process. Call it once, when the process starts.
+
+    PENSTOCK_LOG=json writes one JSON object per line. PENSTOCK_LOG_LEVEL sets the level, INFO by default."""
     handler = logging.StreamHandler(sys.stderr)
     if os.environ.get("PENSTOCK_LOG") == "json":
         handler.setFormatter(_JsonFormatter({"component": component, "run": run}))

@@ -1,4 +1,4 @@
-"""Prometheus exposition of one process."""
+"""Prometheus metrics of one process, and the file that says where the process listens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.errors import Unavailable
 
 PREFIX = "penstock"
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Buckets of what a request or a call takes."""
+"""Histogram buckets for the duration of a request or a call."""
 LONG_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Buckets of what a group, a step, a checkpoint or a recovery takes."""
+"""Histogram buckets for the duration of a group, a step, a checkpoint or a recovery."""
 
 
 class Children:
-    """Series of labelled metrics, kept: `metric.labels` takes a lock and copies its labels for every call."""
+    """A cache of labelled metrics. `metric.labels` takes a lock and copies its labels on every call."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int | str, ...], Any] = {}
@@ -36,8 +36,8 @@ class Children:
 
 
 class CountedHistogram(Collector):
-    """A histogram that takes many values at once: prometheus_client's, which takes one a call, would be most of what
-    metrics cost. Written by one thread."""
+    """A histogram that can observe many values in one call. prometheus_client's histogram takes one value per call,
+    which would be most of the cost of all metrics. Only one thread may write to it."""
 
     def __init__(self, name: str, documentation: str, edges: Sequence[float], registry: CollectorRegistry) -> None:
         self.name = name
@@ -57,7 +57,8 @@ class CountedHistogram(Collector):
         self._sum += sum(values)
 
     def add(self, counts: Sequence[float], total: float) -> None:
-        """`counts[i]` values were at most `edges[i]` and above the edge before; the last ones above all edges."""
+        """Add values that are already counted by bucket: `counts[i]` of them were in (edges[i - 1], edges[i]], and the
+        last count is of values above all edges."""
         self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
         self._sum += total
 
@@ -70,7 +71,7 @@ class CountedHistogram(Collector):
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve /metrics from a daemon thread and return the port."""
+    """Serve /metrics from a daemon thread and return its port."""
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
@@ -80,7 +81,8 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
 
 
 def write_endpoint(folder: Path, component: str, **fields: object) -> None:
-    """Tell the other processes of this machine where `component` listens: `folder/component.json`, replaced whole."""
+    """Write `folder/component.json`, which tells other processes of this machine where `component` listens. The file is
+    replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{component}.json.partial"
     partial.write_text(json.dumps({"pid": os.getpid(), **fields}))

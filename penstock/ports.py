@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 
 def is_loopback(host: str) -> bool:
-    """False for every name but localhost: what a name resolves to may change."""
+    """Whether an address is reachable from this machine only. False for every name but localhost, because what a name
+    resolves to can change."""
     if host == "localhost":
         return True
     try:
@@ -19,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. Bind soon."""
+    """Return a port that is free now. Bind it soon, before another process does."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -37,7 +38,7 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def wait_for_port(host: str, port: int, timeout_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:
-    """True once something accepts connections there; False when `timeout_s` passed or `while_true` no longer holds."""
+    """Wait until something accepts connections. Return False after `timeout_s`, or when `while_true()` is false."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and while_true():
         try:

@@ -1,4 +1,4 @@
-"""What several samples of each prompt say about a policy: mean@k and pass@k."""
+"""Scores of a policy from several samples per prompt: mean@k and pass@k."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ class ScoreSummary:
     num_prompts: int
     num_samples: int
     mean: float
-    """Over all samples: mean@k, where every prompt has k."""
+    """Mean over all samples. This is mean@k if every prompt has k samples."""
     pass_at: dict[int, float]
-    """k: the chance that at least one of k samples of a prompt passes; k are powers of two, and the fewest samples that
-    a prompt has."""
+    """pass@k by k: the probability that at least one of k samples of a prompt passes. The k are the powers of two up to
+    the smallest number of samples of any prompt, and that number itself."""
 
 
 def summarise(scores: Sequence[Sequence[float]], pass_score: float = PASS_SCORE) -> ScoreSummary:
-    """`scores` has one entry a prompt, with one a sample. A sample passes with at least `pass_score`.
+    """Summarise `scores`, which has one list per prompt with one score per sample. A sample passes if its score is at
+    least `pass_score`.
 
-    Prompts without samples, which failed, are left out."""
+    Prompts without samples, because they failed, are left out."""
     answered = [samples for samples in scores if samples]
     flat = [score for samples in answered for score in samples]
     fewest = min(map(len, answered), default=0)
@@ -37,7 +38,7 @@ def summarise(scores: Sequence[Sequence[float]], pass_score: float = PASS_SCORE)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate 1 - C(n - c, k) / C(n, k) of Chen et al., 2021."""
+    """Unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021)."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, not {num_samples}")
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

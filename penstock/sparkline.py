@@ -1,4 +1,4 @@
-"""A line of bars for a terminal."""
+"""A small bar chart in one line of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values from 0 to 1 as a line of bars, the newest on the right."""
+    """Draw values from 0 to 1 as bars, the newest on the right. More values than `width` are averaged."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]

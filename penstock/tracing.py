@@ -1,15 +1,17 @@
-"""Traces of a prompt's life, by OpenTelemetry. Off unless `tracing.endpoint` is set; nothing of it is imported before.
+"""OpenTelemetry traces of a prompt, from submission to publication.
+
+Tracing is off unless `tracing.endpoint` is set; OpenTelemetry is only imported then.
 
     submit (gateway, feed)
-      └─ lease (rollout server: from the lease until the group is handed in)
+      └─ lease (rollout server: from the lease until the group is appended to the queue)
            ├─ generate
            ├─ reward
            ├─ queue   (until the learner reads the group)
            ├─ train   (the step)
            └─ publish (until the first version that contains it is current)
 
-A span's context travels as W3C `traceparent` text with the prompt and with the group. A prompt without one is not
-traced.
+A span's context travels as W3C `traceparent` text, first with the prompt and then with the group. A prompt without one
+is not traced.
 """
 
 from __future__ import annotations
@@ -31,30 +33,30 @@ Attribute = str | int | float
 
 
 class Tracing:
-    """Traces nothing: what every process has by default."""
+    """Tracing that is switched off: every method does nothing."""
 
     is_on = False
 
     @contextlib.contextmanager
     def start(self, name: str, trace_parent: str = "", **attributes: Attribute) -> Iterator[str]:
-        """A trace's first span; part of a trace that a client has begun, where that is given. Yields the context for
-        the spans below it, empty where it is not traced."""
+        """Start a trace, or continue the client's trace given by `trace_parent`. Yields the context for child spans,
+        which is empty if the prompt is not traced."""
         yield trace_parent
 
     @contextlib.contextmanager
     def span(self, name: str, trace_parent: str, **attributes: Attribute) -> Iterator[str]:
-        """A span below another. Yields its context; without a parent, nothing is traced."""
+        """Open a child span and yield its context. Without a parent, nothing is traced."""
         yield trace_parent
 
     def record(self, name: str, trace_parent: str, start_s: float, end_s: float, **attributes: Attribute) -> None:
-        """A span whose times, in seconds of the wall clock, are known."""
+        """Record a span that has already ended. Times are Unix timestamps in seconds."""
 
     def close(self) -> None:
-        """Send what is not sent yet."""
+        """Export the remaining spans."""
 
 
 class OpenTelemetryTracing(Tracing):
-    """Over a provider that samples, batches and exports."""
+    """Tracing with a provider that samples, batches and exports spans."""
 
     is_on = True
 
@@ -90,7 +92,7 @@ class OpenTelemetryTracing(Tracing):
         self.provider.shutdown()
 
     def _context(self, trace_parent: str) -> Context:
-        """Of the given text alone: what happens to be the current span is not a parent."""
+        """The context in `trace_parent`. The current span of this process is not used as a parent."""
         from opentelemetry.context import Context
 
         return self.propagator.extract({"traceparent": trace_parent}, context=Context())
@@ -106,7 +108,7 @@ class OpenTelemetryTracing(Tracing):
 
 
 def open_tracing(config: TracingConfig, component: str, run: str) -> Tracing:
-    """What the config asks for. Spans are exported by OTLP over HTTP, in batches, by a thread of its own."""
+    """Make the tracing that the config asks for. A background thread exports spans in batches, by OTLP over HTTP."""
     if not config.endpoint:
         return Tracing()
     try:

@@ -1,4 +1,4 @@
-"""The options by which every client command finds its gateway."""
+"""The options with which client commands find their gateway."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--run-dir", type=Path, metavar="DIR",
-        help=f"folder of a run on this machine (default: the one that is up in {RUNS_FOLDER}/)",
+        help=f"folder of a run on this machine (default: the run that is up in {RUNS_FOLDER}/)",
     )  # fmt: skip
-    where.add_argument("--url", help="address of a gateway, such as http://gateway:8080")
-    parser.add_argument("--run", metavar="NAME", help="a run that was created through the gateway (default: its own)")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the gateway's key")
-    parser.add_argument("--tls-ca-file", type=Path, metavar="FILE", help="trust these authorities, not the system's")
-    parser.add_argument("--tls-cert-file", type=Path, metavar="FILE", help="certificate to show, with its key")
+    where.add_argument("--url", help="URL of a gateway, such as http://gateway:8080")
+    parser.add_argument(
+        "--run",
+        metavar="NAME",
+        help="name of a run that was created through the gateway (default: the gateway's own run)",
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key")
+    parser.add_argument(
+        "--tls-ca-file", type=Path, metavar="FILE", help="certificate authorities to trust (default: the system's)"
+    )
+    parser.add_argument(
+        "--tls-cert-file", type=Path, metavar="FILE", help="client certificate together with its private key"
+    )
 
 
 def only_gateway() -> GatewayAddress:
-    """That of the one run in `runs/` that is up. A choice among several is not made for anyone."""
+    """Return the gateway of the only run in `runs/` that is up. Raises ConfigError if there is none, or several."""
     from penstock.client.address import GatewayAddress
 
     folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
@@ -48,7 +56,7 @@ def only_gateway() -> GatewayAddress:
 
 
 def _answers(url: str) -> bool:
-    """A gateway that was killed has left its `gateway.json` behind."""
+    """Whether a gateway accepts connections. A killed gateway leaves its `gateway.json` behind."""
     parts = urllib.parse.urlsplit(url)
     try:
         with socket.create_connection((parts.hostname, parts.port), timeout=PROBE_S):
@@ -58,7 +66,7 @@ def _answers(url: str) -> bool:
 
 
 def newest_config() -> Path:
-    """The config of the run in `runs/` that was started last."""
+    """Return the config of the run in `runs/` that was started last."""
     configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")

@@ -1,4 +1,4 @@
-"""`penstock doctor`: check a deployment, one line a check, and say what to do."""
+"""`penstock doctor`: check a deployment. Prints one line per check, with advice."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock doctor",
-        description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 if one fails.",
-        epilog="Any field of the config may follow as an override: --redis.url redis://…",
+        description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
+        epilog="Any config field can be overridden: --redis.url redis://…",
     )
-    parser.add_argument("--config", type=Path, help="YAML file of the run (default: of the newest run in runs/)")
+    parser.add_argument("--config", type=Path, help="YAML file of the run (default: that of the newest run in runs/)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parser.parse_known_args(argv)
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     path = args.config or newest_config()
     config = load_config(path, overrides)
     if not config.redis.url:
-        raise ConfigError(f"{path} has no redis.url; give the config that `penstock up` wrote to the run's folder")
+        raise ConfigError(f"{path} has no redis.url; use the config.yaml that `penstock up` writes to the run's folder")
     findings = asyncio.run(examine(config))
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

@@ -1,6 +1,7 @@
-"""`penstock feed --config RUN.yaml`: submit the dataset of a config file to its run, and validate beside it.
+"""`penstock feed --config RUN.yaml`: submit the dataset of a config file to its run, and run its validations.
 
-Talks to Redis itself. Start it again after it was killed: it goes on where it stood. `penstock up` does the same work.
+It talks to Redis directly. If it is killed, start it again: it continues from the stored position. `penstock up` starts
+it for the runs of this machine.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 TERMINATED = 128 + signal.SIGTERM
-"""Not 0: what was stopped has not submitted everything."""
+"""Exit code after SIGTERM. It is not 0, because not everything was submitted."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock feed",
-        description="Submit the dataset of a config file to its run, epoch by epoch; safe to stop and start again.",
-        epilog="Any field of the config may follow as an override: --dataset.epochs 3",
+        description="Submit the dataset of a config file to its run, epoch by epoch. Safe to stop and start again.",
+        epilog="Any config field can be overridden: --dataset.epochs 3",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
     config = load_config(args.config, overrides)
     if not config.redis.url:
-        raise ConfigError("redis.url is not set; `penstock up` feeds the runs whose Redis it starts itself")
+        raise ConfigError("redis.url is not set; for a run with a private Redis use `penstock up`, which also feeds it")
     from penstock.feed.feeding_run import check_fed, feed_run
 
     if args.check:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _until_terminated(feeding: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM cancels, so that a server that was held for a validation is freed."""
+    """Cancel the feed on SIGTERM, so that a server that is held for a validation is released."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,4 +1,4 @@
-"""`penstock keys`: make and list the API keys of a gateway. A key is shown once; its hash is kept."""
+"""`penstock keys`: make and list the API keys of a gateway. A key is printed once; only its hash is stored."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock keys", description="Make and list the API keys of a gateway.")
     actions = parser.add_subparsers(dest="action", required=True)
     make = actions.add_parser("make", help="make a key, print it, and add its hash to the file")
-    make.add_argument("--name", required=True, help="who uses it; stands in the audit log")
-    make.add_argument("--role", choices=ROLES, required=True, help="read: look; submit: and send; admin: and change")
-    listing = actions.add_parser("list", help="show names and roles")
+    make.add_argument("--name", required=True, help="who uses the key; appears in the audit log")
+    make.add_argument(
+        "--role",
+        choices=ROLES,
+        required=True,
+        help="read: view only; submit: also submit prompts; admin: also change runs and policies",
+    )
+    listing = actions.add_parser("list", help="list names and roles")
     for action in (make, listing):
-        action.add_argument("--file", type=Path, required=True, help="the gateway's keys_file")
+        action.add_argument("--file", type=Path, required=True, help="file that gateway.keys_file names")
     args = parser.parse_args(argv)
     if args.action == "list":
         for key in read_keys(args.file):
@@ -30,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _make(path: Path, name: str, role: str) -> str:
     if path.exists() and path.read_text().strip() and any(key.name == name for key in read_keys(path)):
-        raise InvalidInput("--name", f"{path} has a key {name!r} already; remove its line first, or choose another")
+        raise InvalidInput(
+            "--name", f"{path} already has a key {name!r}; choose another name, or remove its line first"
+        )
     secret, key = make_key(name, next(known for known in ROLES if known == role))
     try:
         with path.open("a") as file:

@@ -1,6 +1,7 @@
-"""The `penstock` command: finds the subcommand's module by name and imports nothing else, so that help answers at once.
+"""The `penstock` command.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130 interrupted. Errors are one line on stderr.
+It imports only the module of the chosen subcommand, so that `--help` is fast. Errors are one line on stderr. Exit
+codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
     "up": ("penstock_services.local.up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.submit", "submit the prompts of a dataset file to a run"),
-    "feed": ("penstock.cli.feed", "submit the dataset of a config file to its run, and validate beside it"),
-    "status": ("penstock.cli.status", "show a run: step, version, queue, servers"),
-    "top": ("penstock.cli.top", "watch a run: steps, queue, servers, parts"),
-    "doctor": ("penstock.cli.doctor", "check a deployment, and say what to do"),
-    "watch": ("penstock.cli.watch", "follow the results of a run as they come"),
+    "feed": ("penstock.cli.feed", "submit the dataset of a config file to its run, and run its validations"),
+    "status": ("penstock.cli.status", "show the state of a run once: step, version, queue, servers"),
+    "top": ("penstock.cli.top", "watch a run live in the terminal"),
+    "doctor": ("penstock.cli.doctor", "check a deployment and give advice"),
+    "watch": ("penstock.cli.watch", "print the results of a run as they arrive"),
     "policies": ("penstock.cli.policies", "list, compare, promote and roll back policy versions"),
-    "runs": ("penstock.cli.runs", "create, list, pause, resume or stop runs, or show metrics by step"),
-    "servers": ("penstock.cli.servers", "list the rollout servers of a run, drain and undrain them"),
+    "runs": ("penstock.cli.runs", "create, list, pause, resume and stop runs; show metrics by step"),
+    "servers": ("penstock.cli.servers", "list, drain and undrain the rollout servers of a run"),
     "keys": ("penstock.cli.keys", "make and list the API keys of a gateway"),
-    "queue": ("penstock.cli.queue", "look into a run's replay queue, record and replay it, repair it"),
-    "plan": ("penstock.cli.plan", "estimate the GPUs, memory, rates and staleness of a run"),
-    "simulate": ("penstock.cli.simulate", "predict a fleet's idle time and staleness"),
-    "evaluate": ("penstock_rollout.offline.evaluate", "score a Parquet file of responses by data source"),
+    "queue": ("penstock.cli.queue", "inspect, record, replay and repair the replay queue of a run"),
+    "plan": ("penstock.cli.plan", "estimate GPUs, memory, throughput and staleness of a run"),
+    "simulate": ("penstock.cli.simulate", "predict idle time and staleness by simulation"),
+    "evaluate": ("penstock_rollout.offline.evaluate", "score a Parquet file of responses"),
     "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
-    "launcher": ("penstock_services.local.launcher", "start the runs that are created through the gateway"),
+    "launcher": ("penstock_services.local.launcher", "start runs that are created through the gateway"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
     "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
     "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Name: (module with `main(argv) -> int`, help). Modules are named as text: their packages stand above this one."""
+"""Each command's module, which has `main(argv) -> int`, and its help. Modules are given as text, because this package
+may not import the packages above it."""
 
 _EXTRAS = {"penstock_services": "services", "penstock_rollout": "rollout", "penstock_learner": "learner"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A reader that closed the pipe (`penstock status | head -1`) is no error worth a traceback."""
+    """Run a command and return its exit code. A closed pipe (`penstock status | head -1`) ends it quietly."""
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -95,6 +97,7 @@ def _help() -> str:
             *lines,
             "",
             "`penstock COMMAND --help` describes a command. `penstock --version` prints the version.",
+            "To start: `penstock demo`.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""`penstock plan`: how many GPUs a model needs in each placement, with the arithmetic."""
+"""`penstock plan`: estimate how many GPUs a model needs in each placement, and show the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ if TYPE_CHECKING:
     from penstock.sizing.plan import Plan, RolePlan
 
 _WORKLOAD = {
-    "groups_per_step": "groups of one step",
-    "num_samples": "samples of one group",
-    "prompt_tokens": "tokens of a prompt, on average",
-    "response_tokens": "tokens of a response, on average",
-    "max_staleness": "versions by which a group may be old",
-    "max_num_seqs": "sequences that an engine decodes at once, at most",
+    "groups_per_step": "groups per step",
+    "num_samples": "samples per group",
+    "prompt_tokens": "mean number of prompt tokens",
+    "response_tokens": "mean number of response tokens",
+    "max_staleness": "largest number of versions that a group may be old",
+    "max_num_seqs": "maximum number of samples that an engine decodes at once",
 }
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock plan",
-        description="Estimate GPUs, memory, rates, push time and staleness of a run, with the arithmetic.",
+        description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic.",
     )
-    parser.add_argument("--model", default="7b", help="0.5b, 1.5b, 3b, 7b, 14b, 32b, 70b, or a model folder")
-    parser.add_argument("--gpu", default="h100", help="l40s, a100, h100, h200 or b200")
-    parser.add_argument("--placement", choices=("standalone", "split-collocate"), help="only this one")
+    parser.add_argument(
+        "--model", default="7b", help="0.5b, 1.5b, 3b, 7b, 14b, 32b, 70b, or a model folder (default: %(default)s)"
+    )
+    parser.add_argument("--gpu", default="h100", help="l40s, a100, h100, h200 or b200 (default: %(default)s)")
+    parser.add_argument(
+        "--placement", choices=("standalone", "split-collocate"), help="plan this placement only (default: both)"
+    )
     for name, text in _WORKLOAD.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N", help=text)
-    parser.add_argument("--critic", action="store_true", help="with a critic of the policy's size")
-    parser.add_argument("--reward-model", action="store_true", help="with a reward model of the policy's size")
-    parser.add_argument("--network-gbit", type=float, default=400.0, help="Gbit/s between nodes, for a GPU")
+    parser.add_argument("--critic", action="store_true", help="add a critic of the policy's size")
+    parser.add_argument("--reward-model", action="store_true", help="add a reward model of the policy's size")
+    parser.add_argument(
+        "--network-gbit",
+        type=float,
+        default=400.0,
+        help="network bandwidth per GPU between nodes, in Gbit/s (default: %(default)g)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     from penstock.errors import ConfigError
@@ -41,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from penstock.sizing.plan import PLACEMENTS, Workload, make_plan
 
     if args.gpu not in GPUS:
-        raise ConfigError(f"--gpu {args.gpu} is none of {', '.join(GPUS)}")
+        raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
     given = {name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None}
     workload = Workload(
         **given, network_rate=args.network_gbit * 1e9 / 8,
@@ -58,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_text(plan: Plan) -> str:
-    """The plan for a person: what to install, then how each number came about."""
+    """The plan as text: GPUs by role with the terms of their memory, rates, forecast, and the config to use."""
     f = plan.forecast
     lines = [
         f"{plan.model.name} ({plan.model.num_parameters / 1e9:.2f}e9 parameters) on {plan.gpu.name}, {plan.placement}: "
@@ -111,7 +120,7 @@ def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
 
 
 def _config(plan: Plan) -> dict[str, Any]:
-    """What to write into the run's configuration."""
+    """The fields to set in the run's configuration."""
     roles: dict[str, Any] = {}
     num_ranks = 1
     for role in plan.learner_roles:

@@ -1,14 +1,14 @@
-"""`penstock policies`: the versions of a run, who serves them, and what to do about them.
+"""`penstock policies`: list the policy versions of a run, compare them, and choose which one is served.
 
 penstock policies                     the newest versions
 penstock policies diff 3 7            what changed between two
-penstock policies promote 7           mark the version that is meant for use
+penstock policies promote 7           mark a version as meant for use
 penstock policies rollback 3          hold every rollout server at a version, from its snapshot
-penstock policies release             end that
+penstock policies release             end the roll back
 penstock policies retire 2            never use a version again
-penstock policies pin 3 NAME          answer the key, session or evaluation NAME by this version only, or keep the
+penstock policies pin 3 NAME          serve the key, session or evaluation NAME with this version only, or keep the
                                       rollout server NAME at it
-penstock policies unpin NAME
+penstock policies unpin NAME          remove a pin
 """
 
 from __future__ import annotations
@@ -27,20 +27,29 @@ if TYPE_CHECKING:
     from penstock.client.responses import Policy, PolicyComparison
 
 DEADLINE_S = 5.0
+_EPILOG = (__doc__ or "").partition("\n\n")[2]
+"""The table of actions above."""
 MAX_LIMIT = 1000
 _DIGEST_LENGTH = 12
 _ACTIONS = {
     "list": 0, "diff": 2, "promote": 1, "rollback": 1, "release": 0, "retire": 1, "pin": 2, "unpin": 1,
 }  # fmt: skip
-"""And how many words each takes."""
+"""Actions, and the number of words that each takes."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock policies", description="List and change the versions of a run.")
+    parser = argparse.ArgumentParser(
+        prog="penstock policies",
+        description="List the policy versions of a run, or change one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("action", nargs="?", default="list", choices=_ACTIONS, help="(default: %(default)s)")
-    parser.add_argument("words", nargs="*", metavar="VERSION | NAME", help="what the action is about")
+    parser.add_argument("words", nargs="*", metavar="VERSION | NAME", help="see the actions below")
     add_gateway_arguments(parser)
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="list at most N versions (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if not 1 <= args.limit <= MAX_LIMIT:
@@ -53,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
 def _act(client: SyncPenstockClient, args: argparse.Namespace) -> None:
     words, num_words = args.words, _ACTIONS[args.action]
     if len(words) != num_words:
-        raise InvalidInput(args.action, f"takes {num_words} of VERSION and NAME, not {len(words)}")
+        raise InvalidInput(
+            args.action,
+            f"takes {num_words} arguments (VERSION or NAME), not {len(words)}; see `penstock policies --help`",
+        )
     if args.action == "list":
         policies = client.policies(page_size=args.limit).policies
         print(to_json(policies)) if args.json else _print(policies)
@@ -83,7 +95,7 @@ def _change(client: SyncPenstockClient, action: str, words: Sequence[str]) -> Po
 
 def _version(word: str) -> int:
     if not word.isdecimal():
-        raise InvalidInput(repr(word), "is not the number of a version")
+        raise InvalidInput(repr(word), "is not a version number")
     return int(word)
 
 
@@ -108,7 +120,7 @@ def _print(policies: Sequence[Policy]) -> None:
     from rich.table import Table
 
     if not policies:
-        Console().print("no policy version was published yet")
+        Console().print("no policy version has been published yet")
         return
     table = Table()
     for name in ("version", "step", "reward"):

@@ -1,11 +1,12 @@
-"""`penstock runs`: the runs of a gateway, and what to do about them.
+"""`penstock runs`: create, show and control the runs of a gateway.
 
-penstock runs                         one run: its state, step and version
-penstock runs list                    all of them
-penstock runs create CONFIG           hand a config to a launcher; fields may follow: --learner.num_steps 200
-penstock runs pause                   lease no prompts; `resume` goes on, and starts one again that stopped or failed
-penstock runs stop                    end the learner after its step, with a checkpoint
-penstock runs metrics                 of the newest steps
+penstock runs                         show one run: its state, step and version
+penstock runs list                    show all runs
+penstock runs create CONFIG           create a run, which a launcher starts; overrides may follow
+penstock runs pause                   stop leasing prompts
+penstock runs resume                  lease prompts again; start a created run again that stopped or failed
+penstock runs stop                    end the learner after its current step, with a checkpoint
+penstock runs metrics                 show the metrics of the newest steps
 """
 
 from __future__ import annotations
@@ -24,20 +25,34 @@ if TYPE_CHECKING:
     from penstock.client.responses import Run, StepMetrics
 
 DEADLINE_S = 5.0
+_EPILOG = (__doc__ or "").partition("\n\n")[2]
+"""The table of actions above."""
 _SHOWN = ("reward_mean", "staleness_mean", "loss", "tokens_per_second")
 _ACTIONS = ("show", "list", "create", "metrics", "pause", "resume", "stop")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock runs", description="Create, show and change runs.")
+    parser = argparse.ArgumentParser(
+        prog="penstock runs",
+        description="Create, show, pause, resume and stop runs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("action", nargs="?", default="show", choices=_ACTIONS)
-    parser.add_argument("config", nargs="?", type=Path, help="YAML file of the run to create")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        help="YAML file of the run to create; any config field can be overridden: --learner.num_steps 200",
+    )
     add_gateway_arguments(parser)
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="steps of metrics (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="show the metrics of N steps (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parser.parse_known_args(argv)
     if (args.action == "create") != (args.config is not None):
-        raise InvalidInput("config", "name a config file to create a run, and none for anything else")
+        raise InvalidInput("config", "`create` needs a config file, and the other actions take none")
     if overrides and args.action != "create":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     with open_client(args, DEADLINE_S) as client:
@@ -55,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _create(client: SyncPenstockClient, path: Path, overrides: Sequence[str]) -> Run:
-    """What is wrong in the file is said here; Redis' address and the like never leave this machine."""
+    """Check the file here, so that mistakes are reported at once. Fields that the launcher sets, such as Redis'
+    address, are not sent."""
     from penstock.config.loading import load_config
     from penstock.store.created_runs import stored_config
 

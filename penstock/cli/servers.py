@@ -1,4 +1,4 @@
-"""`penstock servers`: the rollout servers of a run; drain and undrain them."""
+"""`penstock servers`: list, drain and undrain the rollout servers of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ DEADLINE_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock servers", description="List, drain and undrain rollout servers.")
+    parser = argparse.ArgumentParser(
+        prog="penstock servers",
+        description="List, drain and undrain rollout servers. A drained server leases no prompts.",
+    )
     parser.add_argument("action", nargs="?", default="list", choices=("list", "drain", "undrain"))
-    parser.add_argument("server_id", nargs="?", help="which one to drain or undrain")
+    parser.add_argument("server_id", nargs="?", help="server to drain or undrain")
     add_gateway_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if (args.action == "list") == bool(args.server_id):
-        raise InvalidInput("server_id", "name a server to drain or undrain, and none to list them")
+        raise InvalidInput("server_id", "`drain` and `undrain` need a server id, and `list` takes none")
     with open_client(args, DEADLINE_S) as client:
         if args.action == "list":
             servers = client.servers()

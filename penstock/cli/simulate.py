@@ -1,4 +1,4 @@
-"""`penstock simulate`: idle time and staleness to expect of a fleet, by simulation."""
+"""`penstock simulate`: predict the idle time and staleness of a run by simulation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from penstock.sizing.fleet_model import Forecast
 
 _OPTIONS: dict[str, tuple[type, str]] = {
-    "num_servers": (int, "rollout servers"),
-    "concurrent_groups": (int, "prompts that a server works on at once"),
-    "group_s": (float, "seconds of one group, lease to hand-in, on average"),
-    "group_variation": (float, "standard deviation of that over the mean"),
-    "longest_group": (float, "longest group over the mean"),
-    "groups_per_step": (int, "groups of one step"),
-    "max_staleness": (int, "versions by which a group may be old"),
-    "train_s": (float, "seconds of forward passes and update"),
-    "gather_s": (float, "seconds that training waits for a version to be staged"),
-    "push_s": (float, "seconds from an update until servers serve it"),
-    "pause_s": (float, "seconds for which decoding stands still then"),
-    "server_mtbf_s": (float, "mean seconds between failures of one server"),
-    "restart_s": (float, "seconds until a failed server is back"),
-    "lease_ttl_s": (float, "seconds until its prompts are leased again"),
+    "num_servers": (int, "number of rollout servers"),
+    "concurrent_groups": (int, "prompts that one server works on at once"),
+    "group_s": (float, "mean seconds from the lease of a prompt to its finished group"),
+    "group_variation": (float, "standard deviation of group_s, divided by its mean"),
+    "longest_group": (float, "longest group, as a multiple of the mean"),
+    "groups_per_step": (int, "groups per step"),
+    "max_staleness": (int, "largest number of versions that a group may be old"),
+    "train_s": (float, "seconds of forward passes and update in one step"),
+    "gather_s": (float, "seconds that training waits while a version is staged"),
+    "push_s": (float, "seconds from an update until the servers serve it"),
+    "pause_s": (float, "seconds that decoding pauses while a version is loaded"),
+    "server_mtbf_s": (float, "mean seconds between two failures of one server"),
+    "restart_s": (float, "seconds until a failed server works again"),
+    "lease_ttl_s": (float, "seconds until a failed server's prompts are leased again"),
     "num_steps": (int, "steps to simulate"),
-    "seed": (int, "of the durations"),
+    "seed": (int, "seed of the random durations"),
 }
 _REQUIRED = ("num_servers", "concurrent_groups", "group_s", "groups_per_step", "max_staleness", "train_s")
 
@@ -35,17 +35,17 @@ _REQUIRED = ("num_servers", "concurrent_groups", "group_s", "groups_per_step", "
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock simulate",
-        description="Predict a run's idle time and staleness. What a run has measured can be taken from its files.",
+        description="Predict a run's idle time and staleness. --run-dir takes the inputs from a run.",
     )
     for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
-    parser.add_argument("--stale-policy", choices=("wait", "drop", "correct"), help="of the replay queue")
+    parser.add_argument("--stale-policy", choices=("wait", "drop", "correct"), help="replay.stale_policy of the run")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR",
-        help="folder of a run: its config.yaml and metrics.jsonl give what is not given here, and what to compare with",
+        help="folder of a run: take inputs from its config.yaml and metrics.jsonl, and compare the result with them",
     )  # fmt: skip
     parser.add_argument(
-        "--rollout-metrics", type=Path, metavar="FILE", help="/metrics of one of its servers, saved: gives group_s"
+        "--rollout-metrics", type=Path, metavar="FILE", help="saved /metrics of a rollout server, to read group_s from"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     fields |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if name not in fields]
     if missing:
-        raise ConfigError(f"give {', '.join(missing)}; or --run-dir, and --rollout-metrics for the seconds of a group")
+        raise ConfigError(f"missing: {', '.join(missing)}; or give --run-dir, and --rollout-metrics for group_s")
     forecast = simulate(FleetModel(**fields))
     measured = measured_outcome(args.run_dir) if args.run_dir else {}
     if args.json:

@@ -1,4 +1,4 @@
-"""`penstock status`: one look at a run."""
+"""`penstock status`: show the state of a run once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _DIGEST_LENGTH = 8
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock status", description="Show a run: step, version, queue, servers.")
+    parser = argparse.ArgumentParser(
+        prog="penstock status", description="Show the state of a run: step, version, queue, servers."
+    )
     add_gateway_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -53,7 +55,7 @@ def _print(run: Run) -> None:
 
 
 def step_numbers(metrics: Metrics) -> Any:
-    """Of the step that made the newest version; all of them are in `--json`."""
+    """Key metrics of the step that made the newest version. `--json` shows all metrics."""
     from rich.text import Text
 
     shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
@@ -61,7 +63,7 @@ def step_numbers(metrics: Metrics) -> Any:
 
 
 def queue_table(queue: QueueStat) -> Any:
-    """A group that the learner has taken counts as trained once a checkpoint covers it."""
+    """The groups of the queue by state. A group that the learner took counts as trained when a checkpoint covers it."""
     from rich.table import Table
 
     table = Table(title=f"groups, {queue.queued_bytes / 2**20:.1f} MiB of them ready", title_justify="left")

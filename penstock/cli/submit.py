@@ -1,7 +1,7 @@
-"""`penstock submit FILE`: the prompts of a dataset file, in batches.
+"""`penstock submit FILE`: submit the prompts of a dataset file in batches.
 
-The whole file is read and checked before the first batch is sent. The key of a batch is derived from its prompts, its
-position and --epoch, so running the same command again submits only what had not arrived.
+The whole file is read and checked before the first batch is sent. The idempotency key of a batch is derived from its
+prompts, its position and --epoch, so running the same command again submits only what has not arrived yet.
 """
 
 from __future__ import annotations
@@ -30,28 +30,39 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock submit", description="Submit the prompts of a dataset file to a run."
     )
-    parser.add_argument("file", type=Path, help="verl Parquet, JSONL with the same fields, or a Hugging Face folder")
+    parser.add_argument(
+        "file", type=Path, help="Parquet or JSONL file with verl's columns, or a Hugging Face dataset folder"
+    )
     add_gateway_arguments(parser)
-    parser.add_argument("--num-samples", type=int, default=8, help="samples of each prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="stay until every prompt is finished")
-    parser.add_argument("--epoch", type=int, default=0, help="another number submits the same prompts once more")
+    parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, off)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="maximum tokens of a response (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="submit only the first N prompts")
+    parser.add_argument(
+        "--wait", type=float, metavar="SECONDS", help="wait until every prompt is finished, at most this long"
+    )
+    parser.add_argument(
+        "--epoch",
+        type=int,
+        default=0,
+        help="give another number to submit the same prompts again (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
 
     prompts = _read(args)
     with open_client(args, DEADLINE_S) as client:
         num_replayed, first, last = submit_all(client, prompts, args.epoch)
-        print(f"submitted {len(prompts)} prompts, ids {first} to {last}; {num_replayed} had been submitted before")
+        print(f"submitted {len(prompts)} prompts, ids {first} to {last}; {num_replayed} were already submitted before")
         if args.wait is not None:
             wait_all(client, range(first, last + 1), args.wait)
     return 0
 
 
 def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: float) -> None:
-    """A progress bar until every prompt is finished."""
+    """Wait until every prompt is finished, with a progress bar."""
     import time
 
     with progress_bar("waiting") as progress:
@@ -62,7 +73,7 @@ def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: f
 
 
 def progress_bar(text: str) -> Progress:
-    """On a terminal's stderr; elsewhere nothing is shown."""
+    """A progress bar on stderr, shown only if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -72,7 +83,7 @@ def progress_bar(text: str) -> Progress:
 
 
 def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int) -> tuple[int, int, int]:
-    """Send every batch; returns how many prompts had been there already, and the smallest and largest id."""
+    """Send every batch. Returns how many prompts were already submitted before, and the smallest and largest id."""
     num_replayed = 0
     ids: list[int] = []
     with progress_bar("submitting") as progress:
@@ -87,7 +98,7 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 
 def batch_key(batch: Sequence[Prompt], start: int, epoch: int) -> str:
-    """The same for the same prompts, sampling, position and epoch, on every machine."""
+    """Idempotency key of a batch: equal for equal prompts, sampling, position and epoch, on every machine."""
     from penstock.client.prompt_body import prompt_body
 
     content = json.dumps([start, epoch, [prompt_body(prompt) for prompt in batch]], sort_keys=True)
@@ -106,5 +117,5 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling)
     prompts = list(islice(rows, args.limit))
     if not prompts:
-        raise InvalidInput(str(args.file), "holds no prompts")
+        raise InvalidInput(str(args.file), "contains no prompts")
     return prompts

@@ -1,4 +1,4 @@
-"""`penstock top`: a run in the terminal, redrawn in place. The numbers are those of the gateway's /metrics and API."""
+"""`penstock top`: watch a run in the terminal. The numbers come from the gateway's API and its /metrics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ HISTORY = 60
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock top", description="Watch a run: steps, queue, servers, parts.")
+    parser = argparse.ArgumentParser(
+        prog="penstock top", description="Watch a run: steps, queue, servers and components. Press Ctrl-C to end."
+    )
     add_gateway_arguments(parser)
-    parser.add_argument("--once", action="store_true", help="print one look and exit")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks")
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     if args.run:
-        raise InvalidInput("--run", "top shows a gateway's own run; use `penstock status`, or the run's own gateway")
+        raise InvalidInput(
+            "--run",
+            "`top` shows a gateway's own run only; use `penstock status --run`, or the URL of the run's own gateway",
+        )
     from rich.console import Console
     from rich.live import Live
 
@@ -45,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a run."""
+    """The state of a run at one moment."""
 
     run: Run
-    """The gateway's answer for the run."""
+    """The run as the gateway's API describes it."""
     series: dict[str, dict[str, float]]
-    """The gateway's metrics that have at most one label: name, then the label's value ("" without one)."""
+    """The gateway's metrics with at most one label, by name and then by the label's value ("" without a label)."""
 
     def value(self, name: str, label: str = "") -> float:
         return self.series.get(name, {}).get(label, 0.0)
@@ -109,11 +116,11 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
 
 
 def _parts(now: Look) -> Any:
-    """Heartbeats and restarts."""
+    """Heartbeats and restarts of the run's components."""
     from rich.table import Table
 
-    table = Table(title="parts", title_justify="left")
-    for name in ("part", "heartbeat", "restarts"):
+    table = Table(title="components", title_justify="left")
+    for name in ("component", "heartbeat", "restarts"):
         table.add_column(name)
     for component, age_s in sorted(now.series.get("penstock_heartbeat_age_seconds", {}).items()):
         restarts = now.value("penstock_component_restarts_total", component)

@@ -1,4 +1,4 @@
-"""`penstock watch`: a line for each prompt that finishes. Interrupt to end; --cursor goes on from an earlier line."""
+"""`penstock watch`: print a line for each prompt that finishes. `--cursor` continues after an earlier line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ DEADLINE_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock watch", description="Follow the results of a run as they come.")
+    parser = argparse.ArgumentParser(
+        prog="penstock watch", description="Print the results of a run as they arrive. Press Ctrl-C to end."
+    )
     add_gateway_arguments(parser)
-    parser.add_argument("--cursor", default="", help="go on after this one; 0: from the oldest (default: from now on)")
-    parser.add_argument("--limit", type=int, metavar="N", help="end after N results")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line, with the groups")
+    parser.add_argument(
+        "--cursor", default="", help="start after this result; 0 starts with the oldest (default: new results only)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N results")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the groups")
     args = parser.parse_args(argv)
     with open_client(args, DEADLINE_S) as client:
         for number, result in enumerate(client.results(args.cursor, with_groups=True), 1):

@@ -200,9 +200,9 @@ def test_plan_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["plan", "--gpu", "h900"], "--gpu h900 is none of"),
+        (["plan", "--gpu", "h900"], "--gpu h900 is not known; choose one of"),
         (["plan", "--model", "/nowhere"], "--model /nowhere is neither one of"),
-        (["simulate", "--num-servers", "3"], "give --concurrent-groups, --group-s, --groups-per-step"),
+        (["simulate", "--num-servers", "3"], "missing: --concurrent-groups, --group-s, --groups-per-step"),
         (["simulate", "--run-dir", "/nowhere"], "/nowhere/config.yaml does not exist"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Everything on one machine: a private Redis, the parts of a config file as child processes, the demo."""
+"""A whole run on one machine: a private Redis, the processes of a config file as children, and the demo."""

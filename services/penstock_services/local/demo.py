@@ -1,4 +1,4 @@
-"""`penstock demo`: train a tiny model on arithmetic, end to end, on this machine, and show that it learned."""
+"""`penstock demo`: train a tiny model on arithmetic on this machine, end to end, and show that it learned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DEFAULT_CONFIG = Path("examples/arithmetic/demo.yaml")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock demo",
-        description="Train a tiny model on arithmetic on this machine, in a few minutes.",
-        epilog="Any field of the config may follow as an override: --learner.lr 1e-4",
+        description="Train a tiny model on arithmetic on this machine. Takes a few minutes; needs no GPU.",
+        epilog="Any config field can be overridden: --learner.lr 1e-4",
     )
     parser.add_argument("--config", type=Path, default=None, help=f"YAML file (default: {DEFAULT_CONFIG})")
     arguments, overrides = parser.parse_known_args(argv)

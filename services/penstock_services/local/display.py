@@ -1,4 +1,4 @@
-"""The demo's live progress: a table that updates in place on a terminal, a line now and then elsewhere."""
+"""Progress of a local run: a table that updates in place on a terminal, or occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from penstock.sparkline import sparkline
 History = Sequence[dict[str, float]]
 COLUMNS = ("step", "version", "reward", "staleness", "tokens/s", "queue")
 SHOWN_METRICS = ("reward_mean", "staleness_mean", "tokens_per_second")
-"""Without these a step of a history cannot be shown."""
+"""Metrics that a step must have to be shown."""
 LINE_EVERY_STEPS = 10
 LINE_EVERY_S = 30.0
-"""A line is printed once either has passed, and a step was made."""
+"""A line is printed after this many steps, or after this time if there was at least one new step."""
 WAITING_AFTER_S = 60.0
-"""Without a step, a line says what there is."""
+"""After this time without a new step, a line shows the state of the queue and the servers."""
 
 
 class Progress(Protocol):
     def say(self, message: str) -> None: ...
 
     def update(self, status: Run, history: History) -> None:
-        """`status` is the gateway's answer for the run, `history` one dict of metrics a step."""
+        """Show the run's state from the gateway, and its history, which has one dict of metrics per step."""
         ...
 
 
@@ -47,7 +47,7 @@ def make_display(config: RunConfig) -> Display:
 
 
 class TerminalDisplay:
-    """A table that is redrawn in place, below what was said."""
+    """A table that is redrawn in place, below the messages."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -79,7 +79,7 @@ class TerminalDisplay:
 
 
 class LineDisplay:
-    """For logs and pipes: one line every few steps, or every step where those are slow."""
+    """For logs and pipes: one line every few steps, or every step if steps are slow."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -109,7 +109,7 @@ class LineDisplay:
 
 
 def _waiting(status: Run) -> str:
-    """What a run without a new step has, so that one sees what it lacks."""
+    """The state of a run that makes no steps, so that one can see what is missing."""
     queue, servers = status.queue, Counter(server.state for server in status.servers)
     fleet = ", ".join(f"{count} {state}" for state, count in sorted(servers.items())) or "none"
     return (

@@ -1,7 +1,7 @@
-"""`penstock launcher --config FILE`: start the runs that are created through the gateway, on this machine.
+"""`penstock launcher --config FILE`: start runs that are created through the gateway on this machine.
 
-Each is a `penstock up` of its own, with the launcher's Redis, under the launcher's `run_dir`. A launcher that is
-started again starts those anew that it had: they continue where their checkpoints are.
+Each run is its own `penstock up`, with the launcher's Redis and under the launcher's `run_dir`. A restarted launcher
+starts its runs again, and they continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock_services.local.processes import Child, ProcessGroup
 logger = logging.getLogger(__name__)
 NAME = "launcher"
 FOLDER = "_launcher"
-"""Under `run_dir`: no run can have this name."""
+"""The launcher's folder under `run_dir`. No run can have this name."""
 POLL_S = 0.5
 STOP_TIMEOUT_S = 180.0
-"""Of one run: its learner writes a checkpoint."""
+"""Time that a run gets to stop; its learner writes a checkpoint."""
 
 
 class Launcher:
-    """Takes created runs while there is room, and says in the registry what becomes of them."""
+    """Starts created runs while there is room, and records their state in the registry."""
 
     def __init__(self, config: RunConfig, runs: CreatedRuns, processes: ProcessGroup) -> None:
         self.config = config
@@ -45,41 +45,43 @@ class Launcher:
         self.processes = processes
         self.launcher_id = config.launcher.launcher_id or socket.gethostname()
         self.children: dict[str, Child] = {}
-        self._told: set[str] = set()
-        """Runs that were sent SIGTERM."""
+        self._terminated: set[str] = set()
+        """Runs that were sent SIGTERM and have not ended yet."""
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`. Then the runs end, with checkpoints, and stay this launcher's."""
+        """Start and stop runs until `stopping` is set. Then end all runs, with checkpoints; they stay assigned to this
+        launcher."""
         try:
             while not stopping.is_set():
                 try:
                     for created in await self.runs.list():
-                        await self._attend(created)
+                        await self._update(created)
                 except (Unavailable, QueueFull) as error:
-                    logger.warning("cannot follow the created runs: %s", error)
+                    logger.warning("cannot read the created runs: %s", error)
                 await asyncio.sleep(POLL_S)
         finally:
             for child in self.children.values():
                 child.process.terminate()
             await asyncio.to_thread(self.processes.stop)
 
-    async def _attend(self, created: CreatedRun) -> None:
+    async def _update(self, created: CreatedRun) -> None:
+        """Bring one run from its recorded state to the wanted one: start it, stop it, or record its end."""
         child = self.children.get(created.run)
         if created.launcher_id not in ("", self.launcher_id):
             return
         if child is not None and child.exit_code is not None:
-            await self._note_end(created, child)
+            await self._record_end(created, child)
         elif child is not None and created.state == "STOPPING":
-            if created.run not in self._told:
-                self._told.add(created.run)
+            if created.run not in self._terminated:
+                self._terminated.add(created.run)
                 child.process.terminate()
         elif child is None and created.state == "STOPPING":
             await self.runs.move(created, "STOPPED")
         elif child is None and created.state in ("CREATED", "STARTED"):
-            await self._take(created)
+            await self._start(created)
 
-    async def _take(self, created: CreatedRun) -> None:
-        """Start a run that is new, was resumed, or was this launcher's when it ended."""
+    async def _start(self, created: CreatedRun) -> None:
+        """Start a run that is new, that was resumed, or that this launcher ran before it was restarted."""
         if len(self.children) >= self.config.launcher.max_runs:
             return
         taken = await self.runs.move(created, "STARTED", launcher_id=self.launcher_id)
@@ -92,23 +94,25 @@ class Launcher:
             return
         command = [sys.executable, "-m", "penstock.cli.main", "up", str(config_file)]
         self.children[created.run] = self.processes.start(created.run, command, stop_timeout_s=STOP_TIMEOUT_S)
-        logger.info("run %s is started; log: %s", created.run, self.children[created.run].log)
+        logger.info("run %s started; log: %s", created.run, self.children[created.run].log)
 
-    async def _note_end(self, created: CreatedRun, child: Child) -> None:
+    async def _record_end(self, created: CreatedRun, child: Child) -> None:
+        """Record that a run has stopped, finished or failed."""
         if created.state == "STOPPING":
-            noted = await self.runs.move(created, "STOPPED")
+            recorded = await self.runs.move(created, "STOPPED")
         elif child.exit_code == 0:
-            noted = await self.runs.move(created, "FINISHED")
+            recorded = await self.runs.move(created, "FINISHED")
         else:
-            noted = await self.runs.move(created, "FAILED", detail=str(child.error()))
-        if noted is not None:
-            logger.info("run %s is %s %s", noted.run, noted.state.lower(), noted.detail)
+            recorded = await self.runs.move(created, "FAILED", detail=str(child.error()))
+        if recorded is not None:
+            logger.info("run %s is %s %s", recorded.run, recorded.state.lower(), recorded.detail)
             self.processes.children.remove(child)
             del self.children[created.run]
-            self._told.discard(created.run)
+            self._terminated.discard(created.run)
 
     def _write_config(self, created: CreatedRun) -> Path:
-        """Readable by its owner only: it may hold Redis' password. The run's own gateway stays on loopback."""
+        """Write the run's config. Only its owner can read it, because it may contain Redis' password. The run's own
+        gateway listens on loopback."""
         config = created.config_at(self.config)
         config = config.model_copy(update={"gateway": GatewayConfig(), "launcher": LauncherConfig()})
         check_run_folder(config)
@@ -131,7 +135,9 @@ async def serve(config: RunConfig) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ConfigError(f"a launcher is running in {config.run_dir}; stop it, or set run_dir") from error
+                raise ConfigError(
+                    f"a launcher is already running in {config.run_dir}; stop it, or set another run_dir"
+                ) from error
             async with Heartbeats(client, config.run).beating(NAME):
                 await Launcher(config, CreatedRuns(client), ProcessGroup(folder)).run(stopping)
     finally:
@@ -140,16 +146,18 @@ async def serve(config: RunConfig) -> None:
 
 def check(config: RunConfig) -> None:
     if not config.launcher.max_runs:
-        raise ConfigError("launcher.max_runs is 0: say how many created runs this machine may carry at once")
+        raise ConfigError(
+            "launcher.max_runs is 0; set it to the number of created runs that this machine may run at once"
+        )
     check_redis(config.redis)
     check_run_folder(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="penstock launcher", description="Start the runs that are created through the gateway, on this machine."
+        prog="penstock launcher", description="Start runs that are created through the gateway on this machine."
     )
-    parser.add_argument("--config", type=Path, required=True, help="the gateway's YAML file")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the gateway")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     args, overrides = parser.parse_known_args(argv)
     config = load_config(args.config, overrides)

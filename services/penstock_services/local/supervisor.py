@@ -1,4 +1,4 @@
-"""Watching over a local run until its learner has finished."""
+"""`penstock up`: supervise a local run until its learner has finished."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock_services.local.local_run import LocalRun
 
 POLL_S = 0.5
 PROGRESS_POLLS = 20
-"""A look at the progress is taken every so many polls."""
+"""Progress is shown after this many polls."""
 PAUSED_STATES = ("PAUSED", "STOPPED")
 
 
-async def watch(config: RunConfig) -> None:
-    """Run until the learner has its last step, a part dies, or a signal asks to stop."""
+async def supervise(config: RunConfig) -> None:
+    """Run until the learner has made its last step, a process dies, or SIGTERM or SIGINT arrives."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -30,7 +30,7 @@ async def watch(config: RunConfig) -> None:
         url = run.client.address.url
         display.say(f"run {config.run}: console and REST at {url}/, logs and checkpoints in {run.folder}")
         if (await run.client.get_run()).state in PAUSED_STATES:
-            display.say(f"the run is paused; `penstock runs resume --run-dir {run.folder}` lets it go on")
+            display.say(f"the run is paused; `penstock runs resume --run-dir {run.folder}` continues it")
         for poll in itertools.count(1):
             if stopping.is_set() or run.learner_finished:
                 break
@@ -47,12 +47,14 @@ def _check(run: LocalRun, display: LineDisplay) -> None:
     try:
         run.check()
     except ProcessDied as error:
-        display.say("a part has died; stopping the others, which may take a minute")
-        raise ProcessDied(f"{error}; mend it and start the run again: it goes on where it stood") from error
+        display.say("a process has died; stopping the others, which may take a minute")
+        raise ProcessDied(
+            f"{error}; fix the cause and start the run again: it continues from its last checkpoint"
+        ) from error
 
 
 async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
-    """A gateway that does not answer is not told of here: `check` says what became of it."""
+    """Show the run's progress. If the gateway does not answer, show nothing: `_check` reports why."""
     try:
         async with asyncio.timeout(POLL_S):
             status = await run.client.get_run()
@@ -63,8 +65,8 @@ async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
 
 
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
-    """The last policy is the one whose score matters most; its validation may still be under way. A run that was told
-    to stop is paused: nothing is leased, and no score would come."""
+    """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
+    leased, so there is nothing to wait for."""
     status = await run.client.get_run()
     every = run.config.dataset.validation.every_steps
     due = status.step // every * every
@@ -77,6 +79,6 @@ async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise DeadlineExceeded(
-            f"the validation of step {due} was not done after {run.config.rollout.prompt_timeout_s:.0f} s; see "
+            f"the validation of step {due} did not finish in {run.config.rollout.prompt_timeout_s:.0f} s; see "
             f"{run.folder / 'logs' / 'feed.log'}, or raise rollout.prompt_timeout_s"
         ) from error

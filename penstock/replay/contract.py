@@ -140,7 +140,7 @@ class QueueStat:
     pending_age_ms: int = field(compare=False)
     """Since the prompt that is next in line was submitted; 0 where none is pending."""
     ready_age_ms: int = field(compare=False)
-    """Since the group that is next in line was handed in; 0 where none is ready."""
+    """Time since the group that is next in line was appended, or 0 if none is ready."""
     admission_limit: int
     """What trained, queued and in flight may add up to."""
     admission_room: int
@@ -217,7 +217,7 @@ class GroupProducer(Protocol):
         ...
 
     async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
-        """Hand in a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate.
+        """Append a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate.
 
         `full`: over `capacity_bytes`; try again later. A queue from which nothing can be taken is never full for the
         group that unblocks it. Raises QueueFull where the store itself is out of memory."""

@@ -15,7 +15,7 @@ class FleetModel:
     concurrent_groups: int
     """Prompts that a server works on at once: `rollout.max_concurrent_groups`."""
     group_s: float
-    """One group from lease to hand-in, on average, while a server works on that many."""
+    """Mean seconds from the lease of a prompt to the append of its group, while a server works on that many."""
     groups_per_step: int
     max_staleness: int
     train_s: float

@@ -135,7 +135,7 @@ class RunCollector(Collector):
             ("staleness_limit_versions", "Largest staleness that admission allows.", self.facts.max_staleness),
             ("queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", stat.admission_limit),
             ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
-            ("queue_samples_per_insert", "Groups trained per group handed in.", stat.samples_per_insert),
+            ("queue_samples_per_insert", "Groups trained per group appended.", stat.samples_per_insert),
         ):
             yield GaugeMetricFamily(f"penstock_{name}", documentation, value=value)
 

@@ -1,12 +1,12 @@
 """The rollout server process: one engine, and the loops that lease prompts, append groups and follow versions.
 
-| loop      | file                 | what it does                                                              |
-|-----------|----------------------|---------------------------------------------------------------------------|
-| lease     | `groups/producer.py` | leases prompts; a task per prompt makes the group and appends it          |
-| heartbeat | `groups/producer.py` | renews the leases                                                         |
-| reconcile | `groups/producer.py` | drops groups that no longer have to be kept, appends again what Redis lost |
-| report    | `membership.py`      | reports to the fleet, and follows the wanted version                      |
-| health    | here                 | ends the server if its engine fails                                       |
+| loop      | file                 | what it does                                                     |
+|-----------|----------------------|------------------------------------------------------------------|
+| lease     | `groups/producer.py` | leases prompts; a task per prompt makes the group and appends it |
+| heartbeat | `groups/producer.py` | renews the leases                                                |
+| reconcile | `groups/producer.py` | drops groups that are done, and appends again what Redis lost    |
+| report    | `membership.py`      | reports to the fleet, and follows the wanted version             |
+| health    | here                 | ends the server if its engine fails                              |
 
 Pushed versions arrive at `weights/member.py`, requests of clients at `generate_service.py`. Both are gRPC services on
 the internal listener.

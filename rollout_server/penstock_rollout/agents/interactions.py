@@ -54,7 +54,7 @@ def load_interactions(path: Path) -> dict[str, Interaction]:
     for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
         place = f"{where} {path}: interaction.{index}"
         if declared.name in interactions:
-            raise ConfigError(f"{place}: an interaction {declared.name!r} was declared already")
+            raise ConfigError(f"{place}: an interaction {declared.name!r} was declared already; give it another name")
         loaded = load_object(declared.class_name, f"{place}.class_name")
         if not (isinstance(loaded, type) and issubclass(loaded, Interaction)):
             raise ConfigError(

@@ -91,5 +91,5 @@ def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:
             raise ConfigError(f"{where}: this is the name of a built-in agent; choose another")
         loops[name] = load_object(path, where)
         if not inspect.iscoroutinefunction(loops[name]):
-            raise ConfigError(f"{where}: {path} is not an `async def` function")
+            raise ConfigError(f"{where}: {path} is not an `async def` function; make it one")
     return loops

@@ -70,7 +70,7 @@ class Toolbox:
             place = f"{where} {path}: tools.{index}"
             tool = _create(declared.class_name, f"{place}.class_name", declared.config, declared.openai_schema)
             if tool.name in tools:
-                raise ConfigError(f"{place}: a tool {tool.name!r} was declared already")
+                raise ConfigError(f"{place}: a tool {tool.name!r} was declared already; give it another name")
             tools[tool.name] = tool
         return cls(tools)
 

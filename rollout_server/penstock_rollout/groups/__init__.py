@@ -1,1 +1,1 @@
-"""From a leased prompt to a finished group in the replay queue."""
+"""Makes groups of leased prompts and appends them to the queue."""

@@ -1,11 +1,12 @@
 """The producer leases prompts, makes groups of them and appends the groups to the queue.
 
-| loop       | waits for                                    | unblocked by                      |
-|------------|----------------------------------------------|-----------------------------------|
-| lease      | a free place, READY, admission               | a finished group, a new version   |
-| work (×N)  | the engine, the reward, room in the queue    | tokens, the learner's takes       |
-| heartbeat  | a third of the lease's lifetime              | the clock                         |
-| reconcile  | RECONCILE_S                                  | the clock                         |
+| loop       | waits for                                  | unblocked by                                     |
+|------------|--------------------------------------------|--------------------------------------------------|
+| lease      | a free place, a serving state, a prompt    | a finished group, a new version, a signal of the |
+|            | that the queue admits                      | queue                                            |
+| work (×N)  | the engine, the reward, room in the queue  | tokens, the learner's takes                      |
+| heartbeat  | a third of the lease's lifetime            | the clock                                        |
+| reconcile  | RECONCILE_S                                | the clock                                        |
 
 Invariants: a leased prompt is in `_leases` until its group is accepted or the prompt is given back. An accepted group
 is in `_outbox` until the queue says that it was committed, buried or superseded.
@@ -92,7 +93,7 @@ class Producer:
                 try:
                     await self._lease(free)
                 except (QueueFull, Unavailable) as error:
-                    logger.warning("cannot lease: %s", error)
+                    logger.warning("cannot lease prompts yet: %s", error)
                     await asyncio.sleep(RETRY_S)
 
     async def _lease(self, free: int) -> None:
@@ -128,7 +129,7 @@ class Producer:
             try:
                 lost = await self.queue.heartbeat(self.server_id, list(self._leases.values()))
             except (QueueFull, Unavailable) as error:
-                logger.warning("heartbeat failed: %s", error)
+                logger.warning("cannot renew the leases yet: %s", error)
                 continue
             for prompt_id in set(lost) - self._appending:
                 self._leases.pop(prompt_id, None)
@@ -138,7 +139,7 @@ class Producer:
                     worker.cancel()
 
     async def reconcile_loop(self) -> None:
-        """Drop settled groups from the outbox, and append again the groups that Redis lost."""
+        """Drop groups that are done from the outbox, and append again the groups that Redis lost."""
         while True:
             await asyncio.sleep(RECONCILE_S)
             try:
@@ -149,7 +150,7 @@ class Producer:
                     logger.warning("Redis lost the group of prompt %d; appending it again", prompt_id)
                     await self.appender.append(self._outbox[prompt_id])
             except (QueueFull, Unavailable) as error:
-                logger.warning("cannot reconcile: %s", error)
+                logger.warning("cannot reconcile the outbox yet: %s", error)
 
     async def drain(self) -> None:
         """Stop all work and give back every unfinished prompt. This does not count as a failed attempt."""

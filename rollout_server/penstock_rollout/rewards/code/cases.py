@@ -113,7 +113,9 @@ def read_cases(ground_truth: Any) -> Sequence[Case]:
     match ground_truth:
         case {"inputs": [*inputs], "outputs": [*outputs]}:
             if len(inputs) != len(outputs):
-                raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+                raise ValueError(
+                    f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; it needs as many of both"
+                )
             function = ground_truth.get("fn_name")
             for given, expected in zip(inputs, outputs, strict=True):
                 if function:

@@ -1,6 +1,6 @@
-"""Writes deploy/grafana/dashboards/*.json. Usage: python deploy/grafana/make_dashboards.py
+"""Write deploy/grafana/dashboards/*.json from boards/, with Grafana's own types.
 
-The panels of panels.py, built with Grafana's own types.
+python deploy/grafana/make_dashboards.py
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from boards import BOARDS
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable, Row
 from grafana_foundation_sdk.builders.prometheus import Dataquery
@@ -16,14 +17,14 @@ from grafana_foundation_sdk.builders.timeseries import Panel as TimeSeriesPanel
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableOption
-from panels import BOARDS, Board, Panel
+from panel import Board, Panel
 
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def of_run(expr: str) -> str:
-    """The expression, with the run's label in every selector of our own metrics."""
+    """Add the label of the run to every selector of our own metrics: `penstock_x` becomes `penstock_x{run=~"$run"}`."""
 
     def select(match: re.Match[str]) -> str:
         inside = f",{match[2]}" if match[2] else ""
@@ -49,7 +50,7 @@ def build_panel(panel: Panel, panel_id: int) -> TimeSeriesPanel | StatPanel:
 
 
 def build(board: Board) -> str:
-    """The dashboard as JSON. The order of its parts, and so its text, is always the same."""
+    """Return the dashboard as JSON. The same board always gives the same text."""
     source = DatasourceVariable("datasource").label("Data source").type("prometheus")
     everything = VariableOption(selected=True, text="All", value="$__all")
     run = QueryVariable("run").label("Run").datasource(SOURCE).query("label_values(penstock_build_info, run)")

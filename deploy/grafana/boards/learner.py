@@ -1,0 +1,107 @@
+"""The learner: time and memory of a step, and the statistics of the algorithm."""
+
+from __future__ import annotations
+
+from panel import Board, Section, lines, mean, quantile, rate, spread
+
+LEARNER = Section(
+    "Learner",
+    (
+        spread("Step duration", "Time of a step, with the wait for data.", "penstock_learner_step_duration_seconds"),
+        lines(
+            "Phases",
+            "Share of the time, by phase of the step.",
+            (rate("penstock_learner_phase_seconds_total", "phase"), "{{phase}}"),
+            unit="percentunit",
+        ),
+        lines("Steps", "Steps per minute.", (f"60 * {rate('penstock_learner_steps_total')}", "")),
+        lines("Tokens", "Tokens per second.", (rate("penstock_learner_tokens_total", "kind"), "{{kind}}")),
+        lines(
+            "MFU",
+            "Model FLOPs utilisation: FLOPs of the model over the peak of the devices. 0 if the peak is not known.",
+            ("max(penstock_learner_mfu_ratio)", ""),
+            unit="percentunit",
+        ),
+        lines(
+            "Memory peak",
+            "Peak of allocated memory, by policy rank.",
+            ("max by (rank) (penstock_learner_memory_peak_bytes)", "rank {{rank}}"),
+            unit="bytes",
+        ),
+        lines(
+            "Non-finite steps",
+            "Steps skipped in the last hour because the loss or a gradient was not finite.",
+            ("sum(increase(penstock_learner_nonfinite_steps_total[1h]))", ""),
+        ),
+        lines(
+            "Role restarts",
+            "Restarts in the last hour, after a rank died or hung.",
+            ("sum by (role) (increase(penstock_learner_role_restarts_total[1h]))", "{{role}}"),
+        ),
+        lines(
+            "Since the last step",
+            "Time since the last finished step.",
+            ("time() - max(penstock_learner_last_step_timestamp_seconds)", ""),
+            unit="s",
+        ),
+    ),
+)
+
+ALGORITHM = Section(
+    "Algorithm",
+    (
+        lines("Loss", "Loss of the last step, by term.", ("max by (term) (penstock_algo_loss)", "{{term}}")),
+        lines("KL", "Nats per token.", ("max by (against) (penstock_algo_kl_nats)", "{{against}}")),
+        lines("Entropy", "Nats per token.", ("max(penstock_algo_entropy_nats)", "")),
+        lines(
+            "Gradient norm",
+            "Norm before clipping.",
+            ("max(penstock_algo_grad_norm)", "policy"),
+            ("max(penstock_algo_critic_grad_norm)", "critic"),
+        ),
+        lines(
+            "Values",
+            "Critic: share of the variance of returns that it explains, and share of tokens whose value was clipped.",
+            ("max(penstock_algo_value_explained_variance)", "explained"),
+            ("max(penstock_algo_critic_clip_ratio)", "clipped"),
+            unit="percentunit",
+        ),
+        lines(
+            "Clipped",
+            "Share of trained tokens that were clipped.",
+            ("max by (side) (penstock_algo_clip_ratio)", "{{side}}"),
+            unit="percentunit",
+        ),
+        lines(
+            "Importance ratio",
+            "Probability under the policy over that under the behaviour policy, by token.",
+            (quantile(0.05, "penstock_algo_importance_ratio"), "p5"),
+            (quantile(0.5, "penstock_algo_importance_ratio"), "p50"),
+            (quantile(0.95, "penstock_algo_importance_ratio"), "p95"),
+            (mean("penstock_algo_importance_ratio"), "mean"),
+        ),
+        lines(
+            "Off-policy",
+            "Share of tokens whose weight was truncated, share that was rejected, and effective sample ratio.",
+            ("max(penstock_algo_is_truncated_ratio)", "truncated"),
+            ("max(penstock_algo_is_rejected_ratio)", "rejected"),
+            ("max(penstock_algo_effective_sample_ratio)", "effective"),
+            unit="percentunit",
+        ),
+        lines(
+            "Groups without spread",
+            "Share of groups whose rewards are all equal, or that have only one sample.",
+            ("max(penstock_algo_zero_advantage_group_ratio)", "equal"),
+            ("max(penstock_algo_singleton_group_ratio)", "one sample"),
+            unit="percentunit",
+        ),
+        lines(
+            "Log-prob mismatch",
+            "Difference in nats between learner and engine on the same weights.",
+            ("max(penstock_algo_logprob_mismatch_nats)", ""),
+        ),
+        lines("Reward", "Mean reward in the last batch.", ("avg by (env) (penstock_reward_mean)", "{{env}}")),
+    ),
+)
+
+BOARD = Board("learner", "Penstock learner and algorithm", (LEARNER, ALGORITHM))

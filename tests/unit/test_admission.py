@@ -1,4 +1,4 @@
-"""The admission formula, and the same formula as a queue applies it."""
+"""The admission formula, and the same formula as the queue applies it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_leases_run_out_by_the_clock_of_the_store() -> None:
 async def test_wait_holds_the_staleness_bound_whatever_straggles(
     max_staleness: int, groups_per_step: int, seed: int
 ) -> None:
-    """Versions are steps. Prompts start with the version of the moment and finish in any order, some after a loss."""
+    """Versions are steps. Prompts start with the current version and finish in any order, some after a loss."""
     config = ReplayConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, stale_policy="wait")
     queue = MemoryReplayQueue(MemoryStore(), config)
     await queue.submit([b""] * 60, [0] * 60, "")

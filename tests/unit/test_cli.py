@@ -1,4 +1,4 @@
-"""The `penstock` command: what it imports, what it answers, how it exits."""
+"""The `penstock` command: what it imports, prints and returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIGHT_COMMANDS = (
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`command(error)` makes `penstock fake` raise it."""
+    """`command(error)` makes `penstock fake` raise the error."""
 
     def install(error: BaseException) -> None:
         def main(argv: list[str]) -> int:
@@ -196,7 +196,8 @@ def prompts(count: int, temperature: float = 1.0) -> list[Prompt]:
 
 
 class FakeGateway:
-    """Answers submissions as the gateway does; the first `failures` requests are lost after they were accepted."""
+    """Responds to submissions as the gateway does. The first `failures` replies are lost after the prompts were
+    accepted."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures

@@ -1,4 +1,4 @@
-"""The stored form of prompts and groups: what goes in comes out, and every kind of damage is named."""
+"""The stored form of prompts and groups: it round-trips, and every kind of damage is named."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_group_comes_back_as_it_was() -> None:
 
 
 def test_every_flipped_byte_is_found_or_harmless() -> None:
-    """One bit of zstd's frame header means nothing; whatever else changes, never a different group comes out."""
+    """One bit of zstd's frame header has no meaning. Any other change must never yield a different group."""
     group = make_group()
     data = encode_group(group)
     num_harmless = 0

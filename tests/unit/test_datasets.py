@@ -42,7 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_folder(path: Path, rows: list[dict[str, Any]]) -> None:
-    """As `datasets.Dataset.save_to_disk(path, num_shards=2)` does, by datasets 4.4."""
+    """Write a folder as `datasets.Dataset.save_to_disk(path, num_shards=2)` of datasets 4.4 does."""
     path.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
     middle = (len(rows) + 1) // 2

@@ -1,4 +1,4 @@
-"""The committed stubs are what protoc makes of the contracts today."""
+"""The committed stubs are what protoc makes of the current contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines as JSON: what a line is about is bound where it becomes known."""
+"""Log lines as JSON carry the context that the code has bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("test")
 
 @pytest.fixture(autouse=True)
 def json_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this test only: pytest's own handlers come back afterwards."""
+    """Log as JSON in this test only. pytest's own handlers come back afterwards."""
     monkeypatch.setenv("PENSTOCK_LOG", "json")
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))

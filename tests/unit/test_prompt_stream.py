@@ -1,4 +1,4 @@
-"""The order of a dataset: every prompt once an epoch, the same under the same seed."""
+"""The order of a dataset: every prompt comes once per epoch, and the same seed gives the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: contexts as text, parents, sampling, and the price of leaving them off."""
+"""Traces: contexts as text, parents, sampling, and the cost of disabled tracing."""
 
 from __future__ import annotations
 

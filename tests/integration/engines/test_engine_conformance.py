@@ -1,4 +1,4 @@
-"""What engines/engine.py promises, asked of every engine against plain Hugging Face forwards."""
+"""The promises of engines/engine.py, tested for every engine against plain Hugging Face forward passes."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_versions_are_right_across_an_in_flight_update(served: Served) -> 
 
 
 async def test_requests_that_did_not_start_see_the_new_version_only(served: Served) -> None:
-    """Their prompt is in the prefix cache of the old version, which must not be used."""
+    """The prefix cache of the old version holds their prompt, and must not be used."""
     prompt = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(300))
     await served.answer(prompt, Sampling(max_tokens=4))
     await hold_decoding(served.engine)
@@ -265,7 +265,7 @@ async def test_a_commit_whose_stage_was_replaced_fails_and_spares_the_new_one(se
 async def test_a_stage_that_begins_under_a_commit_never_mixes_with_it(
     served: Served, tmp_path: Path, delay_s: float
 ) -> None:
-    """The commit loads its own version or none, whenever the next one is announced."""
+    """The commit loads its own version or none, whenever the next version is announced."""
     version = served.engine.policy_version
     first = served.next_model()
     second = copy.deepcopy(first)
@@ -320,7 +320,7 @@ async def test_snapshot_that_is_not_there_is_refused(served: Served, tmp_path: P
 
 
 async def stop_while_generating(served: Served) -> None:
-    """Requests that run end as aborted, with what they have; no child process stays."""
+    """Running requests end as aborted, with the tokens they have. No child process stays."""
     num_children = len(multiprocessing.active_children())
     silent = asyncio.ensure_future(served.answer((3, 4, 5), LONG))
     streamed = served.chunks((3, 4, 6), LONG)
@@ -354,7 +354,7 @@ async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: P
 async def test_own_stamps_are_those_of_vllm(
     keep_kv_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's output handler is held up during each flip, so that tokens of both versions wait for it."""
+    """vLLM's output handler is delayed during each flip, so that tokens of both versions wait for it."""
     served = await start_engine("vllm-compared-stamps", tmp_path, keep_kv_cache)
     from vllm.v1.engine.core_client import AsyncMPClient
 

@@ -1,4 +1,4 @@
-"""Engines under many requests at once: all are answered, each as if it were alone, and what is dropped is freed."""
+"""Engines under many requests at once: each is answered as if it were alone, and dropped requests are freed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ IDLE_TIMEOUT_S = 60.0
     loop_scope="module", scope="module", params=["torch", "vllm", pytest.param("sglang", marks=pytest.mark.long)]
 )
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """64 rows at once: three of four requests wait their turn."""
+    """An engine that decodes 64 requests at once, so three of four requests wait."""
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"))
     yield served
     await served.engine.stop()
 
 
 async def idle(served: Served) -> EngineStats:
-    """What the engine holds once it has noticed that nobody waits for anything; a request makes it look."""
+    """The engine's stats once it has noticed that no request is left. A request makes it look."""
     async with asyncio.timeout(IDLE_TIMEOUT_S):
         while (stats := served.engine.stats()) != EngineStats(0, 0, 0.0):
             await served.answer((8,), Sampling(max_tokens=2))
@@ -48,12 +48,12 @@ async def idle(served: Served) -> EngineStats:
 
 
 def prompt_of(index: int) -> tuple[int, ...]:
-    """Of different lengths, so that rows of a batch are at different positions."""
+    """A prompt whose length depends on the index, so that the rows of a batch are at different positions."""
     return tuple(2 + (index * 7 + place) % (VOCAB_SIZE - 2) for place in range(1 + index % 13))
 
 
 async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served) -> None:
-    """Temperatures, lengths and seeds differ from request to request: none may leak into a neighbour's row."""
+    """Temperatures, lengths and seeds differ between requests. None may leak into a neighbouring row."""
     samplings = [
         Sampling(temperature=(1.0, 0.7, 1.3)[index % 3], max_tokens=8 + index % 25, seed=index)
         for index in range(NUM_REQUESTS)
@@ -75,7 +75,7 @@ async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served
 
 
 async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served: Served) -> None:
-    """As a group asks for them: one prompt, seeds that are neighbours."""
+    """The requests are those of a group: one prompt with neighbouring seeds."""
 
     async def group(first_seed: int | None) -> list[tuple[int, ...]]:
         seeds = [None if first_seed is None else first_seed + index for index in range(8)]
@@ -90,7 +90,7 @@ async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served
 
 
 async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
-    """Running, waiting and half-way ones; those that stay are not disturbed."""
+    """Running, waiting and half-finished requests are dropped. The others are not disturbed."""
     kept = [asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=60, seed=i))) for i in range(16)]
     dropped = [
         asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=400))) for i in range(NUM_REQUESTS - 16)

@@ -1,4 +1,4 @@
-"""`penstock generate` as a process: killed, continued, and the same in the end."""
+"""`penstock generate` as a process: after a kill it continues, and the result is the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOO_LONG = 5
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Additions, one of which the model cannot take."""
+    """Additions, one of which is too long for the model."""
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     rows = parquet.read_table(ARITHMETIC / "heldout.parquet").slice(0, NUM_PROMPTS).to_pylist()
     rows[TOO_LONG]["prompt"][0]["content"] = "1+1=" * 30
@@ -45,7 +45,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def kill_midway(words: list[str], parts: Path, number: signal.Signals) -> int:
-    """Ends the process once a part is there; returns its exit code."""
+    """End the process once it has written a part. Returns its exit code."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 200
@@ -86,7 +86,7 @@ def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_p
 
 
 def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Path) -> None:
-    """Scored here, an interrupted run keeps what was finished, and a finished one has nothing to do."""
+    """With `--score`, an interrupted command keeps its finished rows, and a finished one has nothing to do."""
     output = tmp_path / "a.parquet"
     words = command(
         dataset, output, "--score", "--rollout.reward.function_file", str(ARITHMETIC / "reward.py"),
@@ -118,7 +118,7 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
 
 @pytest.mark.long
 def test_vllm_answers_and_ends_well(dataset: Path, tmp_path: Path) -> None:
-    """Its EngineCore is ended by a signal, of which the command must not hear."""
+    """A signal ends its EngineCore. The command itself must not react to it."""
     output = tmp_path / "a.parquet"
     done = run(command(dataset, output, "--engine", "vllm", "--limit", "5"))
     assert done.returncode == 0, done.stderr

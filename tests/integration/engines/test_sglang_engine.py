@@ -1,6 +1,6 @@
-"""The SGLang engine beyond what every engine promises: its child process, and what happens when that fails.
+"""The SGLang engine beyond the promises of every engine: its child process, and what happens if that fails.
 
-A stand-in that speaks SGLang's protocol over a real model runs in the place of SGLang's server.
+A stand-in that speaks SGLang's protocol over a real model takes the place of SGLang's server.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ async def serving(folder: Path, **settings: object) -> AsyncIterator[Served]:
 
 @pytest.fixture(scope="module")
 def requests_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the server of `served` was asked, a line each."""
+    """The requests to the server of `served`, one per line."""
     return tmp_path_factory.mktemp("log") / "requests.jsonl"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, requests_log: Path) -> AsyncIterator[Served]:
-    """For the tests that leave it as it was. Decodes two requests at once."""
+    """An engine for the tests that leave it unchanged. It decodes two requests at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND_IN_REQUESTS", str(requests_log))
         async with serving(tmp_path_factory.mktemp("model"), max_num_seqs=2) as served:
@@ -88,7 +88,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory, requests_log: Path) -
 
 @pytest.fixture
 def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a word into it and the stand-in misbehaves."""
+    """A file. The word that a test writes into it makes the stand-in misbehave."""
     path = tmp_path / "fault"
     monkeypatch.setenv("STAND_IN_FAULT", str(path))
     return path
@@ -96,7 +96,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Gets the pid of a process that the stand-in starts."""
+    """A file that receives the pid of a process that the stand-in starts."""
     path = tmp_path / "helper"
     monkeypatch.setenv("STAND_IN_HELPER", str(path))
     yield path
@@ -105,7 +105,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def child_of(pid: int) -> psutil.Process:
-    """The newest."""
+    """The newest child of the process that is a stand-in."""
     return [process for process in psutil.Process(pid).children() if STAND_IN in process.cmdline()][-1]
 
 
@@ -133,7 +133,7 @@ async def push(served: Served) -> int:
 async def test_waiting_requests_are_submitted_again_and_see_the_new_version_only(
     served: Served, requests_log: Path
 ) -> None:
-    """They wait inside SGLang, behind others that run, and their prompt lies in the prefix cache of the old version."""
+    """They wait inside SGLang behind running requests, and the prefix cache of the old version holds their prompt."""
     prompt = tuple(range(2, 60))
     await served.answer(prompt, Sampling(max_tokens=2))
     running = [served.chunks(long, Sampling(temperature=0, max_tokens=200)) for long in prompts_of_long_answers(served)]
@@ -176,7 +176,7 @@ async def test_a_streamed_request_is_held_back_from_the_flip_to_its_end(served: 
 
 
 def prompts_of_long_answers(served: Served) -> list[tuple[int, ...]]:
-    """Two whose greedy answers are far from their end when the first tokens arrive."""
+    """Two prompts whose greedy answers are far from their end when the first tokens arrive."""
     found = []
     for last in range(2, VOCAB_SIZE):
         ids = torch.tensor([[4, 5, last]])
@@ -279,7 +279,7 @@ async def test_a_server_that_answers_nothing_counts_as_lost(
 
 @pytest.mark.parametrize("word", ["update_fails", "die_on_update"])
 async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path, word: str) -> None:
-    """Nothing is known of the weights then: SGLang does not go back to those it had."""
+    """The weights are unknown then, because SGLang does not go back to the previous ones."""
     async with serving(tmp_path / "model") as served:
         await push(served)
         fault.write_text(word)

@@ -1,4 +1,4 @@
-"""What the chart installs only where it is asked to; and that two versions of Kubernetes would take all of it."""
+"""Optional parts of the chart are only installed on request, and two versions of Kubernetes accept all of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPERATORS = {
     "cert-manager.io": "Certificate",
     "gateway.networking.k8s.io": "HTTPRoute",
 }
-"""API group: a kind of it. Custom resources, whose schemas belong to their operators."""
+"""A kind of each API group of custom resources, whose schemas belong to their operators."""
 BUILT_IN_GROUPS = {"", "apps", "autoscaling", "batch", "networking.k8s.io", "policy"}
 
 
@@ -43,7 +43,8 @@ def group_of(manifest: Manifest) -> str:
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("values", VALUES)
 def test_kubernetes_takes_every_manifest(values: str, version: str) -> None:
-    """Strictly: a field that the version does not have is refused. Pods of a RayCluster are validated as pods."""
+    """Validate strictly: a field that the version does not have is refused. Pods of a RayCluster are validated as
+    pods."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     manifests = render(*OPTIONS, values=values)
     num_validated = 0
@@ -187,6 +188,6 @@ def test_a_dataset_is_fed_by_a_job_of_its_own() -> None:
 
 
 def test_the_chart_brings_no_custom_resource_definitions() -> None:
-    """Helm never upgrades those of a chart: they belong to their operators' own installation."""
+    """Helm never upgrades the CRDs of a chart, so they belong to the installation of their operators."""
     assert not (CHART / "crds").exists()
     assert not of_kind(render(*OPTIONS), "CustomResourceDefinition")

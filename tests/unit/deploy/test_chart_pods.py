@@ -1,4 +1,4 @@
-"""The pods of the chart: which roles share one, what they may do, how they start and end."""
+"""The pods of the chart: which roles share a pod, what they may do, and how they start and end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_pod_is_locked_down(values: str) -> None:
 
 
 def _claimed(manifests: list[Manifest], name: str) -> set[str]:
-    """Volumes that a StatefulSet makes a claim of for each of its pods."""
+    """Volumes for which a StatefulSet makes a claim per pod."""
     templates = [
         m["spec"].get("volumeClaimTemplates", [])
         for m in manifests
@@ -150,7 +150,7 @@ def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -
 
 @pytest.mark.parametrize("values", VALUES)
 def test_what_serves_has_probes(values: str) -> None:
-    """KubeRay gives its pods probes of its own; Jobs that only submit end by themselves."""
+    """KubeRay gives its pods their own probes. Jobs that only submit end by themselves."""
     for name, template in pod_templates(render(values=values)):
         container = template["spec"]["containers"][0]
         if "-ray/" in name or "-feed-" in name or name.endswith("-test"):
@@ -189,7 +189,7 @@ def test_evictions_are_bounded(values: str) -> None:
     clusters = of_kind(manifests, "RayCluster")
     assert ("ray" in budgets) == bool(clusters)
     for cluster in clusters:
-        # Its pods belong to no controller that a share could be counted of: a number, and all of them.
+        # A share needs a controller that counts its pods, which these lack: the budget is a number, all of them.
         num_workers = sum(group["replicas"] for group in cluster["spec"]["workerGroupSpecs"])
         assert budgets["ray"]["minAvailable"] == 1 + num_workers
         assert budgets["ray"]["selector"]["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]
@@ -225,7 +225,7 @@ def _selects(selector: Manifest, labels: dict[str, str]) -> bool:
 
 
 def test_one_pod_without_kuberay_holds_every_rank() -> None:
-    """Both try-out files: no custom resource, and as many GPUs as the ranks of all roles share."""
+    """Both files for trying the chart out use no custom resource, and as many GPUs as the ranks of all roles share."""
     for values, gpus in (("single-gpu", 1), ("no-gpu", None)):
         manifests = render(values=values)
         assert not of_kind(manifests, "RayCluster")

@@ -1,6 +1,6 @@
-"""Every process of the rendered chart, started with `--check` as its pod would start it, so that the two cannot part.
+"""Every process of the rendered chart starts with `--check` as its pod would start it, so that the two stay in line.
 
-A pod's files are made in a folder, its mounts as sub-folders, and paths in its config and arguments moved there.
+A pod's files are made in a folder, with its mounts as sub-folders. Paths in its config and arguments are moved there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILES = {
 
 
 class PodFolder:
-    """The file system that a pod would see, as far as Penstock's processes look at it."""
+    """The file system of a pod, as far as Penstock's processes read it."""
 
     def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
         self.folder = folder
@@ -45,7 +45,8 @@ class PodFolder:
         return re.sub(r"(?<![\w:/])/(etc/penstock|runs|models|opt/examples)\b", rf"{self.folder}/\1", text)
 
     def command(self, container: Manifest, *overrides: str) -> list[str]:
-        """The container's words, with its environment filled in; a shell's script is left out before the process."""
+        """The command of the container with its environment filled in, without a shell script in front of the
+        process."""
         environment = {"POD_NAME": "pod-0", "POD_IP": "10.1.2.3"}
         for variable in container["env"]:
             if "value" in variable:
@@ -64,7 +65,7 @@ def _expand(text: str, environment: dict[str, str]) -> str:
 
 
 def processes(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Containers by the name of their process; those of Redis, Ray and the test hook are not ours to check."""
+    """Containers by the name of their process, without those of Redis, Ray and the test hook."""
     return {
         container["name"]: container
         for _, template in pod_templates(manifests)
@@ -88,7 +89,7 @@ def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) 
     assert config.rollout.engine.name == "vllm"
     found = processes(manifests)
     assert found.keys() == {"gateway", "rollout", "learner"} | ({"feed"} if config.dataset.file else set())
-    # vLLM is in the image; this machine may have none.
+    # vLLM is in the image, but this machine may have none.
     engine = ["--rollout.engine.name=torch"]
     for name, container in found.items():
         code, output, error = check(pod, container, *(engine if name == "rollout" else []))

@@ -1,4 +1,4 @@
-"""The compose files and images: configs load, every process starts as its own user, and nothing runs as root."""
+"""The compose files and images: their configs load, every process runs as its own user, and none as root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPOSE_FILES = ("cpu", "gpu-standalone", "gpu-split-collocate")
 
 
 def compose_services(name: str) -> dict[str, dict[str, Any]]:
-    """Services as compose merges them: what `extends` names first, the file's own keys over it."""
+    """Services as compose merges them: the service that `extends` names, overridden by the file's own keys."""
     services: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "compose" / f"{name}.yaml").read_text())["services"]
     for service, own in services.items():
         if extended := own.pop("extends", None):

@@ -1,4 +1,4 @@
-"""Dashboards and alerts: they are what the generator writes, and ask only for metrics that the code declares."""
+"""Dashboards and alerts are what the generator writes, and query only metrics that the code declares."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How much a run needs: memory, rates and GPUs by arithmetic, idle time and staleness by simulation."""
+"""What a run needs: memory, rates and GPUs by arithmetic; idle time and staleness by simulation."""

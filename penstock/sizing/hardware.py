@@ -1,4 +1,4 @@
-"""GPUs and links, by their makers' figures; and the shares of them that are counted on."""
+"""Published figures of GPUs and links, and the share of each that plans assume."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Gpu:
     name: str
     memory_bytes: float
     flops: float
-    """Dense bfloat16 operations a second."""
+    """Dense bfloat16 operations per second."""
     memory_rate: float
-    """Bytes a second."""
+    """Memory bandwidth in bytes per second."""
     link_rate: float
-    """Bytes a second to other GPUs of its node, one way."""
+    """Bandwidth to other GPUs of the node, one way, in bytes per second."""
 
 
 GPUS = {
@@ -30,24 +30,26 @@ GPUS = {
 GPUS_PER_NODE = 8
 
 USABLE_MEMORY = 0.92
-"""Of a GPU's: the rest is fragmentation."""
+"""Share of a GPU's memory that can be used. The rest is lost to fragmentation."""
 CONTEXT_BYTES = 3e9
-"""CUDA, NCCL and compiled kernels."""
+"""Memory of CUDA, NCCL and compiled kernels on each GPU."""
 TRAIN_EFFICIENCY = 0.42
-"""Of `flops`, in forward and backward passes over packed tokens. bench/results/learner.json has 0.29 with 0.5B, 0.37
-with 1.5B and 0.51 with 7B on an H200 with float32 masters, recomputed operations included."""
+"""Share of `flops` that forward and backward passes over packed tokens reach. bench/results/learner.json has 0.29 with
+0.5B, 0.37 with 1.5B and 0.51 with 7B, on an H200 with float32 master weights, counting recomputed operations."""
 PREFILL_EFFICIENCY = 0.40
+"""Share of `flops` that prefill reaches."""
 DECODE_EFFICIENCY = 0.70
-"""Of `memory_rate`, when weights and KV cache are read."""
+"""Share of `memory_rate` that decoding reaches when it reads weights and KV cache."""
 DECODE_FLOOR_S = 0.018
-"""Of one decoding step beside memory traffic: scheduler, sampling, stamps. bench/results/weights_gpu.json has 20 ms in
-all for 64 requests with 0.5B and with 7B on an H200."""
+"""Seconds of one decoding step that are not memory traffic: scheduler, sampling, version stamps.
+bench/results/weights_gpu.json has 20 ms in total for 64 requests, with 0.5B and with 7B on an H200."""
 LINK_EFFICIENCY = 0.70
+"""Share of a link's or network's bandwidth that transfers reach."""
 LOAD_RATE = 135e9
-"""Bytes a second that an engine loads from staged memory: 15.2 GB in 113 ms, in the same file."""
+"""Bytes per second at which an engine loads staged weights: 15.2 GB in 113 ms, in the same file."""
 STAGING_RATE = 160e9
-"""Bytes a second into the publisher's buckets, hashed: 15.2 GB in 95 ms."""
+"""Bytes per second at which the publisher fills and hashes its buckets: 15.2 GB in 95 ms."""
 PUSH_FLOOR_S = 0.1
-"""Announcement, commit and answers."""
+"""Seconds of a push for announcement, commit and replies."""
 HOST_TRANSFER_RATE = 5e9
-"""Bytes a second by gloo between hosts with a fast network; 1.3e9 on the two cores of bench/results/weights.json."""
+"""Bytes per second of gloo between hosts with a fast network. bench/results/weights.json has 1.3e9 on two cores."""

@@ -1,4 +1,4 @@
-"""What a finished run says about itself, as the simulation's input, and as what to hold its forecast against."""
+"""Measurements of a finished run, as input of the simulation and to compare its forecast with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.config.loading import load_config
 from penstock.errors import ConfigError
 
 WARM_UP_STEPS = 5
-"""The first ones load kernels and fill the queue."""
+"""Number of first steps that are ignored: they load kernels and fill the queue."""
 _EPISODE = re.compile(r"^penstock_rollout_episode_duration_seconds_(sum|count) (\S+)$", re.M)
 
 
 def measured_model(folder: Path) -> dict[str, Any]:
-    """Fields of a FleetModel: limits of the run's configuration, and the learner's own seconds."""
+    """Fields of a FleetModel: limits from the run's configuration, and durations that the learner measured."""
     config = load_config(folder / "config.yaml")
     rows = _rows(folder)
     return {
@@ -34,7 +34,7 @@ def measured_model(folder: Path) -> dict[str, Any]:
 
 
 def measured_outcome(folder: Path) -> dict[str, float]:
-    """The names of a Forecast."""
+    """Measured values, with the names of a Forecast."""
     rows = _rows(folder)
     return {
         "idle_share": sum(row["wait_s"] for row in rows) / sum(row["step_s"] for row in rows),
@@ -46,10 +46,12 @@ def measured_outcome(folder: Path) -> dict[str, float]:
 
 
 def episode_seconds(metrics_file: Path) -> float:
-    """Mean seconds of a group, of a rollout server's /metrics."""
+    """Mean seconds per group, from the saved /metrics of a rollout server."""
     found = {name: float(value) for name, value in _EPISODE.findall(metrics_file.read_text())}
     if not found.get("count"):
-        raise ConfigError(f"{metrics_file} has no finished groups; save /metrics of a rollout server that has worked")
+        raise ConfigError(
+            f"{metrics_file} has no finished groups; save /metrics of a rollout server that has finished some"
+        )
     return found["sum"] / found["count"]
 
 

@@ -1,4 +1,4 @@
-"""Memory of one GPU of each role, term by term."""
+"""Memory that each role needs on one GPU, term by term."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from penstock.sizing.hardware import CONTEXT_BYTES, Gpu
 from penstock.sizing.models import ModelShape
 
 LOGIT_COPIES = 3
-"""Logits, log-probs, and the gradient of either, in float32."""
+"""Copies of the logits in memory at once, in float32: logits, log-probs, and a gradient."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a GPU's memory, and how it was computed."""
+    """One part of a GPU's memory, with the formula for its size."""
 
     name: str
     formula: str
@@ -22,7 +22,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Batch:
-    """What bounds activations."""
+    """The limits that determine the size of activations."""
 
     micro_batch_tokens: int = 16384
     logprob_chunk_tokens: int = 2048
@@ -33,7 +33,7 @@ def total(terms: list[Term]) -> float:
 
 
 def policy_terms(model: ModelShape, num_ranks: int, batch: Batch, *, stages_on_gpu: bool) -> list[Term]:
-    """Rank 0, which has most: it also holds the versions that are being pushed."""
+    """Memory of the policy's rank 0, which needs the most: it also holds the versions that are being pushed."""
     terms = [*_trained(model, num_ranks, batch), _logits(model, batch, LOGIT_COPIES)]
     if stages_on_gpu:
         count = _count(model.num_parameters)
@@ -42,12 +42,12 @@ def policy_terms(model: ModelShape, num_ranks: int, batch: Batch, *, stages_on_g
 
 
 def critic_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
-    """Trained as the policy is, with a head of one number: no logits, and nothing is pushed."""
+    """Memory of a critic rank. It is trained like the policy but has no logits, and nothing is pushed."""
     return [*_trained(model, num_ranks, batch), Term("context", "", CONTEXT_BYTES)]
 
 
 def reference_terms(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
-    """Weights in 16 bits, and the activations of a forward pass."""
+    """Memory of a reference rank: 16-bit weights and the activations of a forward pass."""
     return [*_frozen(model, num_ranks, batch), _logits(model, batch, 2), Term("context", "", CONTEXT_BYTES)]
 
 
@@ -81,7 +81,7 @@ def _frozen(model: ModelShape, num_ranks: int, batch: Batch) -> list[Term]:
 
 
 def server_terms(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilisation: float) -> list[Term]:
-    """The KV cache takes what the engine may use and nothing else does."""
+    """Memory of one GPU of a rollout server. The KV cache gets what weights and activations leave."""
     count = _count(model.num_parameters)
     fixed = [
         Term("weights", f"{count} x 2 B / {tensor_parallel}", 2 * model.num_parameters / tensor_parallel),
@@ -92,7 +92,7 @@ def server_terms(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilisation:
 
 
 def _whole_layers(model: ModelShape, num_ranks: int) -> list[Term]:
-    """What FSDP has gathered at one time: two layers, and embedding and head, in 16 bits."""
+    """16-bit weights that FSDP gathers at one time: two layers, the embedding and the head."""
     if num_ranks == 1:
         return [Term("weights in 16 bits", f"{_count(model.num_parameters)} x 2 B", 2 * model.num_parameters)]
     return [
@@ -102,7 +102,8 @@ def _whole_layers(model: ModelShape, num_ranks: int) -> list[Term]:
 
 
 def _activations(model: ModelShape, batch: Batch, *, is_trained: bool) -> list[Term]:
-    """With every layer computed again in the backward pass: the input of each, and one layer's insides."""
+    """Activations if every layer is recomputed in the backward pass: the input of each layer, and the activations
+    inside one layer."""
     tokens, hidden, inner = batch.micro_batch_tokens, model.hidden_size, model.intermediate_size
     inputs = Term(
         "inputs of the layers",

@@ -1,4 +1,4 @@
-"""Shapes of decoder-only models: what memory and time follow from."""
+"""Shapes of decoder-only models, from which memory and time are computed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Attention and a gated feed-forward network; norms and biases are too small to count."""
+        """Parameters of one layer: attention and a gated feed-forward network. Norms and biases are left out, because
+        they are small."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def root_parameters(self) -> int:
-        """Embedding and head."""
+        """Parameters of the embedding and the head."""
         return self.vocabulary_size * self.hidden_size * (1 if self.has_tied_head else 2)
 
     @property
@@ -38,7 +39,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in 16 bits, over all layers."""
+        """Bytes of the keys and values of one token in 16 bits, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * 2
 
 
@@ -54,11 +55,11 @@ KNOWN = {
         ModelShape("70b", 80, 8192, 28672, 64, 8, 128, 128256, False),
     )
 }
-"""Qwen2.5's, and Llama 3's 70B."""
+"""The shapes of Qwen2.5, and of Llama 3 70B."""
 
 
 def find_shape(name: str) -> ModelShape:
-    """One of the known ones, or the shape that the config.json of a model folder describes."""
+    """Return a known shape, or the shape that the config.json of a model folder describes."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     path = Path(name) / "config.json"

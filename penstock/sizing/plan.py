@@ -1,4 +1,4 @@
-"""GPUs, rates and push times for a model, a placement and a workload. Estimates: measure before you buy."""
+"""Estimate GPUs, rates and push times for a model, a placement and a workload. Measure before you buy."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 MICRO_BATCH_DIVISORS = (1, 2, 4)
 MAX_SERVERS = 4096
 FEWEST_SEQUENCES = 32
-"""An engine with room for fewer at once is not worth its weights' memory."""
+"""Smallest number of concurrent sequences that justifies the memory of an engine's weights."""
 
 
 @dataclass(frozen=True)
 class Workload:
+    """What a run does in one step. Numbers of tokens are means."""
+
     groups_per_step: int = 64
     num_samples: int = 8
     prompt_tokens: int = 512
     response_tokens: int = 1024
-    """On average."""
     longest_sample: float = 1.8
-    """The longest response of a group over the average one: a group is ready with its last sample."""
+    """Longest response of a group, as a multiple of the mean. A group is ready when its last sample is."""
     max_staleness: int = 2
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9
     network_rate: float = 50e9
-    """Bytes a second between nodes, for a GPU: 400 Gbit/s."""
+    """Network bandwidth per GPU between nodes, in bytes per second. The default is 400 Gbit/s."""
     batch: Batch = Batch()
     has_critic: bool = False
-    """Of the policy's size; so is the reward model."""
+    """Whether there is a critic, which has the policy's size."""
     has_reward_model: bool = False
+    """Whether there is a reward model, which has the policy's size."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,10 +61,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class RolePlan:
+    """GPUs and memory of one role."""
+
     role: str
     num_gpus: int
     terms: list[Term]
-    """Of its fullest GPU."""
+    """Terms of the memory of its fullest GPU."""
 
     @property
     def num_bytes(self) -> float:
@@ -71,14 +75,16 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Plan:
+    """A deployment that fits: roles, servers, durations and what to expect."""
+
     model: ModelShape
     gpu: Gpu
     placement: Placement
     policy: RolePlan
     reference: RolePlan
-    """In split-collocate on the policy's GPUs: its own number is 0."""
+    """In split-collocate it shares the policy's GPUs, and its own number is 0."""
     others: tuple[RolePlan, ...]
-    """Critic and reward model, where there are. In split-collocate the reward model is on the critic's GPUs."""
+    """Critic and reward model, if there are any. In split-collocate the reward model shares the critic's GPUs."""
     server: RolePlan
     """One rollout server; its number of GPUs is its tensor parallelism."""
     num_servers: int
@@ -103,7 +109,7 @@ class Plan:
 
 
 def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workload) -> Plan:
-    """The fewest GPUs on which every role fits, and as many servers as keep the learner busy."""
+    """Find the fewest GPUs on which every role fits, and the number of servers that keeps the learner busy."""
     num_ranks, batch, staging = _fit_policy(model, gpu, placement, workload.batch)
     policy = RolePlan("policy", num_ranks, policy_terms(model, num_ranks, batch, stages_on_gpu=staging == "device"))
     reference = _fit_reference(model, gpu, placement, batch, num_ranks)
@@ -129,7 +135,7 @@ def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workl
 def _fit_policy(
     model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch
 ) -> tuple[int, Batch, Literal["device", "host"]]:
-    """Fewest ranks; on these the largest micro-batch; and a version is staged on the GPU where there is room."""
+    """Find the fewest ranks, then the largest micro-batch. Versions are staged on the GPU if there is room."""
     choices: tuple[Literal["device", "host"], ...] = ("device", "host")
     for num_ranks in RANKS:
         for divisor in MICRO_BATCH_DIVISORS:
@@ -152,7 +158,7 @@ def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, batch: Bat
     ]
     if not fitting:
         raise InvalidInput("model", f"the reference of {model.name} does not fit on {RANKS[-1]} {gpu.name}")
-    # A pass takes as long as its ranks are few: the number with which a step costs the fewest GPU-seconds.
+    # More ranks make the pass faster. Take the number with which a step costs the fewest GPU-seconds.
     policy = RolePlan("policy", policy_ranks, [])
     return min(fitting, key=lambda plan: (policy_ranks + plan.num_gpus) * _step_work((policy, plan)))
 
@@ -160,7 +166,7 @@ def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, batch: Bat
 def _fit_others(
     model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, workload: Workload
 ) -> tuple[RolePlan, ...]:
-    """Fewest ranks; in split-collocate those of the critic hold the reward model as well."""
+    """Find the fewest ranks for critic and reward model. In split-collocate they share GPUs."""
     wanted = {"critic": critic_terms} if workload.has_critic else {}
     wanted |= {"reward_model": reward_model_terms} if workload.has_reward_model else {}
     groups = [list(wanted)] if placement == "split-collocate" else [[name] for name in wanted]
@@ -177,7 +183,7 @@ def _fit_others(
 
 
 def _fit_server(model: ModelShape, gpu: Gpu, workload: Workload) -> RolePlan:
-    """The least tensor parallelism that leaves room for enough sequences."""
+    """Find the smallest tensor parallelism that leaves room for enough sequences."""
     wanted = min(workload.max_num_seqs, max(FEWEST_SEQUENCES, workload.num_samples))
     for num_gpus in RANKS[:4]:
         terms = server_terms(model, num_gpus, gpu, workload.gpu_memory_utilization)
@@ -192,7 +198,7 @@ def _sequences(model: ModelShape, num_gpus: int, terms: list[Term], workload: Wo
 
 
 def _decoding(model: ModelShape, gpu: Gpu, server: RolePlan, workload: Workload) -> tuple[int, float]:
-    """Groups at once, and seconds of a decoding step with as many of their samples as are not done yet."""
+    """Number of concurrent groups, and seconds of one decoding step with the samples that are not finished yet."""
     groups = max(1, _sequences(model, server.num_gpus, server.terms, workload) // workload.num_samples)
     running = groups * workload.num_samples / workload.longest_sample
     context_tokens = workload.prompt_tokens + workload.response_tokens / 2
@@ -200,7 +206,7 @@ def _decoding(model: ModelShape, gpu: Gpu, server: RolePlan, workload: Workload)
 
 
 def decode_step_s(model: ModelShape, gpu: Gpu, num_gpus: int, num_running: float, context_tokens: float) -> float:
-    """Seconds in which every running sequence gets its next token: the weights and all KV are read once."""
+    """Seconds in which every running sequence gets its next token. The weights and the whole KV cache are read once."""
     read = 2 * model.num_parameters + num_running * model.kv_bytes_per_token * context_tokens
     memory_s = read / num_gpus / (gpu.memory_rate * hardware.DECODE_EFFICIENCY)
     compute_s = 2 * model.num_parameters * num_running / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
@@ -218,9 +224,9 @@ def _train_s(model: ModelShape, gpu: Gpu, roles: Sequence[RolePlan], workload: W
 
 
 def _step_work(roles: Sequence[RolePlan]) -> float:
-    """Operations a parameter and token on the longest way through a step: all forward passes at the same time, then
-    both updates. A forward pass is 2, an update 6 and 2 more for what is computed again. Roles that share GPUs take
-    turns: a role without GPUs of its own is on those of the one before it."""
+    """Operations per parameter and token on the critical path of a step: all forward passes in parallel, then both
+    updates. A forward pass counts 2, an update 6, and recomputation 2 more. Roles that share GPUs take turns; a role
+    without its own GPUs uses those of the role before it."""
     forward: list[float] = []
     update: list[float] = []
     num_gpus = 1
@@ -238,20 +244,22 @@ def _step_work(roles: Sequence[RolePlan]) -> float:
 def _push(
     model: ModelShape, gpu: Gpu, policy_ranks: int, server_gpus: int, staging: str, workload: Workload
 ) -> tuple[float, float, float]:
-    """Seconds of gathering to rank 0, of the whole push, and of the pause."""
+    """Seconds to gather the weights on rank 0, of the whole push, and of the pause in decoding."""
     size = model.num_parameters
     network = workload.network_rate * hardware.LINK_EFFICIENCY
     gathering = gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
     gather_s = (4 * size / gathering if policy_ranks > 1 else 0.0) + 2 * size / hardware.STAGING_RATE
     pause_s = 2 * size / server_gpus / hardware.LOAD_RATE
-    # From host memory the transfer is gloo's, through one TCP stream.
+    # From host memory, gloo sends the weights through one TCP stream.
     rate = network if staging == "device" else min(network, hardware.HOST_TRANSFER_RATE)
     return gather_s, hardware.PUSH_FLOOR_S + max(gather_s, 2 * size / rate) + pause_s, pause_s
 
 
 def _fit_fleet(fleet: FleetModel) -> tuple[int, Forecast]:
-    """Enough servers for the learner's pace and a tenth more, so that it seldom waits for the last group of a step.
-    Where the wait for single groups sets a slower pace, more servers would only idle: then enough for that."""
+    """Choose 10 % more servers than the learner's pace needs, so that it rarely waits for the last group of a step.
+
+    If waiting for single groups makes the learner slower, additional servers would only be idle; then choose enough
+    servers for the slower pace."""
     one = fleet.concurrent_groups / fleet.group_s
 
     def of(groups_per_s: float) -> tuple[int, Forecast]:

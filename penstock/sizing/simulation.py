@@ -1,16 +1,16 @@
-"""Discrete-event simulation of a run: servers that lease and finish groups, the limiter, the learner, the push.
+"""Discrete-event simulation of a run: servers lease and finish groups, admission limits them, the learner trains.
 
 | event     | what happens                                                                                   |
 |-----------|------------------------------------------------------------------------------------------------|
-| finish    | a group is ready; the learner may have its batch; its place leases another, if admission lets it |
-| trained   | the weights are updated: the gather and, unless one still runs, the push begin                 |
-| gathered  | the learner turns to its next batch, which was read meanwhile                                  |
-| published | servers serve the version after a pause; the limiter's step advances; the newest offer follows |
-| fail, up  | a server's groups are lost, and their prompts leased again when the leases run out; it returns |
+| finish    | a group is ready; the learner may have a full batch; the slot leases another prompt, if admitted |
+| trained   | the weights are updated; the gather begins, and the push too unless another one still runs     |
+| gathered  | the learner begins its next batch, which was read in the meantime                              |
+| published | servers serve the version after a pause; admission advances; the newest waiting version follows |
+| fail, up  | a server's groups are lost; their prompts are leased again when the leases expire; it returns   |
 
-The rules are those of the queue (penstock/replay/admission.py, take in order of admission or as they come) and of the
-learner's publication (a newer version replaces one whose push has not begun). Nothing is moved but numbers, so ten
-thousand servers take seconds.
+The rules are those of the queue (penstock/replay/admission.py; groups are taken in order of admission or of arrival)
+and of publication (a newer version replaces one whose push has not begun). No data is moved, so 10,000 servers take
+seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAWS_AT_ONCE = 4096
 
 
 def simulate(model: FleetModel) -> Forecast:
-    """Run the model for its steps. Raises InvalidInput for one that could never finish a step."""
+    """Simulate `model.num_steps` steps. Raises InvalidInput for a model that can never finish a step."""
     for name in ("num_servers", "concurrent_groups", "groups_per_step", "num_steps"):
         if getattr(model, name) < 1:
             raise InvalidInput(name, "must be at least 1")
@@ -40,7 +40,7 @@ def simulate(model: FleetModel) -> Forecast:
         if not getattr(model, name) > 0:
             raise InvalidInput(name, "must be above 0")
     if model.server_mtbf_s <= model.group_s:
-        raise InvalidInput("server_mtbf_s", "a server must live longer than a group takes")
+        raise InvalidInput("server_mtbf_s", "must be longer than group_s, or no group would finish")
     return _Simulation(model).run()
 
 
@@ -58,13 +58,13 @@ def _train_durations(random: np.random.Generator, model: FleetModel) -> Iterator
 
 
 def _log_normal(mean: float, variation: float) -> tuple[float, float]:
-    """Sigma and mu of the distribution with this mean and standard deviation over mean."""
+    """Sigma and mu of the log-normal distribution with this mean and relative standard deviation."""
     sigma = math.sqrt(math.log(1 + variation**2))
     return sigma, math.log(mean) - sigma**2 / 2
 
 
 class _Versions:
-    """Which version servers serve when, and its mean over a span of time."""
+    """The version that servers serve at each time, and its mean over a span of time."""
 
     def __init__(self) -> None:
         self.times = [0.0]
@@ -90,7 +90,7 @@ class _Versions:
 
 
 class _Simulation:
-    """One run of a model. Groups are known by the number of their admission."""
+    """One simulation of a model. A group is identified by the number of its admission."""
 
     def __init__(self, model: FleetModel) -> None:
         random = np.random.default_rng(model.seed)
@@ -102,23 +102,23 @@ class _Simulation:
         self.versions = _Versions()
         self.events: list[tuple[float, int, str, int]] = []
         self.num_events = 0
-        # Finishing times are kept in decoding time, which stands still in a pause: so a pause moves them all at once.
+        # Finishing times are in decoding time, which stops during a pause, so that a pause shifts all of them at once.
         self.running: list[tuple[float, int, int, int]] = []
         self.paused_s = 0.0
-        self.places = deque((server, 0) for _ in range(model.concurrent_groups) for server in range(model.num_servers))
+        self.slots = deque((server, 0) for _ in range(model.concurrent_groups) for server in range(model.num_servers))
         self.epochs = [0] * model.num_servers
-        """Failures of each server so far. What carries an older number has died with it."""
+        """Number of failures of each server. Entries with an older number belong to a failed life of the server."""
         self.groups_of: list[dict[int, float]] = [{} for _ in range(model.num_servers)]
-        """Group: when it was started."""
+        """Start time of each running group, by server."""
         self.returned: list[int] = []
         self.num_admitted = self.num_dropped = self.num_lost = self.room = 0
         self.busy_s = 0.0
         self.ready: list[tuple[int, float, float]] = []
-        """Group, start and end, by admission."""
+        """Group, start and end of each ready group, as a heap in order of admission."""
         self.next_in_order = 0
         self.batch: list[tuple[float, float]] = []
         self.collecting = 1
-        """The step whose batch is being read."""
+        """Number of the step whose batch is being read."""
         self.is_training = False
         self.free_since = 0.0
         self.begun: StepRecord | None = None
@@ -142,7 +142,7 @@ class _Simulation:
                 self.now, _, name, what = heapq.heappop(self.events)
                 handlers[name](what)
             else:
-                self.now = max(self.now, finish_s)  # not before what has just happened, by a rounding error
+                self.now = max(self.now, finish_s)  # a rounding error must not move time backwards
                 self._finish(*heapq.heappop(self.running)[1:])
         return self._forecast()
 
@@ -153,7 +153,7 @@ class _Simulation:
     # ── servers ──
 
     def _admit(self) -> None:
-        """Ask the limiter how many prompts may be admitted now."""
+        """Compute how many prompts may be admitted now."""
         model, accepted = self.model, self.num_admitted - self.num_dropped
         self.room = admission(
             step=self.published_step, trained=accepted, queued=0, in_flight=0,
@@ -161,9 +161,9 @@ class _Simulation:
         ).room  # fmt: skip
 
     def _lease(self) -> None:
-        """Free places take prompts that came back first, then as many new ones as the limiter admits."""
-        while self.places and (self.returned or self.room):
-            server, epoch = self.places.popleft()
+        """Fill free slots, first with prompts that were returned, then with as many new ones as admission allows."""
+        while self.slots and (self.returned or self.room):
+            server, epoch = self.slots.popleft()
             if epoch != self.epochs[server]:
                 continue
             if self.returned:
@@ -180,7 +180,7 @@ class _Simulation:
             return
         started_s = self.groups_of[server].pop(group)
         self.busy_s += self.now - started_s
-        self.places.append((server, epoch))
+        self.slots.append((server, epoch))
         heapq.heappush(self.ready, (group, started_s, self.now))
         self._take()
         if self.room or self.returned:
@@ -200,7 +200,7 @@ class _Simulation:
             self._at(self.now + self.random.exponential(self.model.server_mtbf_s), "fail", server)
 
     def _up(self, server: int) -> None:
-        self.places.extend((server, self.epochs[server]) for _ in range(self.model.concurrent_groups))
+        self.slots.extend((server, self.epochs[server]) for _ in range(self.model.concurrent_groups))
         self._fail_later(server)
         self._lease()
 
@@ -211,7 +211,7 @@ class _Simulation:
     # ── the learner ──
 
     def _take(self) -> None:
-        """Fill the batch that is being read; begin its step if the learner is free."""
+        """Fill the batch that is being read, and begin its step if the learner is free."""
         model, version = self.model, self.collecting - 1
         while self.ready and len(self.batch) < model.groups_per_step:
             if model.stale_policy == "wait" and self.ready[0][0] != self.next_in_order:
@@ -253,7 +253,7 @@ class _Simulation:
             self._begin()
 
     def _push(self) -> None:
-        """The newest offer, once no push runs: one that was overtaken is never pushed."""
+        """Push the newest version if no push is running. A version that was overtaken is never pushed."""
         if self.pushing is None and self.offer is not None:
             self.pushing, self.offer = self.offer, None
             self._at(self.now + max(self.model.push_s, self.model.gather_s), "published", self.pushing)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     if not config.redis.url:
         raise ConfigError("redis.url is not set; for a run with a private Redis use `penstock up`, which also feeds it")
-    from penstock.feed.feeding_run import check_fed, feed_run
+    from penstock.feed.feed_process import check_fed, feed_run
 
     if args.check:
         check_fed(config)

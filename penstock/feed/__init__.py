@@ -1,1 +1,1 @@
-"""Feeding a dataset to a run, and validating the policy on held-out prompts beside it."""
+"""Submits a dataset to a run, and validates the policy on held-out prompts meanwhile."""

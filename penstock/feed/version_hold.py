@@ -1,4 +1,4 @@
-"""A server that is kept at the version it serves while an evaluation runs; the others follow training."""
+"""Keeps one server at the version it serves while an evaluation runs. The other servers follow training."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from penstock.store.policies import PolicyRegistry
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.25
-SETTLED_S = 1.5
-"""For so long a server must say that it serves the version it is pinned to. A push that began before it was pinned may
-still flip it, and what it reports is half a second old."""
-SETTLE_TIMEOUT_S = 120.0
-PATIENCE_S = 2.0
-"""For the server to come back to the version it is pinned to, twice as long each time: where a snapshot of it is kept,
-it does, in whatever time loading takes; else it never will."""
+STABLE_S = 1.5
+"""How long the reported version must stay the same. A push that began before the server was pinned may still move it,
+and a report is up to half a second old."""
+STABLE_TIMEOUT_S = 120.0
+RETURN_TIMEOUT_S = 2.0
+"""How long a server that has moved may take to return to its pinned version; doubled each time. It returns after
+loading the version's snapshot if that is kept. Otherwise it never does, and the pin follows the server."""
 
 
 class VersionHold:
     """Pins an evaluation, and one server to answer it, to the version that this server has.
 
-    `note` is a file that names both while they are pinned: what a killed process left pinned, the next one frees. A
-    server that is lost or moved meanwhile ends the hold, and the rest is answered by the fleet: such an evaluation may
-    span versions, but never waits for a server that does not come back."""
+    `note` is a file that names both while they are pinned, so that the next process can unpin what a killed one left.
+    If the server is lost or moves to another version, the hold ends and all servers answer the remaining prompts: the
+    evaluation may then span versions, but it never waits for a server that does not come back."""
 
     def __init__(
         self, policies: PolicyRegistry, fleet: Fleet, note: Path, *, max_silence_s: float, num_servers: int,
@@ -38,14 +38,16 @@ class VersionHold:
         self.note = note
         self.max_silence_s = max_silence_s
         self.num_servers = num_servers
-        """That the run starts with. The first evaluation waits for two of them, no longer than `join_timeout_s`."""
+        """Number of servers that the run starts with. The first evaluation waits up to `join_timeout_s` for two of
+        them."""
         self.join_timeout_s = join_timeout_s
         self._has_begun = False
         self._server_id = ""
         self._version = -1
 
     async def begin(self, evaluation_id: str) -> None:
-        """Call it before the evaluation is created. A server that is alone is not held: nobody would train."""
+        """Pin a server and the evaluation. Call it before the evaluation is created. A server that is alone is not
+        pinned, because no server would be left for training."""
         await self.end()
         free = await self._free_servers()
         if len(free) < 2 or await self.policies.pinned_version(evaluation_id) is not None:
@@ -54,7 +56,7 @@ class VersionHold:
         self.note.parent.mkdir(parents=True, exist_ok=True)
         self.note.write_text(json.dumps([chosen.server_id, evaluation_id]))
         self._server_id = chosen.server_id
-        if await self._settle(chosen.policy_version):
+        if await self._pin_until_stable(chosen.policy_version):
             await self.policies.pin(evaluation_id, self._version)
             logger.info("%s answers %s with version %d", self._server_id, evaluation_id, self._version)
         else:
@@ -62,7 +64,7 @@ class VersionHold:
             await self.end()
 
     async def keep(self) -> None:
-        """Look after the server, and give it up where it can no longer answer."""
+        """Check the server, and end the hold if it can no longer answer."""
         if not self._server_id:
             return
         server = await self._server()
@@ -71,20 +73,20 @@ class VersionHold:
             await self.end()
 
     async def end(self) -> None:
-        """Free what is pinned, by this process or by one that was killed."""
+        """Unpin what this process, or one that was killed, has pinned."""
         self._server_id = ""
         try:
             pinned = json.loads(self.note.read_text())
         except FileNotFoundError:
             return
-        except ValueError:  # cut by a machine that went down, before anything was pinned
+        except ValueError:  # incomplete after a crash of the machine: nothing was pinned yet
             pinned = []
         for name in pinned:
             await self.policies.unpin(name)
         self.note.unlink(missing_ok=True)
 
     async def _free_servers(self) -> list[ServerRecord]:
-        """Those that serve and are not pinned. A run that has just started is given time to have two."""
+        """Servers that serve and are not pinned. A run that has just started gets time until it has two."""
         deadline = time.monotonic() + (0 if self._has_begun else self.join_timeout_s)
         self._has_begun = True
         while True:
@@ -96,25 +98,26 @@ class VersionHold:
                 return free
             await asyncio.sleep(POLL_S)
 
-    async def _settle(self, version: int) -> bool:
-        """Pin the server to the version it has, until the two agree and stay so. A push that had begun may move it on:
-        then it comes back, or the pin follows it."""
+    async def _pin_until_stable(self, version: int) -> bool:
+        """Pin the server to its version and wait until it reports this version for STABLE_S. A push that had begun may
+        still move the server: then it returns to the pinned version, or the pin follows it."""
         await self.policies.pin(self._server_id, version)
-        self._version, patience_s = version, PATIENCE_S
+        self._version, return_timeout_s = version, RETURN_TIMEOUT_S
         agreed_at = pinned_at = time.monotonic()
-        deadline = pinned_at + SETTLE_TIMEOUT_S
+        deadline = pinned_at + STABLE_TIMEOUT_S
         while time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
             server, now = await self._server(), time.monotonic()
             if server is None:
                 return False
             if server.policy_version == self._version and server.state == "READY":
-                if now - agreed_at >= SETTLED_S:
+                if now - agreed_at >= STABLE_S:
                     return True
                 continue
             agreed_at = now
-            if server.policy_version != self._version and now - pinned_at >= patience_s:
-                self._version, pinned_at, patience_s = server.policy_version, now, 2 * patience_s
+            if server.policy_version != self._version and now - pinned_at >= return_timeout_s:
+                self._version, pinned_at = server.policy_version, now
+                return_timeout_s *= 2
                 await self.policies.pin(self._server_id, self._version)
         return False
 

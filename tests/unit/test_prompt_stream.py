@@ -9,7 +9,7 @@ import pytest
 
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.dataset import DatasetConfig
-from penstock.feed.feeding import PromptStream
+from penstock.feed.dataset_feed import PromptStream
 from penstock.trajectory import Prompt, Sampling
 
 

@@ -8,7 +8,7 @@ import signal
 
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, ProcessDied, Unavailable
-from penstock.feed.validating import validated_steps
+from penstock.feed.validation import validated_steps
 from penstock_services.local.display import SHOWN_METRICS, LineDisplay
 from penstock_services.local.local_run import LocalRun
 

@@ -19,9 +19,9 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
-from penstock.feed.feeding import Feeder, PromptStream
-from penstock.feed.validating import Validator, validated_steps
+from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.validation import Validator, validated_steps
 from penstock.feed.version_hold import VersionHold
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -192,6 +192,21 @@ async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
     assert (server[0].sampling.temperature, server[0].sampling.top_p, server[0].sampling.max_tokens) == (0.5, 0.5, 9)
 
 
+async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.feed.validation.POLL_S", 0.02)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps({"prompt": "?"}) + "\n")
+    validator = Validator.read(make_config(tmp_path, redis_process.url, validation={"file": str(heldout)}), queue)
+    validator.stall_timeout_s = 0.2
+    with pytest.raises(DeadlineExceeded, match="validation-train-0 has 0 of 1 prompts .* are rollout servers READY"):
+        await validator.validate(0)
+    [lease] = await queue.lease("s", 1)
+    await queue.record_evaluation("validation-train-0", lease, [1.0], 0, 0)
+    assert (await validator.validate(0)).num_finished == 1, "the next try goes on with the same evaluation"
+
+
 class Server:
     """Reports a version, and answers evaluations with it at each turn."""
 
@@ -217,7 +232,7 @@ def pinned_validation(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """Validators of 20 prompts, and what they read: (make, policies, fleet)."""
-    for name, value in (("version_hold.SETTLED_S", 0.4), ("version_hold.POLL_S", 0.05), ("validating.POLL_S", 0.05)):
+    for name, value in (("version_hold.STABLE_S", 0.4), ("version_hold.POLL_S", 0.05), ("validation.POLL_S", 0.05)):
         monkeypatch.setattr(f"penstock.feed.{name}", value)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
@@ -271,8 +286,8 @@ async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
     queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
 ) -> None:
     """What it says of itself is old: it moves right after it has reported."""
-    monkeypatch.setattr("penstock.feed.version_hold.PATIENCE_S", 0.8)
-    monkeypatch.setattr("penstock.feed.version_hold.SETTLE_TIMEOUT_S", 6.0)
+    monkeypatch.setattr("penstock.feed.version_hold.RETURN_TIMEOUT_S", 0.8)
+    monkeypatch.setattr("penstock.feed.version_hold.STABLE_TIMEOUT_S", 6.0)
     make, policies, fleet = pinned_validation
     servers = [Server(server_id, queue, fleet) for server_id in "ab"]
     servers[1].version = 6

@@ -1,8 +1,8 @@
-"""Feeding a run with a dataset: every prompt of every epoch once, in an order that follows from the seed.
+"""Feeds a dataset to a run: every prompt of every epoch once, in an order that follows from the seed.
 
-The position is a number beside the prompts in Redis, and a chunk is submitted by the same script that moves it on. So a
-feeder that was killed, and started again or replaced by another, skips nothing and repeats nothing; nor does one whose
-Redis lost its tail, because position and prompts are lost together. Learner checkpoints record the position.
+The position is stored in Redis beside the prompts, and one script submits a chunk and moves the position on. So a
+feeder that is killed and started again, or replaced by another one, skips nothing and repeats nothing. The same holds
+if Redis loses its tail, because it loses position and prompts together. Learner checkpoints record the position.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 CHUNK_PROMPTS = 256
 POLL_S = 0.5
 RETRY_S = 5.0
-"""While Redis is away or full."""
+"""Pause before the next try while Redis is away or full."""
 _SEED_STRIDE = 1_000_003
 _NUM_SEEDS = 2**62
-"""Whatever the run's seed, those of samples are numbers that every engine and the wire can hold."""
+"""Seeds of samples are below this number, which every engine and the wire format can hold."""
 
 
 def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
-    """The prompt with seeds that no other number of the run has, one a sample."""
+    """The prompt with a seed for each sample. No other number of the run gets the same seeds."""
     first = (seed * _SEED_STRIDE + number * prompt.num_samples) % _NUM_SEEDS
     return replace(prompt, sampling=replace(prompt.sampling, seed=first))
 
@@ -64,12 +64,12 @@ class PromptStream:
 
     @property
     def num_prompts(self) -> int | None:
-        """Over all epochs; None: without end."""
+        """Number of prompts over all epochs; None if there is no end."""
         return self.config.epochs * len(self.prompts) or None
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the data and the order, not with how samples are drawn."""
+        """Hash of the dataset's rows and their order. Sampling parameters do not change it."""
         digest = hashlib.sha256(repr((self.config.shuffle, self._shuffle_seed, len(self.prompts))).encode())
         for prompt in self.prompts:
             digest.update(hashlib.sha256(encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))).digest())
@@ -87,7 +87,7 @@ class PromptStream:
     def _make_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         if not self.config.shuffle:
             return np.arange(len(self.prompts))
-        # RandomState's streams are frozen: a run continues in the same order under every release of numpy.
+        # numpy guarantees RandomState's streams, so a run continues in the same order under every release of numpy.
         return np.random.RandomState([self._shuffle_seed, epoch]).permutation(len(self.prompts))
 
     @property
@@ -96,7 +96,8 @@ class PromptStream:
 
 
 class Feeder:
-    """Keeps prompts waiting until the dataset is at its end. Two at once do no harm: each chunk is taken from one."""
+    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Several feeders may run at once: each
+    chunk is accepted from one of them."""
 
     def __init__(self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None) -> None:
         self.queue = queue
@@ -106,7 +107,8 @@ class Feeder:
         self.fingerprint = stream.fingerprint
 
     async def run(self) -> int:
-        """Returns the number of prompts submitted, by whomever, when all are. Waits while Redis is away or full."""
+        """Feed until all prompts are submitted, by this feeder or another, and return their number. Tries again while
+        Redis is away or full."""
         while True:
             try:
                 position, is_end = await self._feed()
@@ -119,7 +121,7 @@ class Feeder:
             await asyncio.sleep(POLL_S)
 
     async def _feed(self) -> tuple[int, bool]:
-        """Submit chunks until enough prompts wait; returns the position, and whether it is the end."""
+        """Submit chunks until enough prompts wait. Returns the position, and whether it is the end."""
         position = await self._submit(0, [])
         while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
             if (await self.queue.stat()).pending_prompts >= self.config.max_pending:
@@ -139,7 +141,7 @@ class Feeder:
             )
         if feed.fingerprint != self.fingerprint:
             raise ConfigError(
-                f"dataset {self.config.name!r} was other data, or in another order, for its first {feed.position} "
+                f"dataset {self.config.name!r} had other rows, or another order, for its first {feed.position} "
                 "prompts; give the same file and seed, or another dataset.name"
             )
         return feed.position

@@ -1,4 +1,4 @@
-"""The feeder and the validator of a run, over one connection."""
+"""The process `penstock feed`: the feeder and the validator of a run, over one connection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import redis.asyncio as redis
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.feed.feeding import Feeder, PromptStream
-from penstock.feed.validating import Validator
+from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.validation import Validator
 from penstock.feed.version_hold import VersionHold
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
@@ -26,9 +26,9 @@ def check_fed(config: RunConfig) -> None:
 
 
 async def feed_run(config: RunConfig) -> None:
-    """Submit all of `dataset.file`; with a `dataset.validation.file`, validate meanwhile, and after that until ended.
+    """Submit all of `dataset.file`. With a `dataset.validation.file`, validate meanwhile, and go on until cancelled.
 
-    Data that cannot be read is an error before anything is submitted."""
+    Both files are read before anything is submitted, so unreadable data is an error at the start."""
     check_fed(config)
     dataset = config.dataset
     async with AsyncExitStack() as stack:

@@ -1,10 +1,12 @@
-"""Validation: held-out prompts scored beside training, every so many steps."""
+"""Validation: the policy is scored on held-out prompts every `dataset.validation.every_steps` steps, during
+training."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,9 +14,9 @@ from pathlib import Path
 from penstock.codec import encode_prompt
 from penstock.config.dataset import ValidationConfig
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, QueueFull, Unavailable
+from penstock.errors import DeadlineExceeded, InvalidInput, QueueFull, Unavailable
+from penstock.feed.dataset_feed import RETRY_S, seeded
 from penstock.feed.datasets import read_prompts
-from penstock.feed.feeding import RETRY_S, seeded
 from penstock.feed.version_hold import VersionHold
 from penstock.replay.contract import Evaluation, PromptIntake
 from penstock.trajectory import Prompt, Sampling
@@ -24,21 +26,23 @@ POLL_S = 0.5
 
 
 class Validator:
-    """Creates an evaluation for each step that is due, and writes one line of `results` when it is finished.
+    """Creates an evaluation for each step that is due, and appends one line to `results` when it is finished.
 
-    An evaluation is named by its step, so that one killed and started again repeats none. A step that passed while
-    another evaluation ran is left out. With a `hold`, one server answers it with one version; without, samples may span
-    versions, and the range is in the result."""
+    An evaluation is named after its step, so a validator that was killed and started again repeats none. A step that
+    passes while another evaluation runs is skipped. With a `hold`, one server answers all prompts with one version.
+    Without it, samples may come from several versions, and the result has their range."""
 
     def __init__(
         self, queue: PromptIntake, prompts: Sequence[Prompt], config: ValidationConfig, name: str, results: Path,
-        hold: VersionHold | None = None,
+        stall_timeout_s: float, hold: VersionHold | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.prompts = prompts
         self.config = config
         self.name = name
         self.results = results
+        self.stall_timeout_s = stall_timeout_s
+        """How long an evaluation may go without a finished prompt."""
         self.hold = hold
 
     @classmethod
@@ -47,14 +51,17 @@ class Validator:
         assert validation.file is not None
         sampling = Sampling(validation.temperature, validation.top_p, validation.max_tokens)
         rows = read_prompts(validation.file, num_samples=validation.num_samples, sampling=sampling)
-        # The same seeds at every step: scores differ by the policy, not by the draw.
+        # Every step uses the same seeds, so that scores differ by the policy and not by the draw.
         prompts = [seeded(prompt, config.seed, number) for number, prompt in enumerate(rows)]
         if not prompts:
             raise InvalidInput(str(validation.file), "holds no prompts")
-        return cls(queue, prompts, validation, config.dataset.name, config.folder / "validation.jsonl", hold)
+        # A prompt may fail once for each attempt before it counts as finished.
+        stall_timeout_s = config.replay.max_attempts * config.rollout.prompt_timeout_s + config.replay.lease_ttl_s
+        results = config.folder / "validation.jsonl"
+        return cls(queue, prompts, validation, config.dataset.name, results, stall_timeout_s, hold)
 
     async def run(self) -> None:
-        """Until it is cancelled. Waits while Redis is away or full."""
+        """Validate until cancelled. Tries again while Redis is away or full, and after an evaluation that stalled."""
         done, is_free = validated_steps(self.results), self.hold is None
         while True:
             try:
@@ -65,13 +72,14 @@ class Validator:
                 if step not in done:
                     await self.validate(step)
                     done.add(step)
-            except (QueueFull, Unavailable) as error:
+            except (QueueFull, Unavailable, DeadlineExceeded) as error:
                 logger.warning("cannot validate: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(POLL_S)
 
     async def validate(self, step: int) -> Evaluation:
-        """Score every prompt, and write the result down."""
+        """Score every prompt and write the result. Raises DeadlineExceeded when no prompt finishes for
+        `stall_timeout_s`."""
         evaluation_id = f"validation-{self.name}-{step}"
         try:
             if self.hold is not None:
@@ -90,7 +98,15 @@ class Validator:
     async def _finished(self, evaluation_id: str) -> Evaluation:
         payloads = [encode_prompt(replace(prompt, evaluation_id=evaluation_id)) for prompt in self.prompts]
         evaluation = await self.queue.create_evaluation(evaluation_id, payloads)
+        num_finished, progressed_at = evaluation.num_finished, time.monotonic()
         while evaluation.num_finished < evaluation.num_prompts:
+            if evaluation.num_finished > num_finished:
+                num_finished, progressed_at = evaluation.num_finished, time.monotonic()
+            if time.monotonic() - progressed_at > self.stall_timeout_s:
+                raise DeadlineExceeded(
+                    f"{evaluation_id} has {num_finished} of {evaluation.num_prompts} prompts and no more for "
+                    f"{self.stall_timeout_s:.0f} s; are rollout servers READY, and is the run not paused?"
+                )
             await asyncio.sleep(POLL_S)
             if self.hold is not None:
                 await self.hold.keep()
@@ -99,7 +115,7 @@ class Validator:
 
 
 def validated_steps(results: Path) -> set[int]:
-    """Steps whose result is written. The last line may be cut, by a machine that went down."""
+    """Steps whose result is written. The last line may be incomplete after a crash of the machine; it is ignored."""
     if not results.exists():
         return set()
     return {json.loads(line)["step"] for line in results.read_text().splitlines() if line.endswith("}")}

@@ -1,7 +1,7 @@
-"""Bytes on the wire and in Redis: prompts as protobuf, groups as one checksummed zstd frame of protobuf.
+"""Encodes prompts and groups for the wire and for Redis: prompts as protobuf, groups as protobuf in a zstd frame.
 
-A stored group is `MAGIC + schema version (uint16 LE) + zstd frame`. The frame carries zstd's own content checksum, so a
-flipped bit anywhere is found on decoding. Arrays travel as raw little-endian bytes.
+A stored group is `MAGIC + schema version (uint16 LE) + zstd frame`. The frame has zstd's content checksum, so decoding
+finds a flipped bit anywhere in the content. Arrays are raw little-endian bytes.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def decode_prompt(data: bytes) -> Prompt:
 
 
 def encode_group(group: Group) -> bytes:
-    """The stored form. Never fails for a valid group."""
+    """Encode a group for storage. It never fails for a valid group."""
     body = group_to_proto(group).SerializeToString()
     return _HEADER.pack(MAGIC, SCHEMA_VERSION) + _compressor().compress(body)
 
 
 def decode_group(data: bytes) -> Group:
-    """Decode and check a stored group; raises PoisonGroup with the dead-letter reason."""
+    """Decode and check a stored group. Raises PoisonGroup with the dead-letter reason."""
     if len(data) < _HEADER.size:
         raise PoisonGroup("corrupt", f"{len(data)} bytes are too few for a group")
     magic, schema = _HEADER.unpack_from(data)
@@ -94,7 +94,7 @@ def decode_group(data: bytes) -> Group:
         raise PoisonGroup("schema", f"schema version {schema} is not {SCHEMA_VERSION}; upgrade the older side")
     frame = data[_HEADER.size :]
     try:
-        # The checksum does not cover the frame's own header, which a damaged byte could use to ask for any memory.
+        # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
         parameters = zstandard.get_frame_parameters(frame)
         if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
             raise PoisonGroup("corrupt", "the frame's header is damaged")

@@ -1,4 +1,5 @@
-"""Plain data of the training path. Frozen, numpy arrays, no protobuf: messages become these at the boundary."""
+"""Plain data types of the training path: frozen dataclasses with numpy arrays. penstock.codec converts protobuf to
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples of a prompt are drawn."""
+    """Sampling parameters of a prompt."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -24,7 +25,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client asks for. Exactly one of `messages` and `token_ids` is given."""
+    """A client's request for samples. Exactly one of `messages` and `token_ids` is given."""
 
     messages: tuple[tuple[str, str], ...] = ()
     """(role, content) pairs, rendered with the model's chat template."""
@@ -37,9 +38,9 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     evaluation_id: str = ""
-    """Non-empty: the prompt is held out; its samples are scored and never trained."""
+    """Evaluation of a held-out prompt, whose samples are scored and never trained. Empty for a training prompt."""
     trace_parent: str = ""
-    """W3C trace context; empty: it is not traced."""
+    """W3C trace context; empty if the prompt is not traced."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,21 @@ class VersionSegment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample. All arrays have one entry a response token, and `segments` covers them without gap or overlap."""
+    """One sample. All arrays have one entry per response token, and `segments` covers them without gaps or overlaps."""
 
     token_ids: NDArray[np.int32]
-    """Exactly the ids that were sampled (or inserted by the environment): never re-tokenized text."""
+    """The ids as they were sampled, or inserted by the environment. Never re-tokenized text."""
     loss_mask: NDArray[np.uint8]
-    """1 where the model produced the token and it is trained, 0 for tool output."""
+    """1 for tokens that the model produced and that are trained, 0 for tool output."""
     log_probs: NDArray[np.float32]
-    """Behaviour log-probs, of the distribution really sampled (after temperature and top-p)."""
+    """Log-probs under the distribution that was sampled from, after temperature and top-p."""
     segments: tuple[VersionSegment, ...]
     reward: float
     finish_reason: FinishReason = "stop"
     reward_parts: dict[str, float] = field(default_factory=dict)
     is_baseline: bool = False
-    """The greedy sample that the others of its group are compared with (remax). It is scored and never trained."""
+    """Whether this is the greedy sample that the others of its group are compared with (remax). It is scored and never
+    trained."""
 
     @property
     def min_version(self) -> int:
@@ -86,12 +88,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt: the unit of delivery, of acknowledgement and of the ledger."""
+    """All samples of one prompt. Groups are what is delivered, acknowledged and recorded in the ledger."""
 
     run: str
     prompt_id: int
     attempt: int
-    """Which lease of the prompt made it, from 1. (run, prompt_id, attempt) is the group's stable identity."""
+    """Number of the lease that made the group, from 1. (run, prompt_id, attempt) identifies the group."""
     server_id: str
     data_source: str
     sampling: Sampling
@@ -100,7 +102,7 @@ class Group:
     agent_name: str = "single_turn_agent"
     finished_at_ms: int = 0
     trace_parent: str = ""
-    """W3C trace context of its lease; empty: it is not traced."""
+    """W3C trace context of the lease; empty if the group is not traced."""
 
     @property
     def min_version(self) -> int:
@@ -116,6 +118,6 @@ class Group:
 
     @property
     def mean_reward(self) -> float:
-        """Of the samples that train."""
+        """Mean reward of the samples that are trained."""
         rewards = [trajectory.reward for trajectory in self.trajectories if not trajectory.is_baseline]
         return sum(rewards) / len(rewards)

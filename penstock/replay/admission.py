@@ -1,14 +1,14 @@
-"""Admission: how many prompts may be on their way, as one formula and its counters.
+"""Admission: how many prompts may be in flight. It is one formula over the queue's counters.
 
-A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`: groups
+A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`. Groups
 beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired, discarded
-and dead-lettered groups are in none of the three, so each makes room for another.
+and dead-lettered groups are in none of the three terms, so each makes room for another.
 
-The same limiter in terms of samples per insert: each group is trained once, so the ratio of the flows is 1, and their
-difference `accepted - step · groups_per_step` (what was let in, less what the steps have used) stays within
-`[0, (max_staleness + 1) · groups_per_step]`. At the upper bound producers wait; at the lower one the learner does.
+The same limiter can be read as a rate limiter with one sample per insert: the difference
+`accepted - step · groups_per_step` between what was admitted and what the steps have used stays within
+`[0, (max_staleness + 1) · groups_per_step]`. At the upper bound producers wait; at 0 the learner waits.
 
-lease.lua holds the same formula, where it is applied in one atomic call; tests hold the two against each other.
+lease.lua applies the same formula in its atomic call. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Admission:
-    """What the limiter says at one moment."""
+    """Limits of admission at one moment."""
 
     limit: int
-    """What trained, queued and in flight may add up to."""
+    """Upper bound on trained + queued + in-flight groups."""
     room: int
     """How many more prompts may be admitted now."""
     difference: int
-    """Accepted groups less those that the steps so far have used."""
+    """Admitted groups minus the groups that the steps so far have used."""
     max_difference: int
-    """Where producers wait. The learner waits at 0."""
+    """Difference at which producers wait. The learner waits at 0."""
 
 
 def admission(
     *, step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
 ) -> Admission:
-    """Two groups a step, staleness 1, nothing trained yet: four prompts may be on their way, and one of them is.
+    """Compute the limits. Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, the
+    limit is four prompts, so three more may be admitted.
 
     >>> admission(step=0, trained=0, queued=0, in_flight=1, max_staleness=1, groups_per_step=2)
     Admission(limit=4, room=3, difference=1, max_difference=4)

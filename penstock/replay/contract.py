@@ -1,33 +1,33 @@
-"""The replay queue's contract, split by who may call what.
+"""The contract of the replay queue, split by who may call what.
 
-A prompt passes through these places, and is in exactly one of them at any time:
+A prompt is in exactly one of these places at any time:
 
     pending ──lease──► leased ──append──► ready ──take──► delivered ──commit──► trained
        ▲                 │                  └──────┬──────────┤
        └── give back, ───┘                         │          └─ dead_letter ─► dead letters
            lease expiry                            ├─ expire (the prompt is pending again)
-                                                   └─ discard (the prompt is finished, untrained)
+                                                   └─ discard (the prompt ends without being trained)
 
     lease, append, give_back, heartbeat            rollout servers
     take, commit, expire, discard, dead_letter     the learner that holds the current term
-    submit, feed                                   the gateway, and whoever feeds a dataset
+    submit, feed                                   the gateway and the feed of a dataset
 
-`admitted` counts first leases, and leases after an expiry; a prompt whose lease was lost is still in flight. So
-`admitted = trained + expired + dead_lettered + queued + in_flight` at every moment (queued = ready + delivered;
-expired counts the discarded too).
+`admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
+`admitted = trained + expired + dead_lettered + queued + in_flight` holds at every moment (queued = ready + delivered;
+expired includes discarded).
 
-Every admission has a number. Ready groups are taken in this order (`fifo`) or newest version first (`freshest`). What
-happens to a group that would be trained past the staleness bound is `replay.stale_policy`:
+Every admission has a number. Ready groups are taken in the order of these numbers (`fifo`) or newest version first
+(`freshest`). `replay.stale_policy` says what happens to a group that would be trained past the staleness bound:
 
     wait      take stops before a prompt that is still in flight, so groups are trained exactly in order of admission.
-              With that the limiter alone holds the bound: the k-th admission that is not dropped is trained in step
-              k / groups_per_step, at most max_staleness steps after the one it was admitted in. A straggler stalls
+              Admission alone then keeps the bound: the k-th admission that is not dropped is trained in step
+              k / groups_per_step, at most max_staleness steps after the step it was admitted in. A straggler stalls
               training until its lease is reclaimed or it is dead-lettered.
-    drop      take passes stragglers by; the learner expires what is too old when it arrives, and its prompt is
-              admitted again.
-    correct   take passes stragglers by; the learner trains what is too old as it is, weighed off-policy.
+    drop      take skips stragglers. The learner expires a group that arrives too old, and its prompt is admitted again.
+    correct   take skips stragglers. The learner trains a group that is too old with off-policy weights.
 
-Evaluation prompts take the lane beside this one: leased without admission, recorded in their evaluation, never queued.
+Evaluation prompts take a separate lane: they are leased without admission, recorded in their evaluation, and never
+queued.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
 @dataclass(frozen=True)
 class Submission:
+    """Answer to `submit`."""
+
     prompt_ids: tuple[int, ...]
     replayed: bool
-    """An earlier request with the same idempotency key had been accepted; these are its ids."""
+    """Whether these are the ids of an earlier request with the same idempotency key."""
 
 
 @dataclass(frozen=True)
 class PromptStatus:
+    """Where a prompt is."""
+
     prompt_id: int
     state: PromptState
     attempt: int
@@ -58,6 +62,8 @@ class PromptStatus:
 
 @dataclass(frozen=True)
 class Lease:
+    """A prompt that a server may work on until the lease runs out. `attempt` counts the leases of the prompt."""
+
     prompt_id: int
     attempt: int
     payload: bytes
@@ -74,6 +80,8 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """Progress and scores of an evaluation."""
+
     evaluation_id: str
     num_prompts: int
     num_finished: int
@@ -92,12 +100,12 @@ class FeedPosition:
     position: int
     """Number of the next prompt, over all epochs."""
     fingerprint: str
-    """Of the data and its order."""
+    """Hash of the dataset's rows and their order."""
 
 
 @dataclass(frozen=True)
 class Outbox:
-    """What a producer still has to care for."""
+    """Which of a producer's accepted groups it may forget, and which it must append again."""
 
     done: tuple[int, ...]
     """Prompts whose group was committed, buried or superseded: forget them."""
@@ -107,7 +115,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One group handed to the learner, still encoded."""
+    """An encoded group that the learner has taken."""
 
     prompt_id: int
     payload: bytes
@@ -131,20 +139,20 @@ class QueueStat:
     redelivered: int
     reclaimed: int
     discarded: int
-    """Part of expired: dropped for good, their prompts are not admitted again."""
+    """Part of expired: groups that were dropped for good, whose prompts are not admitted again."""
     inserted: int
     """Groups that append accepted."""
     step: int
     policy_version: int
     term: int
     pending_age_ms: int = field(compare=False)
-    """Since the prompt that is next in line was submitted; 0 where none is pending."""
+    """Time since the next prompt in line was submitted; 0 if none is pending."""
     ready_age_ms: int = field(compare=False)
-    """Time since the group that is next in line was appended, or 0 if none is ready."""
+    """Time since the next group in line was appended; 0 if none is ready."""
     admission_limit: int
-    """What trained, queued and in flight may add up to."""
+    """Upper bound on trained + queued + in-flight groups."""
     admission_room: int
-    """Prompts that may be admitted now, as far as staleness goes."""
+    """Number of prompts that the staleness bound allows to be admitted now."""
 
     @property
     def conservation_error(self) -> int:
@@ -152,22 +160,23 @@ class QueueStat:
 
     @property
     def samples_per_insert(self) -> float:
-        """Groups trained for each group inserted: 1 in the long run, less what is queued or was dropped."""
+        """Groups trained per group inserted. Below 1 by the groups that are queued or were dropped."""
         return self.trained / self.inserted if self.inserted else 0.0
 
 
 class PromptIntake(Protocol):
-    """What the gateway needs."""
+    """The calls of the gateway and of the feed."""
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
-        """Accept all prompts or none. Durable as soon as it returns, as far as Redis is."""
+        """Accept all prompts or none. They are as durable as Redis is when the call returns."""
         ...
 
     async def feed(
         self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
     ) -> FeedPosition:
-        """Submit the prompts at `position` of a dataset, where that is how far it has been submitted: so every one is
-        submitted once, whoever is killed. Otherwise, and without prompts, nothing changes. Returns where it stands."""
+        """Submit the prompts at `position` of a dataset if exactly the prompts before it have been submitted. So every
+        prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, nothing changes. Returns
+        the position after the call."""
         ...
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
@@ -183,27 +192,28 @@ class PromptIntake(Protocol):
     async def stat(self) -> QueueStat: ...
 
     async def dead_letter_reasons(self) -> dict[str, int]:
-        """How many were dead-lettered, by the first word of the reason."""
+        """Number of dead-lettered prompts by the first word of the reason."""
         ...
 
     async def evaluation_scores(self) -> dict[str, float]:
-        """The newest score by benchmark: of evaluations that are finished, named without the number at the end."""
+        """Newest score of each benchmark. A benchmark is the name of a finished evaluation without the number at its
+        end."""
         ...
 
     async def expired_reasons(self) -> dict[str, int]:
-        """How many groups were expired (`stale`) or discarded, by the first word of the reason."""
+        """Number of expired (`stale`) and discarded groups by the first word of the reason."""
         ...
 
 
 class GroupProducer(Protocol):
-    """What a rollout server needs."""
+    """The calls of a rollout server."""
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
-        """Lease up to `max_prompts` as far as admission and the byte limit allow, in one atomic call.
+        """Lease up to `max_prompts`, as far as admission and the byte limit allow, in one atomic call.
 
-        Training prompts are leased while `accepted + running < (max_staleness + step + 1) · groups_per_step`, and
-        while there are fewer bytes than `capacity_bytes`. Leases that ran out are taken back first, and leased again
-        before anything new: they are admitted already, so neither bound holds them back."""
+        Training prompts are leased while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`
+        and while ready groups have fewer than `capacity_bytes`. Prompts whose lease ran out are leased again before new
+        ones. They are admitted already, so neither bound applies to them."""
         ...
 
     async def wait_for_prompts(self, timeout_s: float) -> None:
@@ -213,18 +223,19 @@ class GroupProducer(Protocol):
         ...
 
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
-        """Renew; returns the prompt ids whose lease this server no longer holds."""
+        """Renew the leases. Returns the prompt ids whose lease this server no longer holds."""
         ...
 
     async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
-        """Append a finished group. Idempotent: the first group of a prompt counts, every later one is a duplicate.
+        """Append a finished group. The first group of a prompt is accepted, and every later one is a `duplicate`, so
+        the call can be repeated.
 
-        `full`: over `capacity_bytes`; try again later. A queue from which nothing can be taken is never full for the
-        group that unblocks it. Raises QueueFull where the store itself is out of memory."""
+        `full` means that the queue is at `capacity_bytes`: try again later. A queue from which nothing can be taken is
+        never full for the group that unblocks it. Raises QueueFull if the store itself is out of memory."""
         ...
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
-        """As `append` for each in turn, in few exchanges with the store; outcomes in the same order."""
+        """`append` for each group in turn, in few exchanges with the store. Outcomes are in the same order."""
         ...
 
     async def record_evaluation(
@@ -232,22 +243,22 @@ class GroupProducer(Protocol):
     ) -> None: ...
 
     async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
-        """Return a prompt. With a `failure` it counts towards max_attempts, past which it is dead-lettered (at once if
-        it `is_final`); a held-out prompt then counts as finished in its evaluation, without samples."""
+        """Return a prompt to the queue. A `failure` counts towards max_attempts. At max_attempts, or at once if the
+        failure `is_final`, the prompt is dead-lettered; a held-out prompt counts as finished, without samples."""
         ...
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
-        """Compare the producer's unsettled groups with the queue."""
+        """Compare the groups in the producer's outbox with the queue."""
         ...
 
 
 class GroupConsumer(Protocol):
-    """What the learner needs. All but `store_id`, `take_term`, `fetch` and `stat` raise Fenced once a newer term was
-    taken."""
+    """The calls of the learner. All but `store_id`, `take_term`, `feed_positions`, `wait_for_groups`, `fetch` and
+    `stat` raise Fenced once a newer term was taken."""
 
     async def store_id(self) -> str:
-        """A random name of what holds this run's queue, made when it is first asked for. A store that lost everything,
-        or another one, has another name."""
+        """Random name of the store that holds this run's queue, made at the first call. A store that lost everything,
+        or another store, has another name."""
         ...
 
     async def take_term(self, at_least: int) -> int:
@@ -255,20 +266,20 @@ class GroupConsumer(Protocol):
         ...
 
     async def restore(self, step: int) -> dict[int, list[int]]:
-        """Start from a checkpoint of `step`: the batch manifests that Redis holds for later steps, by step.
+        """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
 
-        Their groups are delivered again, in the same batches."""
+        The groups of later steps are delivered again, in the same batches."""
         ...
 
     async def feed_positions(self) -> dict[str, int]:
-        """How far each dataset has been submitted, by name."""
+        """Position of each dataset, by name."""
         ...
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
-        Under `wait` none is taken that was admitted after a prompt still in flight. What the manifest holds that this
-        learner was not told of, by `restore` or an earlier take, comes first and alone: the answer to it was lost."""
+        Under `wait` no group is taken that was admitted after a prompt still in flight. If the manifest holds groups
+        that neither `restore` nor an earlier take has returned, because an answer was lost, only these are returned."""
         ...
 
     async def wait_for_groups(self, timeout_s: float) -> None:
@@ -276,13 +287,13 @@ class GroupConsumer(Protocol):
         ...
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        """The groups of these prompts that are still queued; the others are left out."""
+        """The groups of these prompts. Those that are no longer queued are left out."""
         ...
 
     async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
-        """Acknowledge and delete groups that a durable checkpoint covers; returns how many were still there.
+        """Acknowledge and delete groups that a durable checkpoint covers. Returns how many were still there.
 
-        Closes the manifests up to `step`. What they hold besides is ready again."""
+        Closes the manifests up to `step`. Other groups in them become ready again."""
         ...
 
     async def expire(self, prompt_id: int) -> None:
@@ -290,15 +301,15 @@ class GroupConsumer(Protocol):
         ...
 
     async def discard(self, prompt_id: int, reason: str) -> None:
-        """Drop a group that is not worth training and forget its prompt; another one may be admitted in its place."""
+        """Drop a group that is not worth training and forget its prompt. Another prompt may be admitted instead."""
         ...
 
     async def dead_letter(self, prompt_id: int, reason: str) -> None: ...
 
     async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
-        """Make `policy_version` the run's current one, which opens admission for the next step.
+        """Make `policy_version` the run's current version, which opens admission for the next step.
 
-        `policy` is its encoded registry record."""
+        `policy` is the version's encoded registry record."""
         ...
 
     async def allocate_version(self, at_least: int) -> int:

@@ -1,6 +1,6 @@
-"""The operator's view of a replay queue: looks into every place, and repairs what has died.
+"""The operator's view of a replay queue: shows every place, and requeues dead letters.
 
-Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt anew,
+Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt again,
 `import_prompts` submits and leases prompts whose groups are brought along (`penstock queue import`). Both are one
 atomic script, so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs
 the learner's term: they only ever add prompts.
@@ -35,7 +35,7 @@ DURABLE_MARGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where prompts or groups are. None: this place does not know."""
+    """A place of prompts or groups. None means that the place does not know it."""
 
     name: str
     count: int
@@ -49,22 +49,22 @@ class QueueReport:
     run: str
     stat: QueueStat
     places: tuple[Place, ...]
-    """Looked at a moment after `stat`, so a busy queue may show other counts here than there."""
+    """Read a moment after `stat`, so a busy queue may show different counts here."""
     dead_letter_reasons: dict[str, int]
-    """Of all dead letters the run ever had, also of those requeued or purged since."""
+    """Counts over all dead letters that the run ever had, including those requeued or purged since."""
     expired_reasons: dict[str, int]
     limits_known: bool
-    """False: `stat` says nothing true about admission."""
+    """False if the run's config is unknown: then the admission fields of `stat` are meaningless."""
 
 
 @dataclass(frozen=True)
 class QueuedGroup:
     prompt_id: int
     num_bytes: int
-    """As stored."""
+    """Size as stored."""
     group: Group | None
     problem: str = ""
-    """Why `group` is None: what the learner will dead-letter it for."""
+    """Why `group` is None. The learner will dead-letter it with this reason."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DeadLetter:
 
     @property
     def kind(self) -> str:
-        """The reason's first word, by which the queue counts reasons."""
+        """The first word of the reason. The queue counts reasons by it."""
         word = re.match(r"[A-Za-z0-9_]+", self.reason)
         return word.group() if word else "other"
 
@@ -95,7 +95,7 @@ class DeadLetterContents:
 
 
 class QueueInspector:
-    """One run's queue as an operator sees it. Without the run's `replay` config it knows nothing of limits."""
+    """One run's queue as an operator sees it. Without the run's `replay` config its limits are unknown."""
 
     def __init__(self, client: RedisClient, run: str, replay: ReplayConfig | None = None) -> None:
         self.client = client
@@ -103,7 +103,7 @@ class QueueInspector:
         self.knows_limits = replay is not None
         self.queue = RedisReplayQueue(client, run, replay or ReplayConfig())
 
-    # ── looks ──
+    # ── reads ──
 
     async def check_exists(self) -> None:
         if not (await self._places())["exists"]:
@@ -139,23 +139,24 @@ class QueueInspector:
     async def queued_ids(
         self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
     ) -> list[int]:
-        """Ready groups in the order the learner will take them, after the delivered ones if those are asked for."""
+        """Ready groups in the order in which the learner will take them, after the delivered ones if wanted."""
         ids: list[int] = await self._call("inspect_queued", selection, limit, int(include_delivered))
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
-        """Decoded, in the given order. Those committed in the meantime are left out."""
-        return [_decode(d.prompt_id, d.payload) for d in await self.queue.fetch(prompt_ids)]
+        """Decoded groups in the given order. Groups that were committed meanwhile are left out."""
+        deliveries = await self.queue.fetch(prompt_ids)
+        return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
     async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Encoded; empty where the prompt is gone."""
+        """Encoded prompts; empty for a prompt that is gone."""
         payloads: list[bytes] = await self._call("inspect_prompts", *prompt_ids) if prompt_ids else []
         return payloads
 
     # ── dead letters ──
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
-        """Those there are now, without their payloads. What is buried while this runs is left out."""
+        """The current dead letters without their payloads. Those that are buried while this runs are left out."""
         last = await self._newest_dead_letter()
         first = "-"
         while last:
@@ -178,7 +179,7 @@ class QueueInspector:
         fields = {name.decode(): value for name, value in entries[0][1].items()}
         prompt, payload = fields.get("prompt", b""), fields.get("group", b"")
         prompt_id, reason = int(fields.get("prompt_id", 0)), fields.get("reason", b"").decode(errors="replace")
-        decoded = _decode(prompt_id, payload) if payload else None
+        decoded = await asyncio.to_thread(_decode, prompt_id, payload) if payload else None
         return DeadLetterContents(
             letter=DeadLetter(stream_id, prompt_id, reason, len(prompt), len(payload)),
             prompt=_decode_prompt(prompt),
@@ -187,7 +188,7 @@ class QueueInspector:
         )
 
     async def requeue(self, stream_id: str) -> int:
-        """Submit the letter's prompt under a new id and delete the letter, in one step; returns the new id."""
+        """Submit the letter's prompt under a new id and delete the letter, in one step. Returns the new id."""
         prompt = (await self.dead_letter(stream_id)).prompt
         if prompt is None:
             raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
@@ -197,7 +198,7 @@ class QueueInspector:
         return prompt_id
 
     async def purge(self, stream_ids: Sequence[str]) -> int:
-        """Delete dead letters for good; returns how many were still there."""
+        """Delete dead letters. Returns how many were still there."""
         for stream_id in stream_ids:
             _check_stream_id(stream_id)
         num_deleted = 0
@@ -230,13 +231,13 @@ class QueueInspector:
             await asyncio.sleep(loss_window_s / 10)
         return [Lease(**lease, payload=row[1]) for lease, row in zip(leased, rows, strict=True)]
 
-    # ── how ──
+    # ── private ──
 
     async def _places(self) -> dict[str, int]:
         return read_record(await self._call("inspect_places"))
 
     async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
-        """Time since a group was finished; None where there is none or its producer did not say."""
+        """Time since a group was finished; None if there is no group or its producer did not record the time."""
         found = await self.groups([places[which]]) if places[which] else []
         if not found or found[0].group is None or not found[0].group.finished_at_ms:
             return None

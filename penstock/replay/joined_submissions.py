@@ -1,4 +1,5 @@
-"""Submitting for many clients: what comes while one exchange with Redis is under way goes together in the next."""
+"""Joins the submissions of many clients: requests that arrive during one exchange with Redis go together in the
+next."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from penstock.replay.contract import Submission
 from penstock.replay.redis_queue import RedisReplayQueue
 
 MAX_PROMPTS = 2_048
-"""In one exchange: Redis answers nobody else meanwhile."""
+"""Most prompts in one exchange, because Redis answers no other client meanwhile."""
 MAX_REQUESTS = 32
-"""In one exchange: clients of the one before are answered while Redis works on the next."""
+"""Most requests in one exchange, so that some clients are answered while Redis works on the next exchange."""
 LINGER_S = 0.001
 MAX_LINGERS = 4
-"""An exchange costs more than what is in it. So it waits for company, where those before had some: LINGER_S at a time,
-for as long as more comes and until as many are there as usual."""
+"""An exchange costs more than the requests in it. If earlier exchanges held several requests, the next one waits for
+more: LINGER_S at a time, while more arrive, until it has the usual number."""
 FADE = 7 / 8
-"""Of what was usual, with every exchange."""
+"""Factor by which the usual number shrinks with every exchange."""
 ENOUGH_PROMPTS = 256
-"""No more company is waited for."""
+"""With this many prompts an exchange waits for no more."""
 
 
 @dataclass(slots=True)
@@ -34,9 +35,9 @@ class _Request:
 
 
 class JoinedSubmissions:
-    """One exchange at a time, in the order of arrival. Each request is accepted whole or not at all, as if it were
-    alone; a failed exchange fails every request in it, and no other. A request that has no answer after `deadline_s`
-    fails with DeadlineExceeded, and may have been accepted."""
+    """Runs one exchange at a time, in the order of arrival. Each request is accepted whole or not at all, as if it were
+    alone. A failed exchange fails the requests in it and no others. A request that has no answer after `deadline_s`
+    fails with DeadlineExceeded; it may still have been accepted."""
 
     def __init__(self, queue: RedisReplayQueue, deadline_s: float) -> None:
         self.queue = queue
@@ -45,13 +46,13 @@ class JoinedSubmissions:
         self._sent: list[_Request] = []
         self._sender: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        """One for all requests: their deadlines come in the order in which they came."""
+        """One timer for all requests, because their deadlines are in the order of their arrival."""
         self._count = 0
         self._usual_count = 1.0
-        """How many requests went in the last exchange, and in the fullest one lately."""
+        """Number of requests in the last exchange (`_count`) and in the fullest recent one."""
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
-        """What `PromptIntake.submit` answers. Cancelling the caller does not take the request back."""
+        """`PromptIntake.submit`, joined with others. Cancelling the caller does not withdraw the request."""
         loop = asyncio.get_running_loop()
         request = _Request(payloads, priorities, idempotency_key, loop.create_future(), loop.time() + self.deadline_s)
         self._waiting.append(request)
@@ -82,7 +83,8 @@ class JoinedSubmissions:
             self._sent = []
 
     async def _linger(self) -> None:
-        """Not after a full exchange: to answer it takes as long, and what came meanwhile would wait twice."""
+        """Wait for more requests. Not after a full exchange: requests that arrived while it was answered waited
+        already."""
         if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
             return
         for _ in range(MAX_LINGERS):
@@ -97,7 +99,7 @@ class JoinedSubmissions:
         return sum(len(request.payloads) for request in self._waiting)
 
     def _next(self) -> list[_Request]:
-        """At least one, and others as far as they fit."""
+        """The first waiting request, and those after it that fit into the same exchange."""
         count, num_prompts = 1, len(self._waiting[0].payloads)
         for request in self._waiting[1:MAX_REQUESTS]:
             num_prompts += len(request.payloads)
@@ -108,7 +110,7 @@ class JoinedSubmissions:
         return requests
 
     def _expire(self) -> None:
-        """Fail what has waited for too long, and wake up for the next."""
+        """Fail the requests whose deadline has passed, and set the timer for the next one."""
         loop, self._alarm = asyncio.get_running_loop(), None
         for request in (*self._sent, *self._waiting):
             if request.answer.done():

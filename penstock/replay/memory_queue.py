@@ -1,7 +1,8 @@
-"""The replay queue in memory: for tests, and as the plainest account of what the Lua scripts do.
+"""The replay queue in memory, for tests. It is also the simplest description of what the Lua scripts do.
 
-Nothing here waits, so every call is atomic within one event loop. Several queue objects, each with a term of its own,
-may share one `MemoryStore`, as a learner and its successor share Redis.
+Calls do not await anything, so each is atomic within one event loop. Several queue objects, each with its own term, may
+share one `MemoryStore`, as a learner and its successor share Redis. What gateways and operators order (pause, drain,
+pin, cancel) is not part of the contract, and only Redis has it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from penstock.sample_scores import summarise
 
 
 class MemoryReplayQueue:
-    """PromptIntake, GroupProducer and GroupConsumer over a store. `term` is 0 until this object takes one."""
+    """PromptIntake, GroupProducer and GroupConsumer over a store. `term` is 0 until `take_term` was called."""
 
     def __init__(self, store: MemoryStore, config: ReplayConfig) -> None:
         self.store = store
         self.config = config
         self.term = 0
-        self._told: set[tuple[int, int]] = set()
-        """Step and prompt id of what this learner knows of the manifests."""
+        self._known: set[tuple[int, int]] = set()
+        """Step and prompt id of the groups in the manifests that this learner knows."""
         self._seen_lease_signals = self._seen_result_signals = 0
 
     # ── gateway ──
@@ -245,7 +246,7 @@ class MemoryReplayQueue:
             if of_step > step:
                 self.store.count("redelivered", sum(prompt_id in self.store.groups for prompt_id in ids))
         manifests = {of_step: list(ids) for of_step, ids in self.store.manifests.items()}
-        self._told = {(of_step, prompt_id) for of_step, ids in manifests.items() for prompt_id in ids}
+        self._known = {(of_step, prompt_id) for of_step, ids in manifests.items() for prompt_id in ids}
         return manifests
 
     async def feed_positions(self) -> dict[str, int]:
@@ -254,14 +255,14 @@ class MemoryReplayQueue:
     async def take(self, step: int, max_groups: int) -> list[int]:
         self._check_term()
         store, order = self.store, self.config.take_order
-        untold = [
+        unknown = [
             prompt_id
             for prompt_id in store.manifests.get(step, [])
-            if (step, prompt_id) not in self._told and prompt_id in store.delivered
+            if (step, prompt_id) not in self._known and prompt_id in store.delivered
         ]
-        if untold:
-            self._told.update((step, prompt_id) for prompt_id in untold)
-            return untold
+        if unknown:
+            self._known.update((step, prompt_id) for prompt_id in unknown)
+            return unknown
         if order == "freshest":
             ids = store.fresh.highest(max_groups)
         else:
@@ -272,7 +273,7 @@ class MemoryReplayQueue:
         if ids:
             store.lease_signal.send()
             store.manifests.setdefault(step, []).extend(ids)
-            self._told.update((step, prompt_id) for prompt_id in ids)
+            self._known.update((step, prompt_id) for prompt_id in ids)
         return ids
 
     async def wait_for_groups(self, timeout_s: float) -> None:
@@ -298,7 +299,7 @@ class MemoryReplayQueue:
                 if prompt_id in store.delivered:
                     store.delivered.remove(prompt_id)
                     store.make_ready(prompt_id)
-        self._told = {(of_step, prompt_id) for of_step, prompt_id in self._told if of_step > step}
+        self._known = {(of_step, prompt_id) for of_step, prompt_id in self._known if of_step > step}
         return found
 
     async def expire(self, prompt_id: int) -> None:
@@ -366,7 +367,7 @@ class MemoryReplayQueue:
         return prompt is not None and prompt.owner == (server_id, lease.attempt)
 
     def _is_waited_for(self, prompt_id: int) -> bool:
-        """Every ready group waits for this one."""
+        """Whether all ready groups wait for the group of this prompt."""
         number = self.store.open.score(prompt_id)
         if self.config.take_order != "admission" or number is None:
             return False

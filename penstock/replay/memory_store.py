@@ -1,6 +1,6 @@
-"""The state behind MemoryReplayQueue: what Redis holds of one run, as plain Python.
+"""The state of MemoryReplayQueue: what Redis holds of one run, as plain Python.
 
-Its methods are those of lua/prelude.lua, under the same names.
+The methods have the names of the functions in lua/prelude.lua.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BENCHMARKS = 256
 
 
 class Ordered:
-    """Ids by score, lowest first; equal scores by the id as text, as Redis has it."""
+    """A sorted set of ids: lowest score first, and equal scores by the id as text, as in Redis."""
 
     def __init__(self) -> None:
         self._scores: dict[int, float] = {}
@@ -90,7 +90,7 @@ class MemoryPrompt:
     attempt: int = 0
     failures: int = 0
     owner: tuple[str, int] | None = None
-    """Server and attempt of the lease."""
+    """Server and attempt of the lease; None if it is not leased."""
     submitted_at: float = 0.0
 
 
@@ -112,7 +112,7 @@ class MemoryEvaluation:
 
 
 class MemoryStore:
-    """What Redis holds of one run. `clock` gives seconds; leases run out by it."""
+    """What Redis holds of one run. `clock` returns seconds; leases run out by it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -129,7 +129,7 @@ class MemoryStore:
         self.trained: set[int] = set()
         self.buried: set[int] = set()
         self.dead: list[tuple[int, str, bytes, bytes]] = []
-        """Prompt id, reason, prompt and group of each dead letter."""
+        """Dead letters as (prompt id, reason, encoded prompt, encoded group)."""
         self.dead_reasons: Counter[str] = Counter()
         self.expired_reasons: Counter[str] = Counter()
         self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
@@ -197,7 +197,7 @@ class MemoryStore:
             self.count("queued_bytes", -len(self.groups[prompt_id].payload))
 
     def remove_group(self, prompt_id: int) -> MemoryGroup | None:
-        """Take a queued group out of wherever it waits."""
+        """Remove a queued group from every place; None if there is none."""
         if prompt_id not in self.groups:
             return None
         self.unready(prompt_id)
@@ -206,7 +206,8 @@ class MemoryStore:
         return self.groups.pop(prompt_id)
 
     def release_admission(self, prompt_id: int) -> float:
-        """Remove a prompt from every place before its group; returns its admission, which is made now if need be."""
+        """Remove a prompt from every place before its group. Returns the number of its admission; a prompt without one
+        is admitted now."""
         self.prompts[prompt_id].owner = None
         was_leased, was_returned = self.leases.remove(prompt_id), prompt_id in self.returned
         self.returned.discard(prompt_id)
@@ -218,7 +219,7 @@ class MemoryStore:
         return number if number is not None else self.count("admission")
 
     def return_prompt(self, prompt_id: int, failure: str, max_attempts: int) -> None:
-        """A lease ended without a group."""
+        """End a lease that brought no group."""
         prompt = self.prompts[prompt_id]
         prompt.owner = None
         self.leases.remove(prompt_id)
@@ -232,7 +233,8 @@ class MemoryStore:
         self.pending.put(prompt_id, -NEVER)
 
     def return_evaluation(self, prompt_id: int, failure: str, max_attempts: int) -> None:
-        """The same for a held-out prompt. One that keeps failing counts as finished, without samples."""
+        """End a lease of a held-out prompt that brought no rewards. At max_attempts it counts as finished, without
+        samples."""
         prompt = self.prompts[prompt_id]
         prompt.owner = None
         self.eval_leases.remove(prompt_id)
@@ -245,7 +247,8 @@ class MemoryStore:
         self.lease_signal.send()
 
     def finish_evaluation_prompt(self, evaluation_id: str) -> None:
-        """Count it. A whole evaluation's score is kept by its benchmark: its id without the number at the end."""
+        """Count a finished prompt. A complete evaluation's score is kept under its benchmark, which is its id without
+        the number at the end."""
         evaluation = self.evaluations[evaluation_id]
         evaluation.num_finished += 1
         if evaluation.num_finished == evaluation.num_prompts and evaluation.rewards:
@@ -262,6 +265,6 @@ class MemoryStore:
 
 
 def reason_label(reason: str) -> str:
-    """A reason as a metric's label: its first word."""
+    """The first word of a reason, which is a metric's label."""
     word = re.match(r"[A-Za-z0-9_]+", reason)
     return word.group() if word else "other"

@@ -1,7 +1,7 @@
-"""Recorded groups as Parquet: one row a group, typed columns, nothing that any Parquet reader cannot show.
+"""Recorded groups as Parquet: one row a group, with typed columns that any Parquet reader can show.
 
-Only this module imports pyarrow, which takes a while; import it late. Arrays go in and out as whole columns, never
-token by token. A file that was made elsewhere is read too, as long as it has these columns with these types.
+This module imports pyarrow, which is slow, at its top: import it only where it is needed. Arrays are converted as whole
+columns, never token by token. A file from elsewhere is read too if it has these columns with these types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 
 ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
-"""Arrays that wait to be written, at most; the memory an export or import needs is a small multiple of it."""
+"""Most bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
 
 SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("policy_version", pa.int64())])
 SAMPLING = pa.struct(
@@ -66,11 +66,11 @@ _FINISH_REASONS = ("stop", "length", "aborted")
 class RecordedGroup:
     group: Group
     prompt: bytes
-    """The encoded prompt it answers; empty where the recorded run no longer had it."""
+    """The encoded prompt that the group answers; empty if the recorded run no longer had it."""
 
 
 class RecordingWriter:
-    """Writes row groups as they fill. The file appears, whole, when the block ends without an error."""
+    """Writes row groups as they fill. The complete file appears when the block ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +104,7 @@ class RecordingWriter:
                 self.partial.replace(self.path)
         except OSError as failure:
             raise InvalidInput(
-                str(self.path), f"cannot be written ({failure}); make room or choose another"
+                str(self.path), f"cannot be written ({failure}); free space or choose another path"
             ) from failure
         finally:
             self._file.close()
@@ -117,7 +117,7 @@ class RecordingWriter:
 
 
 class Recording:
-    """A file of recorded groups, read in its order and checked as it is read."""
+    """A file of recorded groups. Rows are read in the file's order and checked as they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class Recording:
         if not self.path.is_file():
             raise InvalidInput(str(self.path), "is not a file; `penstock queue export` writes one")
         try:
-            # Pre-buffering would hold on to every row group that was read.
+            # Pre-buffering would keep every row group in memory after it was read.
             self._file = parquet.ParquetFile(self.path, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
@@ -259,7 +259,7 @@ def _offsets(lengths: Sequence[int]) -> Any:
 
 
 def from_record_batch(batch: Any) -> list[RecordedGroup]:
-    """The rows of a batch that has SCHEMA's columns and no nulls but seeds."""
+    """The rows of a batch that has SCHEMA's columns, and nulls only as seeds."""
     plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in _ARRAY_COLUMNS}
     prompt_tokens = _split(batch.column("prompt_token_ids"))
     column = batch.column("trajectories")

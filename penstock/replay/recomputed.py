@@ -1,6 +1,6 @@
-"""The learner's own log-probs of tokens that it trains, beside the engine's: where they differ, one of them is wrong.
+"""The learner's own log-probs of the tokens that it trains, to compare with the engine's.
 
-Kept for a few groups of each step, for a while: something to look at, not a record.
+They are kept for KEPT_GROUPS groups of each step, for KEPT_S seconds: for people to look at, not as a record.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ KEPT_S = 900
 
 
 class RecomputedLogProbs:
-    """Of one run's groups, by prompt and attempt. Written by the learner, read by the gateway."""
+    """Log-probs of one run's groups, by prompt and attempt. The learner writes them and the gateway reads them."""
 
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
         self.keys = RunKeys(run)
 
     async def keep(self, groups: Sequence[Group], log_probs: NDArray[np.float32]) -> None:
-        """`log_probs` are those of every response token of the groups, one after the other."""
+        """Keep the log-probs of the first groups. `log_probs` has one for every response token of all groups, in
+        order."""
         start = 0
         for group in groups[:KEPT_GROUPS]:
             part = log_probs[start : start + group.num_response_tokens].astype("<f4").tobytes()
@@ -36,7 +37,7 @@ class RecomputedLogProbs:
             await guarded(self.client.set(self._key(group), part, ex=KEPT_S))
 
     async def get(self, group: Group) -> list[NDArray[np.float32]]:
-        """One array a trajectory; none where they were not kept, or not recomputed."""
+        """One array a trajectory; an empty list if the group's log-probs were not kept or not recomputed."""
         data = await guarded(self.client.get(self._key(group)))
         if data is None or len(data) != 4 * group.num_response_tokens:
             return []

@@ -1,13 +1,12 @@
-"""A queue into a file and back: how a recorded run is replayed into a learner without any rollout server.
+"""Exports a queue to a file and imports it, so that a recorded run can be replayed without rollout servers.
 
-Export only reads: it lists the groups first, then fetches them a few at a time, so what it holds in memory does not
-depend on the queue. A group that is committed before its turn has been trained and is left out.
+Export only reads. It lists the groups first, then fetches them a few at a time, so its memory does not grow with the
+queue. A group that is committed before its turn is left out.
 
-Import brings each row in as a prompt of its own, submitted and leased in one atomic call that does not ask for
-admission (the groups exist; holding them back would only stall), then appended like any other group. So every count
-of the queue stays right, the learner sees nothing unusual, and the byte limit still holds: an import waits for room.
-The learner's order is that of the file. A second import of the same file adds nothing; one that was interrupted goes on
-where it stopped.
+Import makes each row a new prompt. One atomic call submits and leases the prompts without asking for admission: the
+groups exist already, and holding them back would only stall. Then the groups are appended like any others. So the
+counts of the queue stay right and the byte limit holds: an import waits for room. The learner takes the groups in the
+order of the file. A second import of the same file adds nothing; an interrupted one goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock.trajectory import Group
 from penstock.v1 import prompts_pb2
 
 SERVER_ID = "import"
-"""Who holds the leases while groups are brought in. The groups keep the names of the servers that made them."""
+"""Server that holds the leases during an import. The groups keep the names of the servers that made them."""
 FETCH_GROUPS = 16
 IMPORT_GROUPS = 64
 POLL_S = 0.2
@@ -42,16 +41,16 @@ T = TypeVar("T")
 class Exported:
     num_groups: int
     num_gone: int
-    """Committed while the export ran."""
+    """Groups that were committed while the export ran."""
     unreadable: tuple[str, ...]
-    """Groups left out because they cannot be decoded, with the reason; the learner will dead-letter them."""
+    """Groups that were left out because they cannot be decoded, with the reason. The learner will dead-letter them."""
 
 
 @dataclass(frozen=True)
 class Imported:
     num_groups: int
     num_present: int
-    """Rows that an earlier import of the same file had brought."""
+    """Rows that an earlier import of the same file had imported."""
 
 
 async def export_groups(
@@ -70,7 +69,7 @@ async def export_groups(
                 if queued.group is None:
                     unreadable.append(f"prompt {queued.prompt_id}: {queued.problem}")
                     continue
-                writer.write(RecordedGroup(queued.group, prompt))
+                await asyncio.to_thread(writer.write, RecordedGroup(queued.group, prompt))
                 num_groups += 1
             advance(min(start + FETCH_GROUPS, len(ids)), len(ids))
     return Exported(num_groups, len(ids) - num_seen, tuple(unreadable))
@@ -84,22 +83,23 @@ async def import_groups(
     wait_s: float,
     advance: Callable[[int, int], None],
 ) -> Imported:
-    """Bring every row of `path` into the inspector's run.
+    """Import every row of `path` into the inspector's run.
 
-    Raises QueueFull when the queue has had no room for `wait_s`. `epoch` sets deliberate repetitions apart."""
-    importer = _Importer(inspector, _import_key(path, epoch), wait_s)
+    Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
+    importer = _Importer(inspector, await asyncio.to_thread(_import_key, path, epoch), wait_s)
     num_groups, row = 0, 0
     with Recording(path) as recording:
         advance(0, recording.num_rows)
-        for batch in recording.batches(IMPORT_GROUPS):
-            num_groups += await importer.bring(path, row, batch)
+        batches = recording.batches(IMPORT_GROUPS)
+        while batch := await asyncio.to_thread(next, batches, None):
+            num_groups += await importer.add(path, row, batch)
             row += len(batch)
             advance(row, recording.num_rows)
     return Imported(num_groups, row - num_groups)
 
 
 class _Importer:
-    """Brings batches of rows in. Its leases are short and renewed while it waits, so a dead import holds up nobody."""
+    """Imports batches of rows. Its leases are short and renewed while it waits, so a dead import blocks nobody."""
 
     def __init__(self, inspector: QueueInspector, key: str, wait_s: float) -> None:
         self.inspector = inspector
@@ -107,8 +107,8 @@ class _Importer:
         self.key = key
         self.wait_s = wait_s
 
-    async def bring(self, path: Path, first_row: int, batch: Sequence[RecordedGroup]) -> int:
-        """Returns how many of the rows were new."""
+    async def add(self, path: Path, first_row: int, batch: Sequence[RecordedGroup]) -> int:
+        """Import the rows. Returns how many of them were new."""
         rows = [
             (number, recorded.prompt, _priority(path, number, recorded.prompt))
             for number, recorded in enumerate(batch, start=first_row)
@@ -126,7 +126,7 @@ class _Importer:
 
     async def _append(self, lease: Lease, group: Group, held: Sequence[Lease]) -> bool:
         group = replace(group, run=self.inspector.run, prompt_id=lease.prompt_id, attempt=lease.attempt)
-        payload = encode_group(group)
+        payload = await asyncio.to_thread(encode_group, group)
 
         async def append() -> AppendOutcome:
             outcome = await self.queue.append(lease, payload, group.min_version)
@@ -165,7 +165,7 @@ def _import_key(path: Path, epoch: int) -> str:
 
 
 def _priority(path: Path, row: int, prompt: bytes) -> int:
-    """Where the prompt stands if its group expires and it is generated again."""
+    """Priority of the recorded prompt. It applies if the group expires and the prompt is generated again."""
     try:
         return prompts_pb2.Prompt.FromString(prompt).priority
     except DecodeError as error:

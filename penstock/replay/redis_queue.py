@@ -239,7 +239,7 @@ class RedisReplayQueue:
         version: int = await self._call("allocate_version", self.term, at_least)
         return version
 
-    # ── how ──
+    # ── private ──
 
     @property
     def _lease_ttl_ms(self) -> int:

@@ -141,7 +141,7 @@ def test_a_folder_of_splits_wants_one_of_them(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="no dataset that save_to_disk wrote"):
+    with pytest.raises(InvalidInput, match="not a dataset that save_to_disk wrote"):
         read(tmp_path)
     write(tmp_path / "train", ROWS)
     (tmp_path / "train" / "data-00001-of-00002.arrow").write_bytes(b"not arrow")

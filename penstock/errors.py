@@ -1,25 +1,25 @@
-"""Every error Penstock raises on purpose, with one gRPC code and one HTTP status each.
+"""All errors that Penstock raises on purpose. Each has one gRPC code and one HTTP status.
 
 PenstockError                INTERNAL             500
 ├── ConfigError              INVALID_ARGUMENT     400   a config file or an override is wrong
 ├── InvalidInput             INVALID_ARGUMENT     400   a request is wrong; carries the field's path
-│   └── PromptTooLong        INVALID_ARGUMENT     400   it has more tokens than the servers take
+│   └── PromptTooLong        INVALID_ARGUMENT     400   the prompt has more tokens than the servers accept
 ├── NotFound                 NOT_FOUND            404
 ├── Unauthenticated          UNAUTHENTICATED      401
 ├── PermissionDenied         PERMISSION_DENIED    403   the key's role does not allow the call
-├── RateLimited              RESOURCE_EXHAUSTED   429   the key calls more often than it may
-├── Conflict                 FAILED_PRECONDITION  409   what is asked does not fit the state that things are in
+├── RateLimited              RESOURCE_EXHAUSTED   429   the key has exceeded its rate limit
+├── Conflict                 FAILED_PRECONDITION  409   the request does not fit the current state
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
 ├── QueueFull                RESOURCE_EXHAUSTED   429   the replay queue is at its byte limit
-├── PoisonGroup              DATA_LOSS            422   an entry cannot be decoded or fails its checks
-├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a bounded wait ran out
-├── Unavailable              UNAVAILABLE          503   something needed is not reachable
-├── WeightPushFailed         ABORTED              409   a member refused or failed a push
-├── TrainingDiverged         ABORTED              500   loss or gradient were not finite too often
+├── PoisonGroup              DATA_LOSS            422   a group cannot be decoded or fails its checks
+├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a wait has reached its deadline
+├── Unavailable              UNAVAILABLE          503   a component that is needed cannot be reached
+├── WeightPushFailed         ABORTED              409   a server refused or failed a weight push
+├── TrainingDiverged         ABORTED              500   too many steps had a loss or gradient that was not finite
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
-    └── RoleDied             ABORTED              500   a rank of a learner's role died or hangs; the role can restart
+    └── RoleDied             ABORTED              500   a rank of a role died or hangs; the role can be restarted
 
-A message is one line: what happened, then what to do.
+A message is one line that says what happened and what to do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Self
 
 
 class PenstockError(Exception):
-    """Base of the tree. `reason` is machine-readable and stable; the message is for people."""
+    """Base of all errors. `reason` is for programs and never changes; the message is for people."""
 
     reason = "INTERNAL"
     grpc_code = "INTERNAL"
@@ -54,7 +54,7 @@ class InvalidInput(PenstockError):
         self.message = message
 
     def under(self, path: str) -> Self:
-        """The same, of a field inside another: its path is known only where it went wrong."""
+        """The same error for a field inside `path`. Checks of an inner field do not know the outer path."""
         return type(self)(f"{path}.{self.field}" if self.field else path, self.message)
 
 
@@ -81,7 +81,7 @@ class PermissionDenied(PenstockError):
 
 
 class RateLimited(PenstockError):
-    """`retry_after_s` is when a call would be let through."""
+    """`retry_after_s` is the time until the next call is allowed."""
 
     reason = "RATE_LIMITED"
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -111,7 +111,7 @@ class QueueFull(PenstockError):
 
 
 class PoisonGroup(PenstockError):
-    """`kind` is the dead-letter reason: corrupt, schema, shape, non_finite, identity."""
+    """A group cannot be trained. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite or identity."""
 
     reason = "POISON_GROUP"
     grpc_code = "DATA_LOSS"
@@ -153,7 +153,7 @@ class ProcessDied(PenstockError):
 
 
 class RoleDied(ProcessDied):
-    """`role` is the name of the role whose rank is gone, for example `critic`."""
+    """A rank of a role died. `role` is the name of the role, for example `critic`."""
 
     reason = "ROLE_DIED"
 

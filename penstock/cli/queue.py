@@ -1,6 +1,6 @@
-"""`penstock queue`: look into a run's replay queue, record and replay it, and repair its dead letters.
+"""`penstock queue`: inspect a run's replay queue, export and import it, and requeue its dead letters.
 
-Talks to Redis itself, so it works while the gateway, the learner and every rollout server are down.
+It connects to Redis directly, so it works while the gateway, the learner and all rollout servers are down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Connect, do what `args.command` says, and disconnect."""
+    """Connect, run `args.command`, and disconnect."""
     target = _target(args)
     from penstock.replay.inspection import QueueInspector
     from penstock.store.redis_client import connect
@@ -52,7 +52,8 @@ async def _run(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="penstock queue", description="Look into a run's replay queue, record and replay it, repair it."
+        prog="penstock queue",
+        description="Inspect a run's replay queue, export and import groups, and requeue dead letters.",
     )
     parser.set_defaults(config=None, redis_url=None, run=None, json=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -65,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
     export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
     export.add_argument("file", type=Path)
-    export.add_argument("--all", action="store_true", help="also those the learner holds and has not committed")
+    export.add_argument("--all", action="store_true", help="also groups that the learner has taken and not committed")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
 
-    imports = _command(commands, "import", _import, "bring the groups of a Parquet file into a queue")
+    imports = _command(commands, "import", _import, "import the groups of a Parquet file into a queue")
     imports.add_argument("file", type=Path)
     imports.add_argument("--epoch", type=int, default=0, help="another number imports the same file once more")
     imports.add_argument(
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for room in a full queue (default: %(default).0f)",
     )  # fmt: skip
 
-    requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts anew", can_json=True)
+    requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
 
     dlq = _command(commands, "dlq", _dlq_list, "list, show or purge dead letters", can_json=True)
@@ -84,12 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     actions = dlq.add_subparsers(metavar="ACTION")
     listing = _command(actions, "list", _dlq_list, "the newest ones (what `dlq` alone does)", can_json=True)
     listing.add_argument("--limit", type=int, default=100, metavar="N", help="how many (default: %(default)s)")
-    listing.add_argument("--reason", default="", help="only those with this reason, such as `corrupt`")
-    show = _command(actions, "show", _dlq_show, "one of them, decoded as far as possible", can_json=True)
+    listing.add_argument("--reason", default="", help="only dead letters with this reason, such as `corrupt`")
+    show = _command(actions, "show", _dlq_show, "show one dead letter, decoded as far as possible", can_json=True)
     show.add_argument("id")
     purge = _command(actions, "purge", _dlq_purge, "delete them for good")
     _add_selection(purge)
-    purge.add_argument("--yes", action="store_true", help="really delete")
+    purge.add_argument("--yes", action="store_true", help="confirm the deletion")
     return parser
 
 
@@ -97,7 +98,7 @@ def _command(
     commands: Any, name: str, function: Callable[..., Awaitable[int]], text: str, *, can_json: bool = False
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    # Defaults are those of the outermost parser: an inner one would overwrite what an outer one was given.
+    # Only the outermost parser has defaults: those of an inner one would overwrite options given to an outer one.
     where = parser.add_argument_group("which queue")
     where.add_argument(
         "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS,
@@ -113,8 +114,8 @@ def _command(
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ids", nargs="*", metavar="ID", help="dead letters, as `penstock queue dlq` names them")
-    parser.add_argument("--reason", default="", help="every one with this reason, such as `corrupt`")
-    parser.add_argument("--all", action="store_true", help="every one")
+    parser.add_argument("--reason", default="", help="all dead letters with this reason, such as `corrupt`")
+    parser.add_argument("--all", action="store_true", help="all dead letters")
 
 
 # ── which queue ──
@@ -125,13 +126,13 @@ class _Target:
     redis: RedisConfig
     run: str
     replay: ReplayConfig | None
-    """None: only an address was given."""
+    """None if only an address was given."""
 
 
 def _target(args: argparse.Namespace) -> _Target:
     if args.redis_url is not None:
         if args.config is not None or args.run is None:
-            raise ConfigError("--redis-url needs --run NAME, and takes the place of --config")
+            raise ConfigError("--redis-url needs --run NAME, and cannot be combined with --config")
         return _Target(_redis_at(args.redis_url), args.run, None)
     from penstock.config.loading import load_config
 
@@ -216,7 +217,7 @@ async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
         imported = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance)
     print(
         f"imported {imported.num_groups} groups into run {inspector.run}; "
-        f"{imported.num_present} of the file were there already"
+        f"{imported.num_present} groups of the file were imported before"
     )
     return 0
 
@@ -236,7 +237,7 @@ async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
             print(f"{entry['id']} is pending as prompt {entry['prompt_id']}")
         print(f"requeued {len(requeued)} dead-lettered prompts")
     if refused:
-        raise PenstockError(f"{len(refused)} dead letters were left where they are; the first: {refused[0]['problem']}")
+        raise PenstockError(f"{len(refused)} dead letters could not be requeued; the first: {refused[0]['problem']}")
     return 0
 
 
@@ -297,7 +298,7 @@ def _print_json(record: Any) -> None:
 
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `advance(done, total)`, which draws a bar where there is a terminal."""
+    """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""What `penstock queue` shows: each thing as a table for people and as a record for `--json`."""
+"""The output of `penstock queue`: tables for people, and records for `--json`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.replay.inspection import DeadLetter, DeadLetterContents, QueuedGro
 from penstock.trajectory import Group, Prompt, Trajectory
 
 _HEADLINE = ("step", "policy_version", "term")
-_PLACES = ("pending", "in_flight", "queued", "delivered", "queued_bytes")
-"""Fields of QueueStat that the table of places shows already."""
+_PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes")
+"""Fields of QueueStat that the table of places already shows."""
 
 
 # ── stat ──
@@ -34,7 +34,7 @@ def report_record(report: QueueReport) -> dict[str, Any]:
 
 
 def _stat(report: QueueReport) -> dict[str, int]:
-    """The counters; those of admission only where the run's limits are known."""
+    """The fields of QueueStat; those of admission only if the run's limits are known."""
     return {
         name: value
         for name, value in asdict(report.stat).items()
@@ -118,7 +118,7 @@ def print_groups(groups: Sequence[QueuedGroup]) -> None:
 
 
 def group_record(group: Group) -> dict[str, Any]:
-    """All of it; the version of a token stands at the token's place."""
+    """The whole group, with one policy version for each token."""
     return {
         "run": group.run,
         "prompt_id": group.prompt_id,

@@ -1,12 +1,13 @@
-"""Dataset files as prompts: verl's Parquet schema, or the same fields in JSONL or in a Hugging Face dataset on disk.
+"""Reads prompts from dataset files: verl's Parquet schema, or the same fields in JSONL or a Hugging Face dataset on
+disk.
 
-    prompt         list of {role, content}; a text is one message of the user
+    prompt         list of {role, content}, or a text, which becomes one user message
     data_source    chooses the reward function
     reward_model   {ground_truth: anything JSON can carry, ...}
     extra_info     object handed to the reward function unchanged (optional)
     agent_name     name of the agent loop (optional)
 
-Other columns are ignored. A row that does not fit raises InvalidInput with the file, the row or line, and what to do.
+Other columns are ignored. A wrong row raises InvalidInput with the file, the row or line, and what to do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 
 def read_prompts(path: Path | str, *, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
-    """The prompts of a file, or of a folder that `Dataset.save_to_disk` wrote, in its order.
+    """The prompts of a file, or of a folder that `Dataset.save_to_disk` wrote, in the order of its rows.
 
     Rows are read as the iterator advances."""
     for where, row in _rows(Path(path)):
@@ -71,7 +72,7 @@ def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
         path = path / splits[0]
     files = [path / entry["filename"] for entry in _read_json(path / "state.json").get("_data_files", [])]
     if not files:
-        raise InvalidInput(str(path), "is no dataset that save_to_disk wrote: its state.json names no files")
+        raise InvalidInput(str(path), "is not a dataset that save_to_disk wrote: its state.json names no files")
     number = 0
     try:
         for file in files:
@@ -86,7 +87,7 @@ def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Content of a JSON file; empty if the file does not exist."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -151,7 +152,7 @@ def _messages(where: str, value: Any) -> tuple[tuple[str, str], ...]:
 
 
 def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: Any) -> Any:
-    """The field, or `absent` where it is missing or null, which Parquet does not tell apart."""
+    """The field of a row, or `absent` if it is missing or null: Parquet does not distinguish the two."""
     value = row.get(name)
     if value is None:
         return absent

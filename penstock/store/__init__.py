@@ -1,1 +1,1 @@
-"""What a run keeps in Redis beside the replay queue: the fleet, heartbeats, policies, orders and created runs."""
+"""Everything in Redis except the replay queue: key names, the fleet, heartbeats, policies, orders and created runs."""

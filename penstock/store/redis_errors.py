@@ -1,4 +1,4 @@
-"""What Redis raises, as the error tree has it."""
+"""Translates errors of Redis to those of penstock.errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from penstock.errors import Fenced, PenstockError, QueueFull, Unavailable
 
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Translate every RedisError raised inside, but NoScriptError, which callers answer by sending the script."""
+    """Translate every RedisError that is raised inside, except NoScriptError: callers handle it by sending the
+    script."""
     try:
         yield
     except NoScriptError:
@@ -29,18 +30,18 @@ def redis_errors() -> Iterator[None]:
     except OutOfMemoryError as error:
         raise QueueFull("Redis is out of memory; producers wait until the learner has committed") from error
     except ResponseError as error:
-        raise _of_response(str(error)) from error
+        raise _translate_response(str(error)) from error
     except RedisError as error:
         raise PenstockError(f"Redis: {error}") from error
 
 
 async def guarded(call: Awaitable[Any]) -> Any:
-    """Await one call of a Redis client, with its errors translated."""
+    """Await one call of a Redis client and translate its errors."""
     with redis_errors():
         return await call
 
 
-def _of_response(message: str) -> PenstockError:
+def _translate_response(message: str) -> PenstockError:
     if "FENCED" in message:
         return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
     if "OOM command not allowed" in message:

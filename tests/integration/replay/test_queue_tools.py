@@ -130,7 +130,7 @@ def test_requeued_prompts_are_new_submissions(tools: Tools) -> None:
 def test_a_dead_letter_without_its_prompt_stays(tools: Tools) -> None:
     tools.bury([b"", QUESTION], "engine_error")
     error = tools("requeue", "--all", code=1)
-    assert "1 dead letters were left where they are" in error and "purge it" in error
+    assert "1 dead letters could not be requeued" in error and "purge it" in error
     assert len(tools.json("dlq")) == 1
     assert tools.stat().pending_prompts == 1
 

@@ -33,25 +33,39 @@ Metrics = dict[str, float | None]
 
 
 class QueueStat(ResponseBody):
+    """Counts of the replay queue. Fields without a description count since the run began."""
+
     pending_prompts: int
+    """Prompts that wait for a lease."""
     admitted: int
     in_flight: int
+    """Prompts that rollout servers work on."""
     queued: int
+    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
     delivered: int
+    """The part of `queued` that the learner has taken."""
     queued_bytes: int
     trained: int
     expired: int
     dead_lettered: int
     conservation_error: int
+    """Admitted prompts that are in no place of the queue. 0 in a healthy run."""
     redelivered: int
     reclaimed: int
+    """Leases that expired, whose prompts were leased again."""
     discarded: int
+    """The part of `expired` whose prompts are not admitted again."""
     admission_limit: int
+    """Upper bound on trained + queued + in-flight groups."""
     admission_room: int
+    """Prompts that may be admitted now."""
     inserted: int
+    """Groups that rollout servers have appended."""
 
 
 class Server(ResponseBody):
+    """A rollout server, as its last heartbeat described it."""
+
     server_id: str
     address: str
     state: str
@@ -64,6 +78,8 @@ class Server(ResponseBody):
 
 
 class Run(ResponseBody):
+    """A run: its progress, queue and servers."""
+
     run: str
     step: int
     policy_version: int
@@ -74,11 +90,16 @@ class Run(ResponseBody):
     servers: tuple[Server, ...]
     state: str
     held_version: int | None
+    """Version at which a roll back holds all servers."""
     launcher_id: str
+    """Launcher of a created run; empty for a gateway's own run."""
     detail: str
+    """Why the run failed, if it did."""
 
 
 class StepMetrics(ResponseBody):
+    """The metrics of one step, and the version that it made."""
+
     step: int
     policy_version: int
     published_at_ms: int
@@ -86,6 +107,8 @@ class StepMetrics(ResponseBody):
 
 
 class Policy(ResponseBody):
+    """A policy version in the registry."""
+
     policy_version: int
     step: int
     parent_version: int | None
@@ -105,6 +128,8 @@ class PolicyPage(ResponseBody):
 
 
 class PolicyComparison(ResponseBody):
+    """Two versions, and the change of each metric from the first to the second."""
+
     policy: Policy
     other: Policy
     metric_changes: Metrics
@@ -138,6 +163,8 @@ class SubmittedPrompt(ResponseBody):
 
 
 class PromptRecord(ResponseBody):
+    """A prompt and its state in the queue."""
+
     prompt_id: int
     state: str
     attempt: int
@@ -151,6 +178,8 @@ class PromptPage(ResponseBody):
 
 
 class GroupSummary(ResponseBody):
+    """A group without its trajectories."""
+
     prompt_id: int
     attempt: int
     server_id: str
@@ -187,6 +216,8 @@ class Trajectory(ResponseBody):
 
 
 class Group(ResponseBody):
+    """All samples of one prompt."""
+
     run: str
     prompt_id: int
     attempt: int

@@ -43,3 +43,6 @@ def test_a_line_every_ten_steps_and_for_steps_that_take_long(
     waiting = "no new step: 7 prompts pending, 0 in flight, 2 groups ready, 0 dead letters; servers: none"
     assert lines(12, after_s=WAITING_AFTER_S - LINE_EVERY_S) == [waiting]
     assert lines(12, after_s=1) == []
+    clock[0] += WAITING_AFTER_S
+    shown.say("scoring")
+    assert lines(12, after_s=1) == ["scoring"], "the time without a line begins again"

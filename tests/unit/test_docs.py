@@ -56,6 +56,14 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
+def test_every_file_that_the_design_names_exists() -> None:
+    folders = ("penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs")
+    paths = {f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    named = re.findall(r"(?<![\w<>/])[\w./-]+\.(?:py|lua|yml|md)\b", (ROOT / "docs" / "design.md").read_text())
+    assert len(named) > 100
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     indexed = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= indexed

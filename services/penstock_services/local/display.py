@@ -93,6 +93,7 @@ class LineDisplay:
         return None
 
     def say(self, message: str) -> None:
+        self._last_s = time.monotonic()
         print(message, flush=True)
 
     def update(self, status: Run, history: History) -> None:
@@ -100,11 +101,10 @@ class LineDisplay:
         num_new, quiet_s = step - self._last_step, time.monotonic() - self._last_s
         is_first = self._last_step == 0
         if num_new >= LINE_EVERY_STEPS or (num_new > 0 and (is_first or quiet_s >= LINE_EVERY_S)):
-            self._last_step, self._last_s = step, time.monotonic()
+            self._last_step = step
             cells = _cells(status, history, self.config)
             self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
         elif quiet_s >= WAITING_AFTER_S:
-            self._last_s = time.monotonic()
             self.say(_waiting(status))
 
 

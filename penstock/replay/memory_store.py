@@ -1,4 +1,4 @@
-"""The state of MemoryReplayQueue: what Redis holds of one run, as plain Python.
+"""The state of MemoryReplayQueue: the data that Redis holds for one run, as plain Python objects.
 
 The methods have the names of the functions in lua/prelude.lua.
 """
@@ -112,7 +112,7 @@ class MemoryEvaluation:
 
 
 class MemoryStore:
-    """What Redis holds of one run. `clock` returns seconds; leases run out by it."""
+    """The data of one run. `clock` returns seconds; leases run out by it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

@@ -26,7 +26,7 @@ SERVING_STATES: tuple[ServerState, ...] = ("READY", "LOADING")
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """What a rollout server says of itself, and the state that it is in."""
+    """A rollout server's report of itself, and its state."""
 
     server_id: str
     address: str

@@ -1,4 +1,4 @@
-"""`penstock feed` on a real Redis: killed again and again it submits every prompt once, and validates beside it."""
+"""`penstock feed` on a real Redis: it submits every prompt once even if it is killed, and it validates meanwhile."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def submitted(queue: RedisReplayQueue) -> list[int]:
 async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
 ) -> None:
-    """Two at a time, killed wherever they are."""
+    """Two feeders run at a time and are killed at random points."""
     config, chance = make_config(tmp_path, redis_process.url), random.Random(3)
     num_kills, end = 0, NUM_PROMPTS * EPOCHS
     running: list[subprocess.Popen[str]] = []
@@ -95,7 +95,7 @@ async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
 async def test_a_feeder_goes_on_when_redis_has_lost_its_tail(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
 ) -> None:
-    """Prompts and position come back from before together, under the feeder."""
+    """Redis goes back to an earlier state, with its prompts and its position, while the feeder runs."""
     config = make_config(tmp_path, redis_process.url, epochs=1)
     feeder = Feeder(queue, PromptStream.read(config))
     client = queue.client
@@ -147,7 +147,7 @@ async def test_other_data_under_the_same_name_is_refused(
 
 @pytest.fixture
 async def server(queue: RedisReplayQueue) -> AsyncIterator[list[Any]]:
-    """Answers evaluations, sample i of prompt p right where i <= p. Yields the prompts it saw."""
+    """A server that answers evaluations: sample i of prompt p is right if i <= p. Yields the prompts that it saw."""
     seen: list[Any] = []
 
     async def serve() -> None:
@@ -173,7 +173,7 @@ async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
     config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)} | sampling)
     results = config.folder / "validation.jsonl"
     await queue.take_term(0)
-    for _ in range(2):  # the second finds the work of the first
+    for _ in range(2):  # the second validator finds the results of the first
         task = asyncio.create_task(Validator.read(config, queue).run())
         try:
             async with asyncio.timeout(30):
@@ -208,7 +208,7 @@ async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
 
 
 class Server:
-    """Reports a version, and answers evaluations with it at each turn."""
+    """A server that reports a version, and answers evaluations with it at each turn."""
 
     def __init__(self, server_id: str, queue: RedisReplayQueue, fleet: Fleet) -> None:
         self.server_id = server_id
@@ -231,7 +231,7 @@ class Server:
 def pinned_validation(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """Validators of 20 prompts, and what they read: (make, policies, fleet)."""
+    """A maker of validators with 20 prompts, the policies and the fleet."""
     for name, value in (("version_hold.STABLE_S", 0.4), ("version_hold.POLL_S", 0.05), ("validation.POLL_S", 0.05)):
         monkeypatch.setattr(f"penstock.feed.{name}", value)
     heldout = tmp_path / "heldout.jsonl"
@@ -257,7 +257,7 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
     lost: list[Server] = []
     try:
         async with asyncio.timeout(30):
-            await servers[0].turn()  # alone at first: the other one is waited for
+            await servers[0].turn()  # it is alone at first: the validator waits for the other one
             while not task.done():
                 pins = await policies.pins()
                 for server in servers:
@@ -285,7 +285,7 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
 async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
     queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
 ) -> None:
-    """What it says of itself is old: it moves right after it has reported."""
+    """The server's report is out of date: it moves to another version right after it has reported."""
     monkeypatch.setattr("penstock.feed.version_hold.RETURN_TIMEOUT_S", 0.8)
     monkeypatch.setattr("penstock.feed.version_hold.STABLE_TIMEOUT_S", 6.0)
     make, policies, fleet = pinned_validation
@@ -325,7 +325,7 @@ async def test_what_a_killed_validator_held_is_freed_by_the_next(
                 await asyncio.sleep(0.05)
             assert len(await policies.pins()) == 2
             killed.results.parent.mkdir(parents=True, exist_ok=True)
-            killed.results.write_text('{"step": 0}\n')  # no validation is due that would free them
+            killed.results.write_text('{"step": 0}\n')  # so no validation is due that would unpin them
             task = asyncio.create_task(make().run())
             while await policies.pins():
                 await asyncio.sleep(0.05)

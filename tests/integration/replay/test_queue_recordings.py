@@ -1,4 +1,4 @@
-"""Recordings of a queue, by `penstock queue` on a real Redis: export, import, and a learner on an imported queue."""
+"""`penstock queue export` and `import` on a real Redis, and a learner that trains an imported queue."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_import_is_idempotent_and_goes_past_admission(tools: Tools, recording: P
 
 
 def test_an_interrupted_import_goes_on(tools: Tools, recording: Path) -> None:
-    """Died after the prompts of the first rows were leased; one lease has run out since, one has been given back."""
+    """The import died after it had leased the first rows. Since then one lease has run out and one was given back."""
     tools.fill([make_group(i) for i in range(10)])
     tools("export", str(recording))
     other = f"{tools.run}-resumed"
@@ -206,18 +206,18 @@ def test_a_learner_trains_the_same_weights_on_an_imported_queue(
     assert second.stat.trained == 8 and second.stat.conservation_error == 0
 
 
-def test_an_import_waits_until_its_ids_have_settled(tools: Tools, recording: Path, tmp_path: Path) -> None:
-    """Else a Redis that loses its tail would give the id of a trained group to another prompt."""
+def test_an_import_waits_until_its_ids_are_durable(tools: Tools, recording: Path, tmp_path: Path) -> None:
+    """Otherwise a Redis that loses its tail could give the id of a trained group to another prompt."""
     tools.fill([rich_group(1)])
     tools("export", str(recording))
     settle_s = 1.0
     config = tmp_path / "run.yaml"
     config.write_text(
-        f"run: settling\nmodel: {{path: {make_tiny_qwen2(tmp_path / 'model', seed=1)}}}\n"
+        f"run: durable\nmodel: {{path: {make_tiny_qwen2(tmp_path / 'model', seed=1)}}}\n"
         f"redis: {{url: '{tools.operator_url}'}}\nreplay: {{settle_s: {settle_s}}}\n"
     )
     started = time.monotonic()
     assert cli.main(["queue", "import", str(recording), "--config", str(config)]) == 0
     assert time.monotonic() - started >= settle_s
-    assert len(tools.taken("settling", 1)) == 1
-    assert tools.stat("settling").admitted == 1
+    assert len(tools.taken("durable", 1)) == 1
+    assert tools.stat("durable").admitted == 1

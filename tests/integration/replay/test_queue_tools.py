@@ -1,4 +1,4 @@
-"""`penstock queue` on a real Redis: looks, dead letters, and the command itself."""
+"""`penstock queue` on a real Redis: inspection, dead letters, and the command line."""
 
 from __future__ import annotations
 

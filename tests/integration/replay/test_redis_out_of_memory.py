@@ -1,4 +1,4 @@
-"""A real Redis that is out of memory: producers wait, everything that frees memory goes on, and so do they."""
+"""A real Redis that is out of memory: producers wait, calls that free memory still work, and then producers go on."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_what_frees_memory_runs_when_redis_is_full(client: Redis, queue: R
 
 
 class BigGroups:
-    """A maker of groups of about 200 KB."""
+    """Makes groups of about 200 KB."""
 
     async def make(self, lease: Lease, prompt: Prompt) -> Group:
         group = make_group(lease.prompt_id, attempt=lease.attempt)
@@ -115,7 +115,8 @@ async def fill(queue: RedisReplayQueue, count: int) -> None:
 
 
 async def test_producers_wait_and_go_on(queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 groups of 200 KB go through 4 MB of Redis, whose byte limit is far above: every one is trained once."""
+    """40 groups of 200 KB pass through a Redis of 4 MB, although the queue's byte limit is higher. Each is trained
+    once."""
     monkeypatch.setattr(producer_module, "RETRY_S", 0.02)
     await fill(queue, 40)
     producer = make_producer(queue, CONFIG)

@@ -1,4 +1,4 @@
-"""The conformance suite of replay backends: manifests, the order of takes and leases, and what admission lets in."""
+"""Conformance suite of replay backends: manifests, the order of takes and leases, and admission."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ async def test_a_manifest_with_discarded_groups_is_delivered_again_without_them(
 
 
 async def test_a_take_whose_answer_was_lost_is_answered_again(make_queue: MakeQueue) -> None:
-    """The batch keeps its size: nothing is taken on top of what the learner has not heard of."""
+    """The batch keeps its size: no more groups are taken while the learner does not know those in the manifest."""
     queue, successor = make_queue(), make_queue()
     ids = await submit(queue, 4)
     await finish(queue, await queue.lease("s", 4))
     await successor.take_term(0)
-    queue.term = successor.term  # as if the same learner: `successor` never sees these answers
+    queue.term = successor.term  # acts as the same learner: `successor` never sees these answers
     assert await queue.take(1, 1) + await queue.take(1, 1) == ids[:2]
     assert await successor.take(1, 1) == ids[:2]
     assert await successor.take(1, 1) == [ids[2]]
@@ -72,7 +72,7 @@ async def test_a_take_whose_answer_was_lost_is_answered_again(make_queue: MakeQu
 
 
 async def test_what_a_closed_manifest_still_holds_is_ready_again(queue: ReplayQueue) -> None:
-    """Redis lost its tail: what the learner trained is not all that the manifest holds."""
+    """Redis lost its tail, so the manifest holds groups that the learner has not trained."""
     ids = await submit(queue, 4)
     await finish(queue, await queue.lease("s", 4))
     await queue.take_term(0)
@@ -143,7 +143,7 @@ async def test_wait_numbers_an_expired_prompt_anew(make_queue: MakeQueue) -> Non
 
 
 async def test_a_returned_prompt_is_leased_before_better_ones_without_admission(make_queue: MakeQueue) -> None:
-    """Else, under `wait`, the groups that wait for it would hold the room that those need."""
+    """Otherwise, under `wait`, the groups that wait for it would take the room that it needs."""
     queue = make_queue(stale_policy="wait", max_staleness=0)
     await queue.submit([b"slow", b"fast"], [0, 0], "")
     slow, fast = await queue.lease("s", 2)
@@ -196,7 +196,7 @@ async def test_stat_shows_the_limiter_as_samples_per_insert(queue: ReplayQueue) 
     assert len(await queue.lease("s", 8)) == stat.admission_room
 
 
-async def test_groups_handed_in_together_have_an_outcome_each(queue: ReplayQueue) -> None:
+async def test_groups_that_are_appended_together_have_an_outcome_each(queue: ReplayQueue) -> None:
     await submit(queue, 3)
     first, second, third = await queue.lease("s", 3)
     unknown = replace(third, prompt_id=99)
@@ -224,7 +224,7 @@ async def test_a_store_has_one_name(make_queue: MakeQueue) -> None:
     assert name and await make_queue().store_id() == name
 
 
-async def test_a_prompt_is_leased_after_it_has_settled(make_queue: MakeQueue) -> None:
+async def test_a_prompt_is_leased_after_its_id_is_durable(make_queue: MakeQueue) -> None:
     queue = make_queue(settle_s=0.2)
     await queue.submit([b"young"], [0], "")
     await queue.create_evaluation("young too", [b"held out"])
@@ -233,7 +233,7 @@ async def test_a_prompt_is_leased_after_it_has_settled(make_queue: MakeQueue) ->
     assert {lease.payload for lease in leases} == {b"young", b"held out"}
 
 
-async def test_an_unsettled_prompt_of_high_priority_holds_up_nobody(make_queue: MakeQueue) -> None:
+async def test_a_prompt_of_high_priority_that_is_not_durable_delays_no_other(make_queue: MakeQueue) -> None:
     await make_queue().submit([b"old"], [0], "")
     assert await make_queue().lease("s", 0) == []
     queue = make_queue(settle_s=60)

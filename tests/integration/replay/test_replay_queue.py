@@ -1,4 +1,4 @@
-"""The conformance suite of replay backends: every transition of the diagram in penstock/replay/contract.py."""
+"""Conformance suite of replay backends: every transition of the diagram in penstock/replay/contract.py."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_a_feed_moves_on_with_what_it_submits_and_only_then(make_queue: Ma
     assert await queue.feed("train", "f", 0, [], []) == FeedPosition(0, "f")
     assert await queue.feed_positions() == {}
     assert await queue.feed("train", "f", 0, [b"p0", b"p1"], [0, 5]) == FeedPosition(2, "f")
-    # A lost reply, or another feeder: nothing is submitted twice.
+    # The answer was lost, or another feeder was faster: nothing is submitted twice.
     assert await other.feed("train", "f", 0, [b"p0", b"p1"], [0, 0]) == FeedPosition(2, "f")
     assert await other.feed("train", "f", 3, [b"p3"], [0]) == FeedPosition(2, "f")
     assert await other.feed("train", "other data", 2, [b"x"], [0]) == FeedPosition(2, "f")

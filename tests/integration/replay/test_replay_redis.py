@@ -1,4 +1,4 @@
-"""What holds for the replay queue on Redis only: its keys, its bytes, and the cost of a call."""
+"""Tests of the replay queue on Redis only: its keys, its payloads, and the cost of a call."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_scripts_forgotten_in_the_middle_of_a_batch_lose_no_group(
 
 
 async def test_a_large_batch_passes_in_one_call(queue: RedisReplayQueue) -> None:
-    """More values than Lua passes to a function at once."""
+    """The batch has more values than Lua can pass to a function at once."""
     queue.config = queue.config.model_copy(update={"max_staleness": 10_000})
     ids = list((await queue.submit([b"p"] * 5000, [0] * 5000, "")).prompt_ids)
     leases = await queue.lease("s", 5000)

@@ -1,4 +1,4 @@
-"""Waiting for prompts and for groups: a wait ends with the change that it waits for, and misses none."""
+"""Waits for prompts and for groups: a wait ends with the change that it waits for, and no change is missed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from replay_backends import MakeQueue, ReplayQueue, finish, queue_maker, submit
 
 __all__ = ["queue_maker"]
 FOREVER_S = 4.0
-"""Longer than the tests' patience, shorter than a command's deadline."""
+"""Longer than the tests wait, and shorter than a command's deadline."""
 
 
 async def ends(wait: Callable[[float], Awaitable[None]], change: Callable[[], Awaitable[object]]) -> None:
-    """A wait that was started before the change ends with it."""
+    """Check that a wait that was started before the change ends with it."""
     waiting = asyncio.create_task(wait(FOREVER_S))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     assert not waiting.done(), "it returned without a change"
@@ -52,7 +52,7 @@ async def test_groups_end_the_wait_for_groups(make_queue: MakeQueue) -> None:
     await ends(learner.wait_for_groups, lambda: finish(queue, [first]))
     assert await learner.take(1, 4) == [first.prompt_id]
     await drained(learner.wait_for_groups)
-    await ends(learner.wait_for_groups, lambda: queue.give_back("s", second, "oops"))  # it is dead: nobody waits for it
+    await ends(learner.wait_for_groups, lambda: queue.give_back("s", second, "oops"))  # no group waits for a dead one
     await ends(learner.wait_for_groups, lambda: finish(queue, [third]))
 
 

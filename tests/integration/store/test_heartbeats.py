@@ -1,4 +1,4 @@
-"""Signs of life and starts, on a real Redis."""
+"""Heartbeats and starts on a real Redis."""
 
 from __future__ import annotations
 

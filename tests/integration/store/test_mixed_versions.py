@@ -1,4 +1,4 @@
-"""A rolling upgrade: records of a newer and of an older peer are read, and a change keeps what it does not know."""
+"""A rolling upgrade: records of newer and older peers are read, and a change keeps fields that it does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to reach Redis: Unix socket, TLS, a user with a password file, and a cluster. Each does a whole round trip."""
+"""Connections to Redis: Unix socket, TLS, a user with a password file, and a cluster. Each test does a round trip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock_services.local.private_redis import find_redis_server
 
 
 async def round_trip(config: RedisConfig) -> None:
-    """One group from submission to commit, and everything else that a run keeps in Redis."""
+    """Process groups from submission to commit, and use everything else that a run keeps in Redis."""
     client = connect(config)
     try:
         queue = RedisReplayQueue(client, "connections", ReplayConfig(groups_per_step=2))
@@ -89,7 +89,7 @@ async def test_a_user_with_a_password_file(redis_process: RedisProcess, redis_cl
 
 
 def make_certificates(folder: Path) -> None:
-    """An authority, and a certificate for 127.0.0.1 that serves both ends."""
+    """Make an authority, and a certificate for 127.0.0.1 that server and client use."""
     new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
     for words in (
@@ -140,7 +140,7 @@ async def test_tls(tls_port: int, tmp_path: Path, redis_process: RedisProcess) -
 
 
 async def test_cluster(tmp_path: Path) -> None:
-    """One node that serves all slots: the client goes through slots and topology as with many."""
+    """One node serves all slots. The client looks up slots and topology as with many nodes."""
     port = cluster_port()
     with redis_server("--cluster-enabled", "yes", "--dir", str(tmp_path), port=port):
         async with Redis(port=port) as node:
@@ -152,7 +152,7 @@ async def test_cluster(tmp_path: Path) -> None:
 
 
 def cluster_port() -> int:
-    """A free port whose bus port, 10,000 above, exists."""
+    """A free port for which the cluster bus port, 10,000 higher, exists."""
     while (port := free_port()) > 55_000:
         pass
     return port

@@ -25,7 +25,8 @@ from penstock.codec import encode_group
 from penstock.errors import InvalidInput, PenstockError, QueueFull
 from penstock.replay.contract import AppendOutcome, Lease
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.parquet import RecordedGroup, Recording, RecordingWriter
+from penstock.replay.recording_columns import RecordedGroup
+from penstock.replay.recording_file import Recording, RecordingWriter
 from penstock.trajectory import Group
 from penstock.v1 import prompts_pb2
 

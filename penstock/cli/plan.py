@@ -21,6 +21,30 @@ _WORKLOAD = {
 
 
 def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    from penstock.errors import ConfigError
+    from penstock.sizing.hardware import GPUS
+    from penstock.sizing.models import find_shape
+    from penstock.sizing.plan import PLACEMENTS, Workload, make_plan
+
+    if args.gpu not in GPUS:
+        raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
+    given = {name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None}
+    workload = Workload(
+        **given, network_rate=args.network_gbit * 1e9 / 8,
+        has_critic=args.critic, has_reward_model=args.reward_model,
+    )  # fmt: skip
+    model = find_shape(args.model)
+    chosen = [name for name in PLACEMENTS if args.placement in (None, name)]
+    plans = [make_plan(model, GPUS[args.gpu], placement, workload) for placement in chosen]
+    if args.json:
+        print(json.dumps([as_json(plan) for plan in plans], indent=2))
+    else:
+        print("\n\n".join(as_text(plan) for plan in plans))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock plan",
         description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic.",
@@ -43,27 +67,7 @@ def main(argv: Sequence[str]) -> int:
         help="network bandwidth per GPU between nodes, in Gbit/s (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    from penstock.errors import ConfigError
-    from penstock.sizing.hardware import GPUS
-    from penstock.sizing.models import find_shape
-    from penstock.sizing.plan import PLACEMENTS, Workload, make_plan
-
-    if args.gpu not in GPUS:
-        raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
-    given = {name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None}
-    workload = Workload(
-        **given, network_rate=args.network_gbit * 1e9 / 8,
-        has_critic=args.critic, has_reward_model=args.reward_model,
-    )  # fmt: skip
-    model = find_shape(args.model)
-    chosen = [name for name in PLACEMENTS if args.placement in (None, name)]
-    plans = [make_plan(model, GPUS[args.gpu], placement, workload) for placement in chosen]
-    if args.json:
-        print(json.dumps([as_json(plan) for plan in plans], indent=2))
-    else:
-        print("\n\n".join(as_text(plan) for plan in plans))
-    return 0
+    return parser
 
 
 def as_text(plan: Plan) -> str:

@@ -7,7 +7,6 @@ import fcntl
 import secrets
 import sys
 import time
-from pathlib import Path
 from typing import IO, Self
 
 from penstock.client import PenstockClient
@@ -33,26 +32,30 @@ class LocalRun:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.folder = config.folder
+        self.config_file = config.folder / "config.yaml"
+        """The resolved config, which every child reads."""
+        self.processes = ProcessGroup(config.folder / "logs")
         self._lock: IO[str] | None = None
+        self._client: PenstockClient | None = None
+        self._learner: Child | None = None
 
     async def __aenter__(self) -> Self:
         check_before_start(self.config)
         self._take_lock()
-        self.processes = ProcessGroup(self.folder / "logs")
         try:
             self._start_redis()
-            self.config_file = self._write_config()
+            self._write_config()
             (self.folder / "gateway.json").unlink(missing_ok=True)
             self._start_process("gateway", "penstock_services.gateway")
-            self.client = await self._wait_for_gateway(timeout_s=60)
+            self._client = await self._wait_for_gateway(timeout_s=60)
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if hasattr(self, "client"):
-            await self.client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
         await asyncio.to_thread(self.processes.stop)
         if self._lock is not None:
             self._lock.close()
@@ -61,7 +64,7 @@ class LocalRun:
         """Start the learner, the rollout servers, the feed if there is a dataset, and the launcher if it is configured.
 
         Returns at once; the processes take a while to be ready."""
-        self.learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
+        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
         for index in range(self.config.rollout.num_servers):
             server_id = f"rollout-{index}"
             self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
@@ -75,8 +78,14 @@ class LocalRun:
         self.processes.check(may_finish=(LEARNER, FEED))
 
     @property
+    def client(self) -> PenstockClient:
+        """A client of the run's gateway, within the block."""
+        assert self._client is not None, "the gateway is not up"
+        return self._client
+
+    @property
     def learner_finished(self) -> bool:
-        return self.learner.exit_code == 0
+        return self._learner is not None and self._learner.exit_code == 0
 
     def _start_redis(self) -> None:
         if self.config.redis.url:
@@ -89,7 +98,7 @@ class LocalRun:
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
         self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
 
-    def _write_config(self) -> Path:
+    def _write_config(self) -> None:
         """Write the resolved config, which every child reads. Only its owner can read it, because it contains Redis'
         password."""
         own_key = self.folder / CLUSTER_KEY_FILE
@@ -99,11 +108,9 @@ class LocalRun:
                 own_key.write_text(secrets.token_hex(32))
             weights = self.config.weights.model_copy(update={"cluster_key_file": own_key})
             self.config = self.config.model_copy(update={"weights": weights})
-        path = self.folder / "config.yaml"
-        path.touch(mode=0o600)
-        path.write_text(dump_config(self.config))
-        assert load_config(path) == self.config, "the written config differs from the resolved one"
-        return path
+        self.config_file.touch(mode=0o600)
+        self.config_file.write_text(dump_config(self.config))
+        assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"
 
     def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
         command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]

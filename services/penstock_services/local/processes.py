@@ -67,8 +67,6 @@ class ProcessGroup:
     def __init__(self, log_folder: Path) -> None:
         self.log_folder = log_folder
         self.children: list[Child] = []
-        log_folder.mkdir(parents=True, exist_ok=True)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def start(
         self,
@@ -78,6 +76,9 @@ class ProcessGroup:
         environment: dict[str, str] | None = None,
         stop_timeout_s: float = 20,
     ) -> Child:
+        """Start a child, which writes its output to `NAME.log`. From then on, this process adopts its orphans."""
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         log = self.log_folder / f"{name}.log"
         with log.open("ab") as output:
             log_start = output.tell()

@@ -160,7 +160,7 @@ class BatchReader:
         return decoded
 
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
-        """Whether a version that was rolled back made part of the group, or it is too old under `stale_policy`
+        """Whether a version that was given up sampled part of the group, or it is too old under `stale_policy`
         drop."""
         staleness = policy_version - oldest_version(group, self.roll_backs)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness

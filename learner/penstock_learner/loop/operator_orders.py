@@ -19,7 +19,7 @@ class OperatorOrders:
         self.control = control
         self.term = term
         self.stopping = stopping
-        """Set when the learner shall end after the running step. A signal handler may set it too."""
+        """Set to end the learner after the running step. A signal handler may set it too."""
         self.roll_back_ordered = asyncio.Event()
         """Set when there may be a roll back that was not followed yet."""
 
@@ -42,7 +42,7 @@ class OperatorOrders:
 
     @property
     def interrupts(self) -> bool:
-        """Whether training shall do something else than wait for a batch."""
+        """Whether an order asks training to stop waiting for a batch."""
         return self.stopping.is_set() or self.roll_back_ordered.is_set()
 
     async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:

@@ -58,7 +58,7 @@ class StepLoop:
     profiles: StepProfiles
     log_prob_check: LogProbCheck
     recomputed: RecomputedLogProbs
-    """Where `penstock` tools find the log-probs that the learner computed of a group."""
+    """Keeps the learner's own log-probs of a few groups, which the gateway shows."""
     publication: PolicyPublication
     records: StepRecords
     loggers: StepLoggers

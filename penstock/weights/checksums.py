@@ -61,7 +61,7 @@ def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
 
 
 def weights_digest(bucket_checksums: Sequence[str]) -> str:
-    """Combine the bucket checksums of a version into one digest. Equal weights have equal digests."""
+    """Combine the bucket checksums of a version into one digest, which is equal only if every byte is equal."""
     return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
 
 

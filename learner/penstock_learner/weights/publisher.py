@@ -26,10 +26,10 @@ from penstock_learner.weights.memory import MemoryKind
 from penstock_learner.weights.memory_pool import MemoryPool
 from penstock_learner.weights.push_attempt import AttemptOutcome, PushAttempt
 from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.choose import PublisherPlace, choose_transport
-from penstock_learner.weights.senders.make import make_sender
+from penstock_learner.weights.senders.factory import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Sender, Shipment
 from penstock_learner.weights.senders.snapshot import SnapshotSender
+from penstock_learner.weights.senders.transport_choice import PublisherPlace, choose_transport
 from penstock_learner.weights.snapshot_folder import write_snapshot_folder
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 

@@ -22,7 +22,7 @@ from penstock.weights.deadline import Deadline
 from penstock_learner.weights.memory import SharedMemory
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.make import make_sender
+from penstock_learner.weights.senders.factory import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
 

@@ -157,7 +157,7 @@ class SglangEngine:
         if not 0 < num_tokens < limit:
             raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
         if request.sampling.seed is not None and not honours_seeds(self._config):
-            raise InvalidInput("sampling.seed", "SGLang draws by seeds only with enable_deterministic_inference")
+            raise InvalidInput("sampling.seed", "SGLang uses seeds only with enable_deterministic_inference")
 
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
         """Submit the request to SGLang once. Yields nothing if the request is superseded."""

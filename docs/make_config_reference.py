@@ -26,7 +26,7 @@ One YAML file configures a run. Every process reads the same file. Any field can
 by its dotted name: `--learner.lr 3e-5` or `--learner.lr=3e-5`. Values are YAML in both places. Dashes and underscores
 in names are equivalent. Unknown keys are refused. Relative paths are relative to the working directory.
 
-Only `model.path` is required. `null` is YAML's None. Names that end in `_s` are in seconds, `_bytes` in bytes.
+Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` in bytes.
 """
 
 
@@ -70,7 +70,7 @@ def _section(path: str, model: type[BaseModel]) -> str:
 
 
 def _row(path: str, name: str, field: FieldInfo) -> str:
-    meaning = _one_line(field.description or "")
+    meaning = _one_line(field.description or "").replace("None: ", "`null`: ")
     if (inner := _model_of(field)) is None:
         cells = [f"`{name}`", _type(field), _default(field), meaning]
     else:

@@ -131,8 +131,8 @@ local function next_admission()
 end
 
 -- Removes a prompt from every place before its group counts as queued, trained or dead, and returns the number of its
--- admission. A prompt that was pending without an admission (it had expired, or Redis lost its tail) is admitted here.
--- A group that was imported without an admission gets its number here.
+-- admission. A prompt without an admission (it had expired and was pending again, or Redis lost its tail) is admitted
+-- here.
 local function release_admission(id)
   local was_leased = drop_lease(id) == 1
   local was_returned = redis.call('SREM', RETURNED, id) == 1

@@ -31,10 +31,12 @@ async def round_trip(config: RedisConfig) -> None:
     try:
         queue = RedisReplayQueue(client, "connections", ReplayConfig(groups_per_step=2))
         await queue.submit([b"p"] * 2, [0, 1], "")
+        await queue.wait_for_prompts(5)
         leases = await queue.lease("s", 2)
         for lease in leases:
             assert await queue.append(lease, b"group", 0) == "accepted"
         await queue.take_term(0)
+        await queue.wait_for_groups(5)
         taken = await queue.take(1, 2)
         assert [delivery.payload for delivery in await queue.fetch(taken)] == [b"group"] * 2
         assert await queue.commit(1, taken) == 2

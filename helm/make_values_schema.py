@@ -1,9 +1,9 @@
-"""Write penstock/values.schema.json: the chart's own values, and `config` as the processes' own config model has it.
+"""Write penstock/values.schema.json: the chart's own values, and `config` with the schema of RunConfig.
 
     python helm/make_values_schema.py
 
-What the chart decides itself (addresses, ports, key files, where the run lives) is left out of `config`, so that
-setting it is refused rather than overruled.
+Fields that the chart sets itself (addresses, ports, key files, the run's folder) are left out of `config`, so that a
+user's value is refused and not silently replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECIDED_BY_CHART = {
     "WeightsConfig": ("cluster_key_file",),
     "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
 }
-"""Model: fields that values.yaml must not hold."""
+"""Config model: its fields that values.yaml must not contain."""
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -33,7 +33,7 @@ AT_LEAST_ONE: Schema = {"type": "integer", "minimum": 1}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
 FREE: Schema = {"type": "object"}
-"""A Kubernetes object, which the API server checks."""
+"""A Kubernetes object. The API server checks it."""
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
@@ -144,7 +144,7 @@ def chart_values() -> Schema:
 
 
 def run_config() -> tuple[Schema, dict[str, Schema]]:
-    """The schema of RunConfig without what the chart decides, and the definitions it refers to."""
+    """The schema of RunConfig without the fields that the chart sets, and the definitions that it refers to."""
     schema = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
     definitions: dict[str, Schema] = schema.pop("$defs")
     for model, fields in DECIDED_BY_CHART.items():

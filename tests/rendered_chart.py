@@ -31,7 +31,7 @@ OPTIONS = (
     "--set=certManager.enabled=true,certManager.issuerRef.name=ca,certManager.issuerRef.kind=ClusterIssuer",
     "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
 )
-"""Everything that is off at first."""
+"""Turns on every option that is off by default."""
 Manifest = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ needs_helm = pytest.mark.skipif(
 
 
 def run_helm(command: str, *arguments: str, values: str | None = "standalone") -> subprocess.CompletedProcess[str]:
-    """`helm COMMAND` of the chart with values-VALUES.yaml."""
+    """Run `helm COMMAND` on the chart with values-VALUES.yaml."""
     files = ["-f", str(CHART / f"values-{values}.yaml")] if values else []
     name = ["test"] if command == "template" else []
     words = [str(HELM), command, *name, str(CHART), *files, *arguments]
@@ -57,7 +57,7 @@ def run_helm(command: str, *arguments: str, values: str | None = "standalone") -
 
 
 def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:
-    """What was rendered once is not rendered again, unless `anew`."""
+    """Manifests of the chart. The same arguments are rendered only once, unless `anew`."""
     return _rendered.__wrapped__(arguments, values) if anew else copy.deepcopy(_rendered(arguments, values))
 
 
@@ -85,7 +85,7 @@ def one(manifests: list[Manifest], kind: str, name_part: str = "") -> Manifest:
 
 
 def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Every pod that the manifests lead to, by the name of what makes it. A RayCluster's by their group."""
+    """Name and pod template of every manifest that creates pods. A group of a RayCluster is named CLUSTER/GROUP."""
     for manifest in manifests:
         name = manifest["metadata"]["name"]
         spec = manifest.get("spec", {})

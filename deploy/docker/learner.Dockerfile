@@ -1,4 +1,4 @@
-# The learner: its driver, and the Ray nodes that hold the roles. Build from the repository's root:
+# The learner: its driver, and the Ray nodes that run the roles. Build from the repository's root:
 #   docker build -f deploy/docker/learner.Dockerfile -t penstock/learner:0.1.0 .
 #   … --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t penstock/learner-cpu:0.1.0 .
 FROM python:3.11.13-slim-bookworm AS build
@@ -11,12 +11,12 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
-# KubeRay's probes ask the dashboard agent, which only ray[default] has.
+# KubeRay's probes call the dashboard agent, which only ray[default] installs.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
     ".[learner,cuda]" "ray[default]==${RAY_VERSION}"
 
 FROM python:3.11.13-slim-bookworm
-# wget: KubeRay's probes call it. The links: KubeRay starts Ray in a login shell, which resets PATH.
+# KubeRay's probes use wget. The links are needed because KubeRay starts Ray in a login shell, which resets PATH.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs \

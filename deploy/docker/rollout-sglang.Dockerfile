@@ -12,7 +12,7 @@ COPY learner learner
 COPY services services
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-# The engine, torch and transformers stay exactly what SGLang's image has.
+# The versions of the engine, torch and transformers stay those of SGLang's image.
 FROM ${SGLANG} AS gpu
 COPY --from=wheel /wheels /wheels
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

@@ -33,7 +33,7 @@ HEALTHCHECK --start-period=600s --interval=10s --timeout=5s \
 ENTRYPOINT ["penstock"]
 CMD ["rollout", "--config", "/etc/penstock/run.yaml"]
 
-# The engine, torch and transformers stay exactly what vLLM's image has.
+# The versions of the engine, torch and transformers stay those of vLLM's image.
 FROM ${VLLM} AS gpu
 COPY --from=wheel /wheels /wheels
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

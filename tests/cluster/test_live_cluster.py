@@ -1,4 +1,4 @@
-"""The chart on the cluster that KUBECONFIG points to. Skipped, with the reason, where there is none.
+"""The chart on the cluster that KUBECONFIG points to. Without one, the tests are skipped and say why.
 
     KUBECONFIG=~/.kube/config python -m pytest tests/cluster -m long
     PENSTOCK_CLUSTER_IMAGES=registry.example.org/penstock python -m pytest tests/cluster -m long    # and trains
@@ -48,7 +48,7 @@ def kubectl() -> str:
 
 @pytest.fixture(scope="module")
 def namespace(kubectl: str) -> Iterator[str]:
-    """A namespace of this test's own, with the Secret that the chart needs."""
+    """A new namespace with the Secret that the chart needs."""
     name = f"penstock-test-{secrets.token_hex(4)}"
     run(kubectl, "create", "namespace", name)
     keys = (
@@ -75,7 +75,7 @@ def test_the_api_server_takes_every_manifest(kubectl: str, namespace: str, value
 
 @pytest.fixture(scope="module")
 def installed(kubectl: str, namespace: str) -> Iterator[Callable[..., str]]:
-    """`installed("--set=…")` upgrades the release; it is removed at the end."""
+    """A function that installs or upgrades the release: `installed("--set=…")`. The release is removed at the end."""
     if not IMAGES:
         pytest.skip("PENSTOCK_CLUSTER_IMAGES is not set: no images that the cluster can pull")
     images = [f"--set=images.{name}.repository={IMAGES}/{repository}" for name, repository in
@@ -102,7 +102,7 @@ def wait_for(found: Callable[[], bool], about: str, timeout_s: float) -> None:
 
 def test_a_run_trains_is_upgraded_and_rolled_back(kubectl: str, namespace: str, installed: Callable[..., str]) -> None:
     def status() -> str:
-        """`penstock status` in a gateway's pod; empty while it cannot answer."""
+        """Output of `penstock status` in a gateway's pod, or empty while it cannot answer."""
         script = "penstock status --url http://127.0.0.1:8080 --api-key-file /etc/penstock/keys/api-key --json"
         words = [kubectl, "-n", namespace, "exec", f"deploy/{RELEASE}-penstock-gateway", "--", "sh", "-c", script]
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -22,7 +22,7 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- mustMergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
 {{- end -}}
 
-{{/* The resource groups of the placement that this run needs, as penstock_learner.roles.placement has them: a JSON list of
+{{/* The resource groups that this run needs, the same as in penstock_learner.roles.placement. A JSON list of
 {name, settings, bundles, cpus, gpus}; cpus and gpus are those of one bundle. */}}
 {{- define "penstock.resourceGroups" -}}
 {{- $learner := .Values.config.learner -}}
@@ -58,7 +58,7 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- $groups | toJson -}}
 {{- end -}}
 
-{{/* Combinations that cannot work, refused before anything is installed. */}}
+{{/* Refuses combinations of values that cannot work, before anything is installed. */}}
 {{- define "penstock.check" -}}
 {{- $values := .Values -}}
 {{- $tensorParallel := dig "rollout" "engine" "tensor_parallel_size" 1 $values.config | int -}}
@@ -101,8 +101,8 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- end -}}
 {{- end -}}
 
-{{/* What makes the RayCluster's pods start together or not at all. The first four by KubeRay's batchScheduler, which the operator
-must be installed with; Kueue watches the label itself. */}}
+{{/* Labels that make the pods of the RayCluster start together or not at all. The first four schedulers need KubeRay's operator to be
+installed with batchScheduler; Kueue watches its label itself. */}}
 {{- define "penstock.gangLabels" -}}
 {{- with .Values.learner.gang -}}
 {{- $queueLabels := dict

@@ -1,4 +1,4 @@
-{{/* Names and labels. 32 characters leave room for what KubeRay appends. */}}
+{{/* Names and labels. At most 32 characters, because KubeRay appends to them. */}}
 {{- define "penstock.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 32 | trimSuffix "-" -}}

@@ -1,4 +1,4 @@
-{{/* What every pod and container has in common. */}}
+{{/* Parts that every pod and container shares. */}}
 {{- define "penstock.podSecurity" -}}
 serviceAccountName: {{ include "penstock.fullname" . }}
 automountServiceAccountToken: false
@@ -37,7 +37,7 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* include "penstock.spread" (list . "gateway" .Values.gateway.spreadOver): the component's pods, evenly over each domain. */}}
+{{/* include "penstock.spread" (list . "gateway" .Values.gateway.spreadOver): spreads the pods of a component evenly over each domain. */}}
 {{- define "penstock.spread" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -54,8 +54,8 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end -}}
 
-{{/* include "penstock.budget" (list . "gateway" "label: value" "maxUnavailable: 1"): how many of the pods with the label may be
-evicted at once. */}}
+{{/* include "penstock.budget" (list . "gateway" "label: value" "maxUnavailable: 1"): bounds how many pods with the label may
+be evicted at once. */}}
 {{- define "penstock.budget" -}}
 {{- $root := index . 0 -}}
 apiVersion: policy/v1
@@ -65,7 +65,7 @@ metadata:
   labels: {{- include "penstock.labels" $root | nindent 4 }}
 spec:
   {{ index . 3 }}
-  # A pod that does not work protects nothing.
+  # A pod that is not healthy may always be evicted.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels: {{- include "penstock.selector" $root | nindent 6 }}
@@ -129,7 +129,7 @@ path of the password file are in the run's configuration. */}}
 - {name: runs, mountPath: /runs}
 {{- end -}}
 
-{{/* The claims of `storage` that hold what a run reads: models and data. An image may hold them instead. */}}
+{{/* The claims of `storage` with the input of a run: models and data. An image may contain them instead. */}}
 {{- define "penstock.inputMounts" -}}
 {{- range $name, $claim := pick .Values.storage "models" "data" }}
 {{- if $claim.existingClaim }}
@@ -151,7 +151,7 @@ path of the password file are in the run's configuration. */}}
 - {name: shm, mountPath: /dev/shm}
 {{- end -}}
 
-{{/* include "penstock.keysVolume" (list . "cluster-key"): the keys that the pod needs, and no others. */}}
+{{/* include "penstock.keysVolume" (list . "cluster-key"): mounts these keys of the Secret, and no others. */}}
 {{- define "penstock.keysVolume" -}}
 - name: keys
   secret:

@@ -1,4 +1,4 @@
-"""The chart as a whole: it lints, refuses wrong values by name, and its config is one that the processes load."""
+"""The chart as a whole: helm lints it, it refuses wrong values by name, and the processes can load its config."""
 
 from __future__ import annotations
 

@@ -92,8 +92,6 @@ def test_panels_have_ids_and_a_data_source_variable() -> None:
             assert ref_ids and len(set(ref_ids)) == len(ref_ids)
 
 
-# ── alerts ──
-
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 CASES = Path(__file__).parents[2] / "prometheus" / "alerts_test.yml"
 CRITICAL = {

@@ -188,7 +188,7 @@ async def test_the_gateway_commits_nothing_and_the_learner_leases_nothing(
         await clients["gateway"].flushdb()
     gateway, learner = queues("gateway"), queues("learner")
     await learner.take_term(0)
-    gateway.term = learner.term  # the term alone would let it in: what refuses it is its user
+    gateway.term = learner.term  # with the right term, only the rights of its user refuse the commit
     with pytest.raises(PenstockError, match=REFUSED):
         await gateway.commit(1, [1])
     with pytest.raises(PenstockError, match=REFUSED):

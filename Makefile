@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
+# Start with `make demo` and `make test`. Every command sets up .venv first.
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
@@ -14,7 +14,7 @@ help:  ## list the commands
 demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--learner.lr 1e-4")
 	@$(VENV)/bin/penstock demo $(ARGS)
 
-# These start vLLM in the test process, which forks it off: no thread may be there yet.
+# These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
 
 test: setup-dev lint  ## everything that CI checks

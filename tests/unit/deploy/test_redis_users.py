@@ -17,6 +17,7 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import PenstockError
 from penstock.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.results import PromptBook
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
@@ -127,6 +128,8 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await rollout.record_evaluation("e", evaluation, [1.0], 0, 0)
     assert (await gateway.get_evaluation("e")).num_finished == 1
     assert (await gateway.get_prompt(taken[0])).state == "trained"
+    results = await PromptBook(gateway).wait_for_results("0-0", timeout_s=1)
+    assert {result.state for result in results} == {"queued", "dead_lettered"}
     assert sum((await gateway.dead_letter_reasons()).values()) == 2
     assert (await gateway.stat()).trained == 2
 

@@ -17,7 +17,7 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
 
-test: setup-dev lint  ## everything that CI checks
+test: setup-dev lint  ## lint, and at least one case of every feature (what CI checks)
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
 

@@ -49,6 +49,7 @@ class NcclStandIn:
     def __init__(self, runtime: RuntimeStandIn) -> None:
         self.runtime = runtime
         self.num_inits = 0
+        self.init_began = threading.Event()
         self.num_aborts = 0
         self.silent_ranks: set[int] = set()
         """Ranks that take part in the start, but not in broadcasts."""
@@ -80,6 +81,7 @@ class _Communicator:
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
         assert len(commId) == 128
         self.nccl.num_inits += 1
+        self.nccl.init_began.set()
         self.nccl.communicators.append(self)
         self.rank = rank
         self._aborted = threading.Event()

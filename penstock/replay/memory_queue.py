@@ -20,6 +20,7 @@ from penstock.replay.contract import (
     FinishedGroup,
     Lease,
     Outbox,
+    PromptState,
     PromptStatus,
     QueueStat,
     Submission,
@@ -96,11 +97,17 @@ class MemoryReplayQueue:
         if prompt_id in store.buried:
             return PromptStatus(prompt_id, "dead_lettered", 0, b"")
         prompt = store.prompts.get(prompt_id)
+        if prompt is None and prompt_id in store.cancelled:
+            return PromptStatus(prompt_id, "cancelled", 0, b"")
         if prompt is None:
             raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
         if prompt_id in store.groups:
             return PromptStatus(prompt_id, "queued", prompt.attempt, prompt.payload)
         return PromptStatus(prompt_id, "leased" if prompt.owner else "pending", prompt.attempt, prompt.payload)
+
+    async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
+        """Take back what the learner has not taken. Answers what each is now; None for a prompt that never was."""
+        return [self._cancel(prompt_id) for prompt_id in prompt_ids]
 
     async def get_group(self, prompt_id: int) -> bytes:
         if prompt_id not in self.store.groups:
@@ -140,8 +147,11 @@ class MemoryReplayQueue:
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         store, config = self.store, self.config
         self._reclaim()
+        if store.is_paused or server_id in store.drained:
+            return []
         durable_id = store.newest_durable_id(config.settle_s)
-        evaluations = store.eval_pending.lowest(max_prompts, below=durable_id + 1)
+        waiting = store.eval_pending.lowest(len(store.eval_pending), below=durable_id + 1)
+        evaluations = [prompt_id for prompt_id in waiting if self._may_answer(server_id, prompt_id)][:max_prompts]
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
@@ -149,7 +159,7 @@ class MemoryReplayQueue:
         if store.counters["queued_bytes"] >= config.capacity_bytes:
             room = 0
         for prompt_id in store.pending.lowest(len(store.pending)):
-            if len(leases) == max_prompts:
+            if len(leases) == max_prompts or server_id in store.pins:
                 break
             if prompt_id > durable_id:
                 continue
@@ -361,6 +371,37 @@ class MemoryReplayQueue:
         prompt.owner = (server_id, prompt.attempt)
         leases.put(prompt_id, self.store.clock() + self.config.lease_ttl_s)
         return Lease(prompt_id, prompt.attempt, prompt.payload)
+
+    def _may_answer(self, server_id: str, prompt_id: int) -> bool:
+        """A pinned evaluation waits for a server with its version, and a pinned server answers nothing else."""
+        pinned = self.store.pins.get(self.store.prompts[prompt_id].evaluation_id)
+        if pinned is None:
+            return server_id not in self.store.pins
+        return pinned == self.store.served_versions.get(server_id)
+
+    def _cancel(self, prompt_id: int) -> PromptStatus | None:
+        store = self.store
+        prompt = store.prompts.get(prompt_id)
+        if prompt is None:
+            ended: tuple[tuple[PromptState, set[int]], ...] = (
+                ("trained", store.trained), ("dead_lettered", store.buried), ("cancelled", store.cancelled),
+            )  # fmt: skip
+            return next((PromptStatus(prompt_id, state, 0, b"") for state, ids in ended if prompt_id in ids), None)
+        if prompt_id in store.delivered or prompt.evaluation_id:
+            now: PromptState = "queued" if prompt_id in store.groups else "leased" if prompt.owner else "pending"
+            return PromptStatus(prompt_id, now, prompt.attempt, b"")
+        was_queued = store.remove_group(prompt_id) is not None
+        was_in_flight = store.leases.remove(prompt_id) or prompt_id in store.returned
+        store.returned.discard(prompt_id)
+        store.pending.remove(prompt_id)
+        store.open.remove(prompt_id)
+        if was_queued or was_in_flight:
+            store.count("expired")
+            store.count("discarded")
+            store.expired_reasons["cancelled"] += 1
+        store.cancelled.add(prompt_id)
+        del store.prompts[prompt_id]
+        return PromptStatus(prompt_id, "cancelled", prompt.attempt, b"")
 
     def _holds(self, server_id: str, lease: Lease) -> bool:
         prompt = self.store.prompts.get(lease.prompt_id)

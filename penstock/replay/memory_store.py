@@ -128,6 +128,14 @@ class MemoryStore:
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
         self.buried: set[int] = set()
+        self.cancelled: set[int] = set()
+        self.is_paused = False
+        self.drained: set[str] = set()
+        """Servers that lease nothing."""
+        self.pins: dict[str, int] = {}
+        """Policy version by the name of a server or of an evaluation."""
+        self.served_versions: dict[str, int] = {}
+        """Policy version that each server has reported."""
         self.dead: list[tuple[int, str, bytes, bytes]] = []
         """Dead letters as (prompt id, reason, encoded prompt, encoded group)."""
         self.dead_reasons: Counter[str] = Counter()

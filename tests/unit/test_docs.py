@@ -24,7 +24,10 @@ LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 
 
-@pytest.mark.parametrize(("page", "maker"), [("config", "make_config_reference"), ("benchmarks", "make_benchmarks")])
+@pytest.mark.parametrize(
+    ("page", "maker"),
+    [("config", "make_config_reference"), ("benchmarks", "make_benchmarks"), ("testing", "make_test_table")],
+)
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
     built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()
     assert (ROOT / "docs" / f"{page}.md").read_text() == built, f"run: python docs/{maker}.py"

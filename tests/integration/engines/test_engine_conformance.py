@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import multiprocessing
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +187,7 @@ async def test_requests_that_did_not_start_see_the_new_version_only(served: Serv
     await hold_decoding(served.engine)
     waiting = [asyncio.ensure_future(served.answer(prompt, Sampling(max_tokens=8))) for _ in range(4)]
     await until_submitted(served.engine, 4)
+    assert not any(answer.done() for answer in waiting)
     version = await served.update(served.next_model())
     for answer in [*await asyncio.gather(*waiting), await served.answer(prompt, Sampling(max_tokens=8))]:
         assert set(answer.versions) == {version}
@@ -227,10 +227,8 @@ async def test_publisher_that_fails_leaves_the_engine_healthy(served: Served, nu
     await served.engine.stage_weights(publisher.announcement(timeout_s=0.5))
     if num_buckets is not None:
         publisher.start()
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="took longer than 0.5 s"):
         await served.engine.commit_weights(version + 1, push.checksums, timeout_s=20)
-    assert time.monotonic() - started < 3
     await served.check_serves(version)
 
 

@@ -56,7 +56,7 @@ async def main():
 asyncio.run(main())
 """
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @asynccontextmanager
@@ -205,6 +205,7 @@ async def test_metrics_of_sglang_pass_through(served: Served) -> None:
     assert text.count("# TYPE python_info gauge") == 1, "only its own"
 
 
+@pytest.mark.long
 async def test_stop_ends_all_that_sglang_started_and_held_requests_too(tmp_path: Path, helper: Path) -> None:
     async with serving(tmp_path / "model") as served:
         streamed = served.chunks((3, 4, 6), LONG)
@@ -224,6 +225,7 @@ async def test_stop_ends_all_that_sglang_started_and_held_requests_too(tmp_path:
     assert await asyncio.to_thread(count_metrics) == num_exposed - 1
 
 
+@pytest.mark.long
 async def test_a_killed_server_leaves_no_sglang(tmp_path: Path, helper: Path) -> None:
     make_tiny_qwen2(tmp_path / "model", seed=0)
     server = subprocess.Popen(  # noqa: ASYNC220
@@ -264,6 +266,7 @@ async def is_healthy(engine: SglangEngine) -> bool:
     return True
 
 
+@pytest.mark.long
 async def test_a_server_that_answers_nothing_counts_as_lost(
     tmp_path: Path, fault: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +280,7 @@ async def test_a_server_that_answers_nothing_counts_as_lost(
             await served.engine.check_health()
 
 
-@pytest.mark.parametrize("word", ["update_fails", "die_on_update"])
+@pytest.mark.parametrize("word", ["update_fails", pytest.param("die_on_update", marks=pytest.mark.long)])
 async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path, word: str) -> None:
     """The weights are unknown then, because SGLang does not go back to the previous ones."""
     async with serving(tmp_path / "model") as served:
@@ -293,6 +296,7 @@ async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path
             await served.answer((3, 4), Sampling(max_tokens=2))
 
 
+@pytest.mark.long
 async def test_a_version_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_VERSION", "0.5.20.post1")
     with pytest.raises(ConfigError, match="SGLang 0.5.20.post1 cannot take new weights"):
@@ -306,6 +310,7 @@ async def test_flags_that_sglang_does_not_know_end_the_start(tmp_path: Path) -> 
             pass
 
 
+@pytest.mark.long
 async def test_without_determinism_seeds_are_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "model", extra={"enable_deterministic_inference": False}) as served:
         with pytest.raises(InvalidInput, match="seed"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +26,15 @@ from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.results import PromptBook
+from penstock.store.keys import RunKeys
+from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
+from penstock.store.run_control import RunControl
 
-LEASE_TTL_S = 10.0
+LEASE_TTL_S = 600.0
+"""No lease runs out by the time that a test takes, only by the time that it lets pass."""
+RUN = "property"
 CONFIGS = [
     ReplayConfig(
         groups_per_step=2, max_staleness=1, max_attempts=2, stale_policy=policy, selection=selection,
@@ -35,11 +42,61 @@ CONFIGS = [
     )
     for policy, selection in (("wait", "fifo"), ("drop", "fifo"), ("correct", "freshest"))
 ]  # fmt: skip
+EVALUATION = "held-out-1"
+PASSED_S = st.sampled_from([1.0, LEASE_TTL_S + 1])
 indices = st.integers(0, 7)
 
 
+class MemoryOperator:
+    """What an operator and the fleet do to the run, in the store of the memory backend."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+
+    async def pause(self) -> None:
+        self.store.is_paused = True
+
+    async def resume(self) -> None:
+        self.store.is_paused = False
+
+    async def drain(self, server: str) -> None:
+        self.store.drained.add(server)
+
+    async def undrain(self, server: str) -> None:
+        self.store.drained.discard(server)
+
+    async def pin(self, name: str, version: int) -> None:
+        self.store.pins[name] = version
+
+    async def unpin(self, name: str) -> None:
+        self.store.pins.pop(name, None)
+
+    async def report(self, server: str, version: int) -> None:
+        self.store.served_versions[server] = version
+
+
+class RedisOperator:
+    """The same through the classes that write to Redis."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.keys = client, RunKeys(RUN)
+        self.control, self.policies = RunControl(client, RUN), PolicyRegistry(client, RUN)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.control if name in ("pause", "resume", "drain", "undrain") else self.policies, name)
+
+    async def report(self, server: str, version: int) -> None:
+        await self.client.hset(self.keys.servers, server, json.dumps({"policy_version": version}))
+
+    async def pass_time(self, seconds: float) -> None:
+        """Redis has its own clock, so the deadlines of the leases come nearer instead."""
+        for key in (self.keys.leases, self.keys.eval_leases):
+            for member in await self.client.zrange(key, 0, -1):
+                await self.client.zincrby(key, -1000 * seconds, member)
+
+
 class ReplayMachine(RuleBasedStateMachine):
-    """Two rollout servers, a learner and its zombie predecessor, driven in any order."""
+    """Two rollout servers, a learner and its zombie predecessor, and an operator, driven in any order."""
 
     runner: asyncio.Runner
 
@@ -48,20 +105,31 @@ class ReplayMachine(RuleBasedStateMachine):
         self.time_s = 0.0
         self.held: list[tuple[str, Lease]] = []
         """Every lease ever granted: a server may act on one long after it was lost."""
+        self.held_out: list[tuple[str, Lease]] = []
+        """The same, of prompts of the evaluation."""
         self.taken: list[int] = []
         self.committed: list[int] = []
         self.step = 0
 
     def queues(self, config: ReplayConfig) -> tuple[Any, Any]:
-        store = MemoryStore(lambda: self.time_s)
-        return MemoryReplayQueue(store, config), MemoryReplayQueue(store, config)
+        """Of the learner and its predecessor."""
+        self.store = MemoryStore(lambda: self.time_s)
+        return MemoryReplayQueue(self.store, config), MemoryReplayQueue(self.store, config)
+
+    def order(self, name: str, *arguments: Any) -> None:
+        """What an operator orders, or a server reports."""
+        self.do(getattr(MemoryOperator(self.store), name)(*arguments))
 
     def do(self, call: Any) -> Any:
         return self.runner.run(call)
 
-    @initialize(config=st.sampled_from(CONFIGS), finished=st.permutations(range(4)))
-    def start(self, config: ReplayConfig, finished: list[int]) -> None:
-        """Begin in the middle: six prompts, four of them leased, three of those finished in any order."""
+    @initialize(
+        config=st.sampled_from(CONFIGS),
+        finished=st.permutations(range(4)),
+        pinned=st.sampled_from(["", "a", EVALUATION]),
+    )
+    def start(self, config: ReplayConfig, finished: list[int], pinned: str) -> None:
+        """Begin in the middle: six prompts, four of them leased, three finished in any order; and two held out."""
         self.queue, self.zombie = self.queues(config)
         self.do(self.zombie.take_term(0))
         self.do(self.queue.take_term(0))
@@ -69,6 +137,9 @@ class ReplayMachine(RuleBasedStateMachine):
         self.lease("a", 4)
         for index in finished[:3]:
             self.append(index, 1, 0)
+        self.evaluate(2)
+        if pinned:
+            self.order("pin", pinned, 1)
 
     @rule(priorities=st.lists(st.integers(0, 2), min_size=1, max_size=4))
     def submit(self, priorities: list[int]) -> None:
@@ -82,9 +153,14 @@ class ReplayMachine(RuleBasedStateMachine):
         gained = after.admitted - before.admitted
         freed = after.dead_lettered - before.dead_lettered
         assert gained <= before.admission_room + freed
-        if len(leases) < count and after.queued_bytes < self.queue.config.capacity_bytes:
+        if self.store.is_paused or server in self.store.drained:
+            assert leases == []
+        elif server in self.store.pins:
+            assert gained == 0 and {lease.payload for lease in leases} <= {b"held out"}
+        elif len(leases) < count and after.queued_bytes < self.queue.config.capacity_bytes:
             assert after.pending_prompts == 0 or after.admission_room == 0
-        self.held += [(server, lease) for lease in leases]
+        self.held += [(server, lease) for lease in leases if lease.payload != b"held out"]
+        self.held_out += [(server, lease) for lease in leases if lease.payload == b"held out"]
 
     @precondition(lambda self: self.held)
     @rule(index=indices, size=st.sampled_from([1, 400_000]), version=st.integers(0, 3))
@@ -104,7 +180,7 @@ class ReplayMachine(RuleBasedStateMachine):
         server, lease = self.held[index % len(self.held)]
         self.do(self.queue.heartbeat(server, [lease]))
 
-    @rule(seconds=st.sampled_from([1.0, LEASE_TTL_S + 1]))
+    @rule(seconds=PASSED_S)
     def pass_time(self, seconds: float) -> None:
         self.time_s += seconds
 
@@ -117,6 +193,43 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 2))
     def lose_the_reply_of_a_take(self, count: int) -> None:
         self.do(self.queue.take(self.step + 1, count))
+
+    @rule(change=st.sampled_from(["pause", "resume", "resume"]))
+    def pause_or_resume(self, change: str) -> None:
+        self.order(change)
+
+    @rule(server=st.sampled_from(["a", "b"]), change=st.sampled_from(["drain", "undrain", "undrain"]))
+    def drain_or_undrain(self, server: str, change: str) -> None:
+        self.order(change, server)
+
+    @rule(name=st.sampled_from(["a", "b", EVALUATION]), version=st.sampled_from([None, None, 0, 1]))
+    def pin_or_unpin(self, name: str, version: int | None) -> None:
+        self.order("unpin", name) if version is None else self.order("pin", name, version)
+
+    @rule(server=st.sampled_from(["a", "b"]), version=st.integers(0, 1))
+    def report_a_version(self, server: str, version: int) -> None:
+        self.order("report", server, version)
+
+    @rule(num_prompts=st.integers(1, 3))
+    def evaluate(self, num_prompts: int) -> None:
+        """Only the first call creates the evaluation."""
+        self.do(self.queue.create_evaluation(EVALUATION, [b"held out"] * num_prompts))
+
+    @precondition(lambda self: self.held_out)
+    @rule(index=indices, is_answered=st.booleans())
+    def end_an_evaluation_prompt(self, index: int, is_answered: bool) -> None:
+        server, lease = self.held_out[index % len(self.held_out)]
+        if is_answered:
+            self.do(self.queue.record_evaluation(EVALUATION, lease, [1.0], 0, 0))
+        else:
+            self.do(self.queue.give_back(server, lease, "oops"))
+        self.do(self.queue.get_evaluation(EVALUATION))
+
+    @rule(prompt_ids=st.lists(st.integers(1, 12), min_size=1, max_size=3, unique=True))
+    def cancel(self, prompt_ids: list[int]) -> None:
+        for prompt_id, status in zip(prompt_ids, self.do(self.queue.cancel(prompt_ids)), strict=True):
+            if status is not None and status.state == "queued":
+                assert prompt_id in self.store.delivered, "only what the learner has taken stays"
 
     @precondition(lambda self: self.taken)
     @rule(index=indices, how=st.sampled_from(["expire", "discard", "dead_letter"]))
@@ -166,7 +279,7 @@ def test_the_memory_backend_conserves_every_group(runner: asyncio.Runner) -> Non
 
 
 def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_process: RedisProcess) -> None:
-    """Both backends get every call; their answers and their numbers are the same. Leases only run out in memory."""
+    """Both backends get every call; their answers and their numbers are the same."""
     client = runner.run(_connected(redis_process))
 
     class Twin:
@@ -176,14 +289,16 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
             self.memory, self.on_redis, self.config = memory, on_redis, memory.config
 
         def __getattr__(self, name: str) -> Any:
+            on_redis = getattr(PromptBook(self.on_redis) if name == "cancel" else self.on_redis, name)
+
             async def call(*arguments: Any) -> Any:
                 try:
                     expected = await getattr(self.memory, name)(*arguments)
                 except Fenced:
                     with pytest.raises(Fenced):
-                        await getattr(self.on_redis, name)(*arguments)
+                        await on_redis(*arguments)
                     raise
-                answer = await getattr(self.on_redis, name)(*arguments)
+                answer = await on_redis(*arguments)
                 assert answer == expected, name
                 return answer
 
@@ -191,16 +306,22 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
 
     class TwinMachine(ReplayMachine):
         def queues(self, config: ReplayConfig) -> tuple[Any, Any]:
-            store = MemoryStore(lambda: 0.0)
             self.do(client.flushdb())
-            first, second = (
-                Twin(MemoryReplayQueue(store, config), RedisReplayQueue(client, "property", config)) for _ in range(2)
-            )
+            first, second = (Twin(memory, RedisReplayQueue(client, RUN, config)) for memory in super().queues(config))
             return first, second
+
+        def order(self, name: str, *arguments: Any) -> None:
+            super().order(name, *arguments)
+            self.do(getattr(RedisOperator(client), name)(*arguments))
+
+        @rule(seconds=PASSED_S)
+        def pass_time(self, seconds: float) -> None:
+            super().pass_time(seconds)
+            self.do(RedisOperator(client).pass_time(seconds))
 
     machine = type("BoundTwinMachine", (TwinMachine,), {"runner": runner})
     relaxed = settings(
-        max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     try:
         run_state_machine_as_test(machine, settings=relaxed)

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from gateways import run_config
 from penstock.client import SyncPenstockClient
 from penstock.client.address import GatewayAddress
 from penstock.config.loading import dump_config
+from waiting import until
 
 
 @contextmanager
@@ -43,14 +43,6 @@ def part(name: str, config_file: Path, *arguments: str) -> Iterator[subprocess.P
                     left.kill()
 
 
-def until(found: Callable[[], Any], about: str, timeout_s: float = 120) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (result := found()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {about}"
-        time.sleep(0.2)
-    return result
-
-
 def penstock(*words: str) -> str:
     command = [sys.executable, "-m", "penstock.cli.main", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -58,26 +50,40 @@ def penstock(*words: str) -> str:
     return result.stdout
 
 
+def example_config(run: str, **learner: Any) -> dict[str, Any]:
+    """The arithmetic example on the torch engine."""
+    return {
+        "run": run,
+        "model": {"path": str(EXAMPLE / "model")},
+        "dataset": {"file": str(EXAMPLE / "train.parquet"), "num_samples": 4, "max_tokens": 8},
+        "replay": {"groups_per_step": 4},
+        "rollout": {
+            "engine": {"name": "torch", "max_model_len": 64},
+            "reward": {"function_file": str(EXAMPLE / "reward.py")},
+        },
+        "learner": {"checkpoint": {"every_steps": 5}, **learner},
+    }
+
+
+@pytest.mark.timeout(400)
+def test_a_created_run_is_launched_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
+    gateway_file = tmp_path / "gateway.yaml"
+    gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
+    with part("gateway", gateway_file), part("launcher", gateway_file, "--launcher.launcher_id", "here"):
+        until((tmp_path / "test" / "gateway.json").exists, "the gateway")
+        with SyncPenstockClient(GatewayAddress.from_run_dir(tmp_path / "test").url, run="short") as client:
+            assert client.create_run(example_config("short", num_steps=2)).state == "CREATED"
+            run = until(lambda: (got := client.get_run()).state == "FINISHED" and got, "the last step", timeout_s=240)
+    assert (run.step, run.launcher_id, run.queue.conservation_error) == (2, "here", 0)
+    assert list((tmp_path / "short" / "checkpoints").glob("term-*-step-00000002"))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
     gateway_file, run_file = tmp_path / "gateway.yaml", tmp_path / "second.yaml"
     gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
-    run_file.write_text(
-        json.dumps(
-            {
-                "run": "second",
-                "model": {"path": str(EXAMPLE / "model")},
-                "dataset": {"file": str(EXAMPLE / "train.parquet"), "num_samples": 4, "max_tokens": 8},
-                "replay": {"groups_per_step": 4},
-                "rollout": {
-                    "engine": {"name": "torch", "max_model_len": 64},
-                    "reward": {"function_file": str(EXAMPLE / "reward.py")},
-                },
-                "learner": {"checkpoint": {"every_steps": 5}},
-            }
-        )
-    )
+    run_file.write_text(json.dumps(example_config("second")))
     with part("gateway", gateway_file):
         folder = tmp_path / "test"
         until((folder / "gateway.json").exists, "the gateway")

@@ -1,6 +1,7 @@
-"""One live run for all tests: its metrics are those of the documentation, and a real Prometheus fills every panel.
+"""One run, started once for this file: its metrics, dashboards, logs and traces, and what an operator does with it.
 
-The last test ends the run."""
+The tests run in the order of the file: operations come after the tests of an untouched run, and the end comes last.
+"""
 
 from __future__ import annotations
 
@@ -9,72 +10,46 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
-import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
 
 from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from demo_process import ROOT, DemoProcess
+from learner_runs import checkpoint_state
 from penstock.cli import main as cli
+from penstock.client import SyncPenstockClient
+from penstock.client.responses import Policy
 from penstock.metrics import serve_metrics
 from penstock.ports import free_port, wait_for_port
+from penstock.trajectory import Prompt, Sampling
+from penstock_learner.loop.checkpoint import shards_folder
+from trace_collector import Collector, collecting
+from waiting import until
 
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
 """Metrics whose labels have no values in this run, because nothing happened to them."""
+EXAMPLE_MODEL = ROOT / "examples" / "arithmetic" / "model"
 pytestmark = pytest.mark.timeout(400)
-
-
-class Collector(ThreadingHTTPServer):
-    """Receives traces by OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _CollectorHandler)
-        self.spans: list[tuple[str, Span]] = []
-        """Service and span, in the order in which they arrived."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _CollectorHandler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:  # noqa: N802
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            fields = {pair.key: pair.value.string_value for pair in of_resource.resource.attributes}
-            for scope in of_resource.scope_spans:
-                self.server.spans += [(fields["service.name"], span) for span in scope.spans]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with collecting() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +58,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iter
     overrides = {
         "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
         "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
-        "tracing.endpoint": collector.url,
+        "tracing.endpoint": collector.url, "weights.snapshot_every_steps": "1", "weights.keep_snapshots": "10000",
     }  # fmt: skip
     words = [word for name, value in overrides.items() for word in (f"--{name}", value)]
     started = DemoProcess(tmp_path_factory.mktemp("live"), *words, environment={"PENSTOCK_LOG": "json"})
@@ -169,6 +144,15 @@ def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.
     try:
         assert wait_for_port("127.0.0.1", port, timeout_s=30), (folder / "log").read_text()
 
+        def is_ready() -> bool:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=20) as response:
+                    return bool(response.status == 200)
+            except urllib.error.HTTPError:
+                return False
+
+        until(is_ready, "Prometheus to be ready", timeout_s=60)
+
         def ask(expression: str) -> list[dict[str, Any]]:
             query = urllib.parse.urlencode({"query": expression})
             url = f"http://127.0.0.1:{port}/api/v1/query?{query}"
@@ -199,18 +183,18 @@ def test_no_panel_is_empty(prometheus: Ask) -> None:
     """Expressions without a result are queried again: rates need two scrapes, and one metric needs several steps."""
     asked = expressions()
     assert len(asked) > 60
-    deadline = time.monotonic() + 60
     empty = asked
-    while empty and time.monotonic() < deadline:
-        time.sleep(1)
+
+    def all_are_answered() -> bool:
+        nonlocal empty
         empty = [(panel, expression) for panel, expression in empty if not prometheus(expression)]
-    assert empty == []
+        return not empty
+
+    until(all_are_answered, "panels with data", timeout_s=60)
 
 
 def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_names(prometheus: Ask) -> None:
-    deadline = time.monotonic() + 30
-    while len(prometheus("up == 1")) < 4 and time.monotonic() < deadline:
-        time.sleep(0.5)
+    until(lambda: len(prometheus("up == 1")) == 4, "four targets", timeout_s=30)
     assert {sample["metric"]["run"] for sample in prometheus("up == 1")} == {"live"}
     assert [sample["value"][1] for sample in prometheus('{__name__="vllm:num_requests_running"}')] == ["3"]
 
@@ -287,16 +271,14 @@ def test_a_trace_shows_a_prompt_s_whole_life(live: DemoProcess, collector: Colle
         "reward": "penstock-rollout", "queue": "penstock-learner", "train": "penstock-learner",
         "publish": "penstock-learner",
     }  # fmt: skip
-    deadline = time.monotonic() + 60
-    while True:
+
+    def whole() -> list[dict[str, tuple[str, Span]]]:
         traces: dict[bytes, dict[str, tuple[str, Span]]] = {}
         for service, span in list(collector.spans):
             traces.setdefault(span.trace_id, {})[span.name] = (service, span)
-        whole = [trace for trace in traces.values() if trace.keys() >= wanted.keys()]
-        if whole or time.monotonic() > deadline:
-            break
-        time.sleep(0.5)
-    trace = whole[0]
+        return [trace for trace in traces.values() if trace.keys() >= wanted.keys()]
+
+    trace = until(whole, "a whole trace", timeout_s=60)[0]
     assert {name: service for name, (service, _) in trace.items()} == wanted
     parents = {name: span.parent_span_id for name, (_, span) in trace.items()}
     assert parents.pop("submit") == b""
@@ -312,6 +294,63 @@ def _attributes(span: Span) -> dict[str, int]:
     return {pair.key: pair.value.int_value for pair in span.attributes}
 
 
+# ── operations ──
+
+
+def test_a_version_is_rolled_back_to_and_released(live: DemoProcess) -> None:
+    """Servers and learner return to it; nothing newer is pushed until it is released."""
+    with SyncPenstockClient.from_run_dir(live.folder) as client:
+        version = min(policy.policy_version for policy in client.policies().policies if policy.policy_version > 0)
+        before = client.get_run().policy_version
+        held = client.roll_back_policy(version)
+        assert held.is_held and held.snapshot_path
+
+        def remade() -> Policy | None:
+            """The version that the learner made of the old one's weights."""
+            newer = [policy for policy in client.policies().policies if policy.policy_version > before]
+            return next(
+                (p for p in newer if (p.parent_version, p.weights_digest) == (version, held.weights_digest)), None
+            )
+
+        until(lambda: client.servers()[0].policy_version == version, f"the server to return to version {version}")
+        returned = until(remade, f"the learner to return to version {version}")
+        assert returned is not None
+        until(lambda: client.get_run().policy_version > returned.policy_version + 1, "the learner to go on")
+        assert client.servers()[0].policy_version == version, "nothing is pushed while the version is held"
+        assert client.get_run().queue.expired > 0, "groups of the versions between are dropped"
+        client.release_policy()
+        until(lambda: client.servers()[0].policy_version > returned.policy_version, "the server to leave it")
+        assert client.get_run().queue.conservation_error == 0
+
+
+def test_a_pinned_server_answers_an_evaluation_with_its_version(live: DemoProcess) -> None:
+    sums = [Prompt(messages=(("user", f"{n}+{n}="),), sampling=Sampling(max_tokens=8)) for n in range(10, 20)]
+    with SyncPenstockClient.from_run_dir(live.folder) as client:
+        version = client.servers()[0].policy_version
+        until(lambda: client.get_run().policy_version > version + 1, "versions after it")
+        for name in ("rollout-0", "pinned"):
+            client.pin_policy(name, version)
+        until(lambda: client.servers()[0].policy_version == version, f"the server to return to version {version}")
+        client.create_evaluation("pinned", sums)
+        result = client.wait_for_evaluation("pinned", timeout_s=120)
+        assert (result.policy_version_min, result.policy_version_max) == (version, version)
+        assert client.unpin_policy("rollout-0") and client.unpin_policy("pinned")
+        until(lambda: client.servers()[0].policy_version > version, "the server to go on")
+
+
+def test_a_forecast_from_the_run_s_files_is_near_what_it_measured(
+    live: DemoProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within a factor: tests beside this one take the machine's time. The exact comparison is a long test."""
+    (tmp_path / "metrics.txt").write_text(scrape(live, "rollout"))
+    words = ["--run-dir", str(live.folder), "--rollout-metrics", str(tmp_path / "metrics.txt"), "--push-s", "0.1"]
+    assert cli.main(["simulate", *words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    forecast, measured = result["forecast"], result["measured"]
+    assert 1 / 5 < forecast["step_s"] / measured["step_s"] < 5
+    assert 0 < forecast["staleness_mean"] <= 2 and 0 < measured["staleness_mean"] <= 2
+
+
 # ── the end ──
 
 
@@ -322,3 +361,20 @@ def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
     assert "Traceback" not in live.text()
     assert live.orphans() == []
     assert list((live.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
+
+
+def test_the_stopped_run_is_exported_with_the_weights_of_its_last_checkpoint(live: DemoProcess, tmp_path: Path) -> None:
+    assert live.process.poll() is not None
+    assert cli.main(["export", "--config", str(live.folder / "config.yaml"), "--out", str(tmp_path / "out")]) == 0
+    newest = max((live.folder / "checkpoints").glob("term-*-step-*"))
+    trained = {name.removeprefix("lm."): weight for name, weight in policy_weights(newest).items()}
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    untrained = dict(AutoModelForCausalLM.from_pretrained(EXAMPLE_MODEL).named_parameters())
+    assert exported.keys() <= trained.keys()
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight.detach(), trained[name].to(weight.dtype), rtol=0, atol=0)
+    assert any(not torch.equal(exported[name], weight) for name, weight in untrained.items())
+
+
+def policy_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return dict(checkpoint_state(shards_folder(checkpoint, "policy"))["model"])

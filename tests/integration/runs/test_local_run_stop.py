@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import main as penstock
+from waiting import until
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -20,13 +19,6 @@ WORDS = (
     "--dataset.file", f"{EXAMPLE}/train.parquet", "--dataset.max_tokens", "8", "--dataset.epochs", "0",
     "--dataset.validation", f"{{file: {EXAMPLE}/heldout.parquet, every_steps: 1}}",
 )  # fmt: skip
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 @pytest.mark.long
@@ -40,7 +32,7 @@ def test_a_stopped_run_ends_and_stays_paused(tmp_path: Path) -> None:
             process = subprocess.Popen([*command, *WORDS], cwd=ROOT, stdout=output, stderr=output)
         try:
             if is_again:
-                until(lambda: "the run is paused; `penstock runs resume" in log.read_text(), "it says so")
+                until(lambda: "the run is paused; `penstock runs resume" in log.read_text(), "the line that says so")
                 process.terminate()
             else:
                 until(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step")

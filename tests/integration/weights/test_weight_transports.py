@@ -133,7 +133,8 @@ def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Pa
     assert other.loads == [(2, [digest])]
 
 
-@pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
     transport: str, tmp_path: Path, start: Start
 ) -> None:

@@ -142,7 +142,6 @@ def test_wandb_gets_steps_and_settings_but_no_secret(tmp_path: Path, monkeypatch
     assert sent["learner"]["lr"] == 0.25 and "secret" not in json.dumps(sent)
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     """Needs the package. Its file is a LevelDB log of protobuf records."""

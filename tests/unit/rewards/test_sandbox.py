@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def nothing_is_left() -> Iterator[None]:
     assert set(_children()) <= before
 
 
+OWN_SLEEP = "999.125"
+"""No other process sleeps this long, so its command line is known by it."""
+
+
+def _processes_with(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            if word.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
 def _children() -> list[int]:
     return [int(word) for word in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
 
@@ -58,8 +72,9 @@ asyncio.run(asyncio.sleep(0))
 
 
 def test_an_endless_loop_is_ended_at_its_deadline() -> None:
-    outcome = run("while True: pass", wall_s=0.5)
+    outcome = run("print('began', flush=True)\nwhile True: pass", wall_s=2.0)
     assert outcome.ended == "deadline" and not outcome.succeeded
+    assert outcome.stdout == b"began\n"
 
 
 def test_a_program_that_ignores_signals_is_ended() -> None:
@@ -93,10 +108,17 @@ except BlockingIOError:
 
 
 def test_children_that_outlive_the_program_are_ended() -> None:
-    program = "import os, time\nif os.fork() == 0:\n    time.sleep(99)\nprint('done')"
+    """The child becomes a program of its own that would sleep for longer than the sandbox may run."""
+    program = f"""
+import os
+if os.fork() == 0:
+    os.execv("/bin/sleep", ["sleep", "{OWN_SLEEP}"])
+print("done")
+"""
     outcome = run(program)
     assert outcome.stdout == b"done\n"
     assert outcome.ended == "itself", "the sandbox does not wait for the child"
+    assert _processes_with(OWN_SLEEP) == []
 
 
 def test_memory_is_bounded() -> None:

@@ -20,9 +20,9 @@ from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.member import WeightMember
 
 NUM_PUSHES = 8
 NUM_REQUESTS = 16

@@ -18,9 +18,9 @@ from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.member import WeightMember
 
 HOST = "127.0.0.1"
 

@@ -30,10 +30,10 @@ from penstock.weights.cuda import libraries
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.member import WeightMember
 from penstock_rollout.weights.reception import Arrived, Receiver, Reception, find_receiver
 from penstock_rollout.weights.stage import WeightStage
 

@@ -163,9 +163,9 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
 
     from penstock.v1 import weights_pb2_grpc
     from penstock.weights.transports import host_id
+    from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
     from penstock_rollout.weights.available import available_transports
-    from penstock_rollout.weights.member import WeightMember
 
     listener = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
     servicer = WeightMember(RUN, engine, config.weights, RolloutMetrics(CollectorRegistry()))

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     args, overrides = parser.parse_known_args(argv)
 
-    from penstock.config.checks import check_datasets
     from penstock.config.loading import load_config
     from penstock.errors import ConfigError
     from penstock.logs import setup_logging
+    from penstock.start_checks import check_datasets
 
     config = load_config(args.config, overrides)
     if not config.redis.url:

@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-id", default="rollout-0", help="name of the server in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
-    from penstock.config.checks import check_run_folder
     from penstock.config.loading import load_config
+    from penstock.start_checks import check_run_folder
 
     try:
         config = load_config(arguments.config, overrides)

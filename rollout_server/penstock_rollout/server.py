@@ -1,15 +1,15 @@
 """The rollout server process: one engine, and the loops that lease prompts, append groups and follow versions.
 
-| loop      | file                 | what it does                                                     |
-|-----------|----------------------|------------------------------------------------------------------|
-| lease     | `groups/producer.py` | leases prompts; a task per prompt makes the group and appends it |
-| heartbeat | `groups/producer.py` | renews the leases                                                |
-| reconcile | `groups/producer.py` | drops groups that are done, and appends again what Redis lost    |
-| report    | `membership.py`      | reports to the fleet, and follows the wanted version             |
-| health    | here                 | ends the server if its engine fails                              |
+| loop      | file                  | what it does                                                     |
+|-----------|-----------------------|------------------------------------------------------------------|
+| lease     | `groups/producer.py`  | leases prompts; a task per prompt makes the group and appends it |
+| heartbeat | `groups/producer.py`  | renews the leases                                                |
+| reconcile | `groups/producer.py`  | drops groups that are done, and appends again what Redis lost    |
+| report    | `fleet/membership.py` | reports to the fleet, and follows the wanted version             |
+| health    | here                  | ends the server if its engine fails                              |
 
-Pushed versions arrive at `weights/member.py`, requests of clients at `generate_service.py`. Both are gRPC services on
-the internal listener.
+Pushed versions arrive at `fleet/weight_member.py`, requests of clients at `generate_service.py`. Both are gRPC services
+on the internal listener.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
+from penstock_rollout.fleet.membership import FleetMembership
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.generate_service import GenerateService
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.membership import FleetMembership
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.start_check import check_address
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
-from penstock_rollout.weights.member import WeightMember
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 2.0

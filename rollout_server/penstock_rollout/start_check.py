@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.config.checks import check_model, check_redis, check_rewards, check_run_folder
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.ports import is_loopback
+from penstock.start_checks import check_model, check_redis, check_rewards, check_run_folder
 from penstock.weights.cluster_key import read_key
 from penstock_rollout.engines.factory import resolve_engine_name
 

@@ -177,9 +177,9 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
     from penstock.weights.transports import host_id
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
+    from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
     from penstock_rollout.weights.available import available_transports
-    from penstock_rollout.weights.member import WeightMember
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)
     await engine.start(policy_version=0)

@@ -34,11 +34,11 @@ from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_loop import StepLoop
+from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.profiling import StepProfiles
 from penstock_learner.roles.placement import LANES
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery

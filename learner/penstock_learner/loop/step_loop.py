@@ -35,10 +35,10 @@ from penstock_learner.loop.logprob_check import LogProbCheck
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
+from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import ForwardOutputs, TrainingStep
-from penstock_learner.profiling import StepProfiles
 from penstock_learner.roles.role_group import RoleGroup
 
 STARVED_SHARE = 0.25

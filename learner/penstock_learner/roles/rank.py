@@ -16,7 +16,7 @@ from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.torch_settings import set_up_torch
-from penstock_learner.profiling import RankProfiler
+from penstock_learner.roles.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
 

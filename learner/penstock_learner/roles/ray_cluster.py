@@ -15,8 +15,8 @@ import ray
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock_learner.profiling import profiles_folder, write_ray_timeline
 from penstock_learner.roles.placement import num_cpus
+from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
 
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"

@@ -1,1 +1,1 @@
-"""The receiving side of a weight push: the member service, the stage, and a receiver for each transport."""
+"""The receiving side of a weight push, below the engines: the stage, and a receiver for each transport."""

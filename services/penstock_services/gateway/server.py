@@ -22,11 +22,11 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from penstock.config.checks import check_redis
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
+from penstock.start_checks import check_redis
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, load_keys

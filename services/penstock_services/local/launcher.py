@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.config.checks import check_redis, check_run_folder
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig, LauncherConfig
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
 from penstock.logs import setup_logging
+from penstock.start_checks import check_redis, check_run_folder
 from penstock.store.created_runs import CreatedRun, CreatedRuns
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.redis_client import connect

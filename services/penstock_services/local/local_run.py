@@ -10,11 +10,11 @@ import time
 from typing import IO, Self
 
 from penstock.client import PenstockClient
-from penstock.config.checks import check_datasets, check_model, check_rewards, check_run_folder
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.ports import free_port, port_is_free, wait_for_port
+from penstock.start_checks import check_datasets, check_model, check_rewards, check_run_folder
 from penstock.store.created_runs import CLUSTER_KEY_FILE
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import Child, ProcessGroup

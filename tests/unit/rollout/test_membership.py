@@ -14,10 +14,10 @@ from penstock.errors import NotFound, WeightPushFailed
 from penstock.store.fleet import ServerState
 from penstock.store.run_control import Orders
 from penstock.v1 import policies_pb2
-from penstock_rollout import membership as membership_module
-from penstock_rollout.membership import FleetMembership
+from penstock_rollout.fleet import membership as membership_module
+from penstock_rollout.fleet.membership import FleetMembership
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.member import WeightMember
 
 
 class Registry:

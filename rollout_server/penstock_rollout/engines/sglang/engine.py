@@ -34,13 +34,13 @@ from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
 from penstock_rollout.engines.sglang.calls import SglangCalls
 from penstock_rollout.engines.sglang.messages import Event, Response, generate_body, read_event
 from penstock_rollout.engines.sglang.server import SglangServer
 from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
 from penstock_rollout.engines.sglang.weight_file import WeightFile
-from penstock_rollout.weights.manifest_check import check_manifest
 from penstock_rollout.weights.stage import WeightStage
 from penstock_rollout.weights.stage_slot import StageSlot
 

@@ -26,10 +26,10 @@ from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import TIED_HEAD, stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
 from penstock_rollout.weights.device_name import device_uuid
-from penstock_rollout.weights.manifest_check import check_manifest
 from penstock_rollout.weights.stage import WeightStage
 from penstock_rollout.weights.stage_slot import StageSlot
 

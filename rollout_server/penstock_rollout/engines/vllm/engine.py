@@ -25,10 +25,10 @@ from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
-from penstock_rollout.weights.manifest_check import check_manifest
 
 logger = logging.getLogger(__name__)
 

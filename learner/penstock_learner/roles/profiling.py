@@ -8,16 +8,13 @@ A profile that cannot be written is reported in the log; training continues.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.config.run import RunConfig
-from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)
 
@@ -26,31 +23,8 @@ def profiles_folder(config: RunConfig) -> Path:
     return config.folder / "profiles"
 
 
-class StepProfiles:
-    """The controller's side: tells the configured ranks of every role to record the configured steps."""
-
-    def __init__(self, config: RunConfig, roles: Mapping[str, RoleGroup]) -> None:
-        self.config = config.learner.profile
-        self.folder = profiles_folder(config)
-        self.roles = roles
-
-    @contextlib.asynccontextmanager
-    async def of_step(self, step: int) -> AsyncIterator[None]:
-        """Record what the roles do in the `async with` block. A step that fails writes no trace."""
-        if step not in self.config.steps:
-            yield
-            return
-        await self._call("start_profile")
-        yield
-        await self._call("write_profile", self.folder, step)
-
-    async def _call(self, method: str, *arguments: Path | int) -> None:
-        ranks = [(role, rank) for role in self.roles.values() for rank in self.config.ranks if rank < role.num_ranks]
-        await gather_all(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
-
-
 class RankProfiler:
-    """A rank's side. Records the thread in which `start` is called."""
+    """Records one rank: the thread in which `start` is called."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role = role

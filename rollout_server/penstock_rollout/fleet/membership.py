@@ -25,10 +25,10 @@ from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock.weights.transports import host_id
 from penstock_rollout.engines.engine import Engine
+from penstock_rollout.fleet.catch_up import load_snapshot
+from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.catch_up import load_snapshot
-from penstock_rollout.weights.member import WeightMember
 
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5

@@ -75,5 +75,5 @@ async def test_a_folder_that_cannot_be_written_does_not_end_the_step(
 
 
 def test_steps_on_no_rank_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"name some in profile\.ranks"):
+    with pytest.raises(ConfigError, match=r"at least one rank in profile\.ranks"):
         make_profiles(Path(), steps=[1], ranks=[])

@@ -23,6 +23,8 @@ from penstock.client.address import GatewayAddress
 from penstock.config.loading import dump_config
 from waiting import until
 
+LAUNCHER = ("--launcher.max_runs", "1", "--launcher.launcher_id", "here")
+
 
 @contextmanager
 def part(name: str, config_file: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -69,7 +71,7 @@ def example_config(run: str, **learner: Any) -> dict[str, Any]:
 def test_a_created_run_is_launched_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
     gateway_file = tmp_path / "gateway.yaml"
     gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
-    with part("gateway", gateway_file), part("launcher", gateway_file, "--launcher.launcher_id", "here"):
+    with part("gateway", gateway_file), part("launcher", gateway_file, *LAUNCHER):
         until((tmp_path / "test" / "gateway.json").exists, "the gateway")
         with SyncPenstockClient(GatewayAddress.from_run_dir(tmp_path / "test").url, run="short") as client:
             assert client.create_run(example_config("short", num_steps=2)).state == "CREATED"
@@ -92,7 +94,7 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
         assert said.startswith("run second is created at step 0") and "penstock launcher" in said
         url = GatewayAddress.from_run_dir(folder).url
         with SyncPenstockClient(url, run="second") as client:
-            with part("launcher", gateway_file, "--launcher.max_runs", "1", "--launcher.launcher_id", "here"):
+            with part("launcher", gateway_file, *LAUNCHER):
                 until(lambda: client.get_run().step >= 3, "steps")
                 run = client.get_run()
                 assert (run.state, run.launcher_id) == ("RUNNING", "here")
@@ -107,7 +109,7 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
                 penstock("runs", "resume", "--run", "second", *where)
                 until(lambda: client.get_run().step > stopped.step, "it to go on")
             assert client.get_run().state == "RUNNING", "it stays with its launcher"
-            with part("launcher", gateway_file, "--launcher.max_runs", "1", "--launcher.launcher_id", "here"):
+            with part("launcher", gateway_file, *LAUNCHER):
                 until(lambda: client.get_run().state == "FINISHED", "the last step", timeout_s=240)
             assert client.get_run().step == 30
             assert client.get_run().queue.conservation_error == 0

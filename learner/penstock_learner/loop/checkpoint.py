@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from penstock.errors import ConfigError, Fenced
+from penstock.records import read_known_fields
 from penstock_learner.loop.ledger import Ledger
 
 TRAINER_FILE = "trainer.json"
@@ -130,12 +131,11 @@ class CheckpointStore:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint."""
+    """The trainer state of a finished checkpoint, which another version of Penstock may have written."""
     try:
-        fields = json.loads((path / TRAINER_FILE).read_text())
-        for name in ("ledger", "roll_backs"):
-            fields[name] = [(int(first), int(second)) for first, second in fields.get(name, [])]
-        return TrainerState(**fields)
+        state = read_known_fields(TrainerState, json.loads((path / TRAINER_FILE).read_text()))
+        ranges, roll_backs = ([(int(a), int(b)) for a, b in pairs] for pairs in (state.ledger, state.roll_backs))
+        return replace(state, ledger=ranges, roll_backs=roll_backs)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "

@@ -63,19 +63,20 @@ def step_numbers(metrics: Metrics) -> Any:
 
 
 def queue_table(queue: QueueStat) -> Any:
-    """The groups of the queue by state. A group that the learner took counts as trained when a checkpoint covers it."""
+    """The groups of the queue by state, under the names of QueueStat; `ready` is `queued` without `delivered`. A group
+    that the learner took counts as trained when a checkpoint covers it."""
     from rich.table import Table
 
     table = Table(title=f"groups, {queue.queued_bytes / 2**20:.1f} MiB of them ready", title_justify="left")
     columns = {
-        "pending": queue.pending_prompts,
+        "pending prompts": queue.pending_prompts,
         "in flight": queue.in_flight,
         "ready": queue.queued - queue.delivered,
-        "with learner": queue.delivered,
+        "delivered": queue.delivered,
         "trained": queue.trained,
         "expired": queue.expired,
-        "dead": queue.dead_lettered,
-        "reissued": queue.reclaimed,
+        "dead-lettered": queue.dead_lettered,
+        "reclaimed": queue.reclaimed,
     }
     for name in columns:
         table.add_column(name, justify="right")

@@ -1,6 +1,7 @@
 """The bodies of a gateway's responses, as the clients return them.
 
-Fields that a newer gateway adds are ignored, so that gateways and clients can be upgraded in any order.
+Fields that a newer gateway adds are ignored, and a field that is added here needs a default, which an older gateway
+leaves. So gateways and clients can be upgraded in any order.
 """
 
 from __future__ import annotations

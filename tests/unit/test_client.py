@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import runpy
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.client import PenstockClient, SyncPenstockClient, retries
+from penstock.client import PenstockClient, SyncPenstockClient, responses, retries
 from penstock.errors import (
     ERRORS_BY_REASON,
     InvalidInput,
@@ -23,7 +24,9 @@ from penstock.errors import (
     RateLimited,
     Unavailable,
 )
+from penstock.replay import contract
 from penstock.trajectory import Prompt
+from penstock.v1 import runs_pb2
 
 CLIENT_FOLDER = Path(inspect.getfile(retries)).parent
 PROMPT = Prompt(messages=(("user", "2+2?"),))
@@ -280,3 +283,10 @@ def test_a_wrong_request_is_not_repeated(slept: list[float]) -> None:
     with opened(lambda _: httpx.Response(400, json=body)) as client, pytest.raises(PromptTooLong) as raised:
         client.submit([PROMPT])
     assert raised.value.field == "prompts[0]" and slept == []
+
+
+def test_queue_statistics_have_one_set_of_names() -> None:
+    """The gateway and the clients show a part of the queue's own fields, and one property, under the same names."""
+    shown = set(runs_pb2.QueueStat.DESCRIPTOR.fields_by_name)
+    assert shown == set(responses.QueueStat.model_fields)
+    assert shown - {field.name for field in dataclasses.fields(contract.QueueStat)} == {"conservation_error"}

@@ -58,7 +58,7 @@ QUEUE = Section(
         lines(
             "Handed out",
             "Prompts leased to servers, and groups delivered to the learner.",
-            ("max by (queue) (penstock_queue_pending)", "{{queue}}"),
+            ("max by (queue) (penstock_queue_in_flight)", "{{queue}}"),
         ),
         lines(
             "Bytes",

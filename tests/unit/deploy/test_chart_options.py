@@ -103,7 +103,7 @@ def test_servers_are_scaled_by_what_may_be_admitted() -> None:
     assert "replicas" not in server["spec"], "helm would undo what KEDA has scaled"
     [trigger] = scaled["triggers"]
     assert trigger["metadata"]["threshold"] == "64", "the groups that a server works on at once"
-    for metric in ("penstock_queue_pending", "penstock_queue_depth", "penstock_queue_admission_room"):
+    for metric in ("penstock_queue_in_flight", "penstock_queue_depth", "penstock_queue_admission_room"):
         assert metric in trigger["metadata"]["query"]
     assert 'service="test-penstock-gateway"' in trigger["metadata"]["query"]
     gateway = one(manifests, "Deployment")

@@ -96,7 +96,7 @@ class RunCollector(Collector):
         ready = stat.queued - stat.delivered
         yield _by_queue("depth", "Waiting entries.", prompts=stat.pending_prompts, groups=ready)
         yield _by_queue(
-            "pending", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
+            "in_flight", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
         )
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
         yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.facts.capacity_bytes)

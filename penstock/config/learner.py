@@ -65,7 +65,7 @@ class LoraConfig(Config):
     """A low-rank adapter, trained in place of the model's own weights."""
 
     rank: int = Field(ge=1)
-    """Rank of the adapter's matrices: more parameters and memory for a larger rank."""
+    """Rank of the adapter's matrices. A larger rank has more parameters and needs more memory."""
     alpha: int = Field(gt=0)
     """The adapter's output is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -87,8 +87,8 @@ class CodeReward(RewardSettings):
     max_processes: int = Field(default=16, ge=1)
     """Maximum number of processes and threads of one test."""
     allow_unisolated: bool = False
-    """Run tests even if the kernel supports neither Landlock nor seccomp. Code that a model has written can then reach
-    the network, the disk and this user's other processes."""
+    """Run tests even if the machine lacks Landlock or seccomp, which together isolate them. Code that a model has
+    written can then reach the network, the disk and this user's other processes."""
 
 
 class FunctionReward(RewardSettings):

@@ -69,7 +69,8 @@ class RolloutConfig(Config):
     keeping the engine full usually takes more than twice `engine.max_num_seqs` / `num_samples`."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     prompt_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a server gives up on a prompt and returns it to the queue. This counts as one attempt."""
+    """Seconds after which a server gives up on a prompt and returns it to the queue. This counts as one failure
+    (`replay.max_attempts`)."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline for loading the model, in seconds."""
     agents: AgentsConfig = AgentsConfig()

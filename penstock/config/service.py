@@ -77,7 +77,8 @@ class ReplayConfig(Config):
     lease_ttl_s: float = Field(default=15.0, gt=0)
     """Seconds without a heartbeat after which a rollout server loses its leases."""
     max_attempts: int = Field(default=5, ge=1)
-    """Maximum number of times that a prompt is leased before it goes to the dead letters."""
+    """Number of failed leases after which a prompt goes to the dead letters. A lease fails by an error, by a timeout,
+    or because it expires. A server that shuts down in order gives its prompts back without a failure."""
     append_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rollout server waits for room in the queue before it returns the prompt."""
     settle_s: float = Field(default=0.0, ge=0)

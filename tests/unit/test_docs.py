@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,17 @@ from penstock_services.gateway.metrics.run import RunFacts, RunSnapshot
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
+OTHER_PAGES = [
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("helm/*/README.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
+FOLDERS = (
+    "penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs", "tests", "bench",
+    "examples",
+)  # fmt: skip
+PLACEHOLDERS = {"folder/file.py", "path/file.py", "bench/gpu/NAME.py", "penstock/importance_ratio_max"}
+"""Words that look like paths: they stand for a file of the reader's own, or are the name of a metric."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 
@@ -60,11 +72,25 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 
 
 def test_every_file_that_the_design_names_exists() -> None:
-    folders = ("penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs")
-    paths = {f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")}
     named = re.findall(r"(?<![\w<>/])[\w./-]+\.(?:py|lua|yml|md)\b", (ROOT / "docs" / "design.md").read_text())
     assert len(named) > 100
-    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+    assert _missing(named) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_in_backticks_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w./*<>{},-]+", code)}
+    sources = {word for word in words if re.fullmatch(r"[\w./-]+\.(py|lua|proto|sh|acl|yml|md|tpl|Dockerfile)", word)}
+    in_repository = {word for word in words if re.match(rf"({'|'.join(FOLDERS)})/[\w./-]+$", word)}
+    assert _missing((sources | in_repository) - PLACEHOLDERS) == []
+
+
+def _missing(names: Iterable[str]) -> list[str]:
+    """The names that are not the end of a path in the repository."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    paths = {f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.iterdir())}
+    return sorted(name for name in names if not any(path.endswith(f"/{name.rstrip('/')}") for path in paths))
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -7,7 +7,7 @@ from panel import Board, Section, lines, mean, number, quantile, rate
 RUN = Section(
     "Run",
     (
-        number("Step", "Step of the newest published version.", "max(penstock_learner_steps_total)"),
+        number("Steps", "Steps since the learner was started.", "max(penstock_learner_steps_total)"),
         number(
             "Policy version",
             "Newest version that the learner published.",

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: RunConfig) -> None:
-    """Start Ray, place the roles and train. Everything that was started is ended before this returns."""
+    """Start Ray, place the roles and train. Stops everything that it started before it returns."""
     from penstock_learner.roles.ray_environment import prepare_environment
 
     prepare_environment(config)

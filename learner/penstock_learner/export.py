@@ -1,6 +1,6 @@
-"""`penstock export`: a checkpoint's policy as a Hugging Face folder that vLLM, SGLang and transformers load.
+"""`penstock export`: writes a checkpoint's policy as a Hugging Face folder that vLLM, SGLang and transformers can load.
 
-Reads the shards in one process, however many ranks wrote them. An adapter is merged into the weights it changes.
+One process reads the shards, however many ranks wrote them. An adapter is merged into the weights that it changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.config.run import RunConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json")
-"""Files of the model's folder that are not copied, because they are written anew. Tokenizer and the like are copied."""
+"""Files of the model's folder that the export writes itself. All others, such as the tokenizer's, are copied."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(arguments.config, overrides)
     checkpoint = arguments.checkpoint or _newest(config)
     export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype)
-    print(f"{checkpoint} is in {arguments.out}")
+    print(f"exported {checkpoint} to {arguments.out}")
     return 0
 
 
@@ -47,9 +47,9 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
 
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
-    """Write a Hugging Face model, with the other files of its `source` folder.
+    """Write a Hugging Face model, and copy the other files of its `source` folder.
 
-    It is written under another name and then renamed, so `out` is complete or does not exist."""
+    The folder is written under a temporary name and then renamed, so `out` is complete or does not exist."""
     from penstock_learner.model.precision import DTYPES
 
     partial = out.with_name(out.name + ".partial")
@@ -88,7 +88,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
         add_adapter(model, lora)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # a single process is intended
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns that only one process loads
             load_shards(state, checkpoint_id=shards, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ConfigError(

@@ -17,7 +17,7 @@ _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
-    "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens rejected, or outside the band."),
+    "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens that were rejected or lie outside the band."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
@@ -26,7 +26,7 @@ _ALGORITHM_GAUGES = {
     "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups with one sample, which have no baseline."),
     "logprob_mismatch": (
         "algo_logprob_mismatch_nats",
-        "Mean |learner - engine| log-prob at one and the same version.",
+        "Mean |learner - engine| difference of log-probs for the same version.",
     ),
 }
 
@@ -54,7 +54,7 @@ class LearnerMetrics:
         self.last_step = Gauge(
             name("learner_last_step_timestamp_seconds"), "When the last step ended.", registry=registry
         )
-        self.version = Gauge(name("policy_version"), "Version held.", ["component"], registry=registry)
+        self.version = Gauge(name("policy_version"), "Policy version.", ["component"], registry=registry)
         self.staleness = CountedHistogram(
             name("trajectory_staleness_versions"), "Versions between sampling and training, by group.",
             (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
@@ -91,7 +91,7 @@ class LearnerMetrics:
         self.kl = Gauge(f"{prefix}_kl_nats", "Mean KL per token.", ["against"], registry=registry)
         self.clip = Gauge(f"{prefix}_clip_ratio", "Share of clipped tokens.", ["side"], registry=registry)
         self.importance_ratio = CountedHistogram(
-            f"{prefix}_importance_ratio", "Ratio of policy and behaviour policy at trained tokens.", RATIO_EDGES,
+            f"{prefix}_importance_ratio", "Ratio of policy to behaviour policy at trained tokens.", RATIO_EDGES,
             registry,
         )  # fmt: skip
         self.algorithm = {
@@ -113,7 +113,7 @@ class LearnerMetrics:
             self.syncs.labels(result)
 
     def record_step(self, metrics: Mapping[str, float], rewards: Mapping[str, float]) -> None:
-        """`rewards` is the batch's mean reward by data source."""
+        """Record one step. `rewards` is the batch's mean reward by data source."""
         self.steps.inc()
         self.step_seconds.observe(metrics["step_s"])
         for phase in PHASES:
@@ -137,6 +137,7 @@ class LearnerMetrics:
                 gauge.set(metrics[key])
 
     def record_push(self, report: PushReport) -> None:
+        """Record one push. Members that were superseded are counted elsewhere, once per version."""
         for phase, seconds in report.seconds.items():
             self.sync_seconds.labels(report.transport, phase).observe(seconds)
         self.sync_bytes.inc(report.num_bytes)

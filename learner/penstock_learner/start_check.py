@@ -1,4 +1,4 @@
-"""`penstock learner --check`: the mistakes that can be found before Ray is started."""
+"""`penstock learner --check`: finds the mistakes that can be found before Ray is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock_learner.loop.checkpoint import CheckpointStore
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for the first mistake. Returns where the run would start from."""
+    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
     check_redis(config.redis)
     check_model(config)
     check_roles(config.learner)

@@ -123,7 +123,7 @@ def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: 
     asyncio.run(forget_run(config))
     code, output = run_learner(config)
     assert code == 1
-    assert "this Redis is not the one of the checkpoint, or has lost everything" in output
+    assert "this Redis is not the one that the checkpoint was written with, or it has lost its data" in output
 
     checkpoint = config.learner.checkpoint.model_copy(update={"resume": "off"})
     learner = config.learner.model_copy(update={"checkpoint": checkpoint})

@@ -39,7 +39,7 @@ class AdvantageInputs:
     sequence_ids: Tensor
     """[T] int64, non-decreasing, below S."""
     group_ids: Tensor
-    """[S] int64. Any integers that are equal within a group."""
+    """[S] int64. Sequences of the same group have the same id; the ids can be any integers."""
     values: Tensor | None = None
     """[T] the critic's values, which gae needs."""
     is_greedy: Tensor | None = None
@@ -76,9 +76,10 @@ class AdvantageOutputs:
     """Results without gradient. All three tensors are exactly 0 (False) at masked-out tokens."""
 
     advantages: Tensor
-    """[T]"""
+    """[T] the advantage of each token."""
     loss_mask: Tensor
-    """[T] bool, the tokens of the policy loss: `mask` without the greedy samples of remax. Denominators count it."""
+    """[T] bool, the tokens of the policy loss: `mask` without the greedy samples of remax. The denominators of the loss
+    count these tokens."""
     statistics: AdvantageStatistics
     returns: Tensor | None = None
     """[T] `A + V` for gae (the critic's targets), G for reinforce_plus_plus and remax, None for the others."""
@@ -135,7 +136,7 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     t + 1 is the next trained token of the sequence: V and A skip tool output, and are 0 after the end.
     """
     if inputs.values is None:
-        raise ValueError("advantage gae needs values: give the run a critic, or choose grpo, rloo or another without")
+        raise ValueError("advantage gae needs values: give the run a critic, or choose grpo or rloo")
     trained = inputs.mask.bool().nonzero().squeeze(1)
     values, ids = inputs.values[trained], inputs.sequence_ids[trained]
     deltas = torch.zeros_like(inputs.values)
@@ -146,7 +147,7 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`(R - mu) / (sigma + 1e-6)` with unbiased sigma. Without the division if `normalize_by_std` is False (Dr.GRPO).
+    """`(R - mu) / (sigma + 1e-6)` with unbiased sigma, or `R - mu` if `normalize_by_std` is False (Dr.GRPO).
 
     A group of one has mu = 0 and sigma = 1, and is counted in the statistics.
     """
@@ -170,14 +171,14 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`n / (n - 1) * (R - mu)`: R minus the mean of the others. A group of one gets 0, and is counted."""
+    """`n / (n - 1) * (R - mu)`: R minus the mean of the others. A group of one gets 0."""
     groups = _Groups.of(inputs)
     leave_one_out = groups.centered() * groups.sizes / (groups.sizes - 1).clamp(min=1)
     return _outputs(inputs, _broadcast(leave_one_out, inputs))
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`R - sum(len R) / sum(len)` over the group, with len in trained tokens. A group of one gets 0, and is counted."""
+    """`R - sum(len R) / sum(len)` over the group, with len in trained tokens. A group of one gets 0."""
     groups = _Groups.of(inputs)
     lengths = segment_sum(inputs.mask.bool().to(groups.rewards.dtype), inputs.sequence_ids, inputs.num_sequences)
     centered = groups.centered()
@@ -186,7 +187,7 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`G_t - R_greedy` with undiscounted G. R_greedy is that of the group's greedy sample, which is not trained."""
+    """`G_t - R_greedy` with undiscounted G. R_greedy is the reward of the greedy sample, which is not trained."""
     if inputs.is_greedy is None:
         raise ValueError("advantage remax needs is_greedy: sample each prompt once with temperature 0")
     greedy = inputs.is_greedy.bool()

@@ -1,4 +1,4 @@
-"""From per-token losses to one number, with global denominators.
+"""Aggregation of per-token losses to one number, with global denominators.
 
 The denominators count the whole batch: all data-parallel ranks and all gradient-accumulation micro-batches. Each call
 returns its micro-batch's share, and the shares add up to the loss of the whole batch however it was split. Sequences
@@ -26,7 +26,7 @@ class Denominators:
     num_tokens: int
     """Trained tokens, before any rejection."""
     num_sequences: int
-    """Sequences with at least one trained token. One that was added to give every rank equally many does not count."""
+    """Sequences with at least one trained token. A sequence that only fills up a rank (`without_loss`) has none."""
     constant_length: int | None = None
     """Divisor of seq-mean-token-sum-norm, in tokens."""
 

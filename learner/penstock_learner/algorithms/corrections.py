@@ -39,7 +39,7 @@ class CorrectionStatistics:
     sum_ratio: Tensor
     """Sum of the token ratios, before truncation and rejection."""
     sum_kl: Tensor
-    """Sum of `ratio - 1 - lr`, a per-token estimate of the KL between the behaviour policy and the numerator's."""
+    """Sum of `ratio - 1 - lr`, a per-token estimate of the KL between the behaviour policy and the numerator policy."""
     ratio_counts: Tensor
     """[len(RATIO_EDGES) + 1] number of tokens in each bucket of the ratio."""
 

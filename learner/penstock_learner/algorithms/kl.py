@@ -18,7 +18,7 @@ _MAX_K3 = 10.0
 _MAX_CORRECTION = 0.2
 
 PenaltyFunction = Callable[[Tensor], Tensor]
-"""From `lp - ref` to the penalty of each token."""
+"""Computes the penalty of each token from `lp - ref`."""
 
 
 def k1(difference: Tensor) -> Tensor:

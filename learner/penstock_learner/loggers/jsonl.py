@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 class JsonlLogger:
-    """Writes one line a step, with the learner's own names, and flushes it at once. Lines after a resumed step are
-    dropped."""
+    """Writes one line per step, with the learner's own names, and flushes it at once.
+
+    When a run resumes, the lines of steps after `resume_step` are dropped: they are trained again."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         kept = []
@@ -28,7 +29,7 @@ class JsonlLogger:
         self._file = path.open("a", buffering=1)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
+        """Write the step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
         line = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 

@@ -2,8 +2,8 @@
 
     controller ─ log(metrics) ─► queue of MAX_WAITING steps ─► thread: open, log, log, …, close
 
-A logger that raises an error is reported in the log once and gets no more steps. A logger that hangs gets no more steps
-than its queue holds. When the run ends it is not waited for beyond a deadline.
+If a logger raises an error, the error is logged once and the logger gets no more steps. If a logger hangs, it gets no
+more steps once its queue is full. When the run ends, the controller waits for the loggers until a deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDED_PACKAGES: dict[LoggerName, str] = {"tensorboard": "tensorboard", "wandb":
 
 
 def check_loggers(names: Sequence[LoggerName]) -> None:
-    """Raise ConfigError if a logger's package is not installed. Imports none of them."""
+    """Raise ConfigError if a logger's package is not installed. Does not import the packages."""
     for name in names:
         package = NEEDED_PACKAGES.get(name)
         if package is not None and find_spec(package) is None:
@@ -54,14 +54,16 @@ class LoggerThread:
         self.thread = threading.Thread(target=self._run, name=f"logger-{name}", daemon=True)
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
-        """Queue the numbers of a step, without waiting. None says that no step follows."""
+        """Queue the numbers of a step, without waiting. None means that no step follows."""
         if self.is_dropped:
             return
         try:
             self.waiting.put_nowait(metrics)
         except queue.Full:
             self.is_dropped = True
-            logger.error("logger %s is %d steps behind and gets no more; training goes on", self.name, MAX_WAITING)
+            logger.error(
+                "logger %s is %d steps behind and gets no more steps; training continues", self.name, MAX_WAITING
+            )
 
     def _run(self) -> None:
         try:
@@ -71,7 +73,7 @@ class LoggerThread:
             opened.close()
         except Exception as error:  # a third party's package may raise anything
             self.is_dropped = True
-            logger.error("logger %s failed and is dropped; training goes on: %r", self.name, error)
+            logger.error("logger %s failed and gets no more steps; training continues: %r", self.name, error)
 
 
 class StepLoggers:

@@ -11,7 +11,7 @@ FLUSH_S = 10
 
 
 class TensorBoardLogger:
-    """Writes event files to a folder. Steps after a resumed one replace those that were written before."""
+    """Writes event files to a folder. When a run resumes, steps after `resume_step` replace those written before."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

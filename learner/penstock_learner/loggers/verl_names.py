@@ -41,17 +41,17 @@ OWN_PREFIX = "penstock/"
 Metrics = Mapping[str, float]
 
 _DERIVED: dict[str, Callable[[Metrics], float]] = {
-    "actor/pg_clipfrac": lambda of: of["clip_ratio_low"] + of["clip_ratio_high"],
-    "prompt_length/mean": lambda of: of["prompt_tokens"] / of["num_sequences"],
-    "perf/total_num_tokens": lambda of: of["prompt_tokens"] + of["response_tokens"],
-    "perf/throughput": lambda of: (of["prompt_tokens"] + of["response_tokens"]) / of["step_s"],
+    "actor/pg_clipfrac": lambda m: m["clip_ratio_low"] + m["clip_ratio_high"],
+    "prompt_length/mean": lambda m: m["prompt_tokens"] / m["num_sequences"],
+    "perf/total_num_tokens": lambda m: m["prompt_tokens"] + m["response_tokens"],
+    "perf/throughput": lambda m: (m["prompt_tokens"] + m["response_tokens"]) / m["step_s"],
 }
-_NO_METRIC = ("time",)
+_NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several."""
+    """Return every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several."""
     named = {
-        VERL_NAMES.get(name, OWN_PREFIX + name): value for name, value in metrics.items() if name not in _NO_METRIC
+        VERL_NAMES.get(name, OWN_PREFIX + name): value for name, value in metrics.items() if name not in _NOT_LOGGED
     }
     return named | {name: derive(metrics) for name, derive in _DERIVED.items()}

@@ -1,4 +1,4 @@
-"""From rewards to advantages. This is done on the whole batch, before it is split over ranks."""
+"""Computes advantages from rewards, on the whole batch, before it is split over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_learner.model.packing import SequenceBatch
 
 
 def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficient: float) -> SequenceBatch:
-    """The batch with `advantages`, with `returns` if the estimator gives any, and with the estimator's loss mask."""
+    """The batch with `advantages`, the estimator's loss mask, and `returns` if the estimator computes them."""
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
     rewards = torch.as_tensor(batch.rewards)

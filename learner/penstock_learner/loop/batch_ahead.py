@@ -3,8 +3,7 @@
 Reference log-probs and the reward model's scores depend on the groups alone, so they can be computed ahead. The
 policy's log-probs and the critic's values depend on the update before them, and cannot.
 
-Which groups are trained depends on the version that trains them and on roll backs. After a roll back,
-`after_roll_back` checks the batch again.
+A roll back can make a group that was read ahead too old to train. `after_roll_back` then checks the batch again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock_learner.loop.training_step import ForwardOutputs, TrainingStep
 
 
 class BatchAhead:
-    """Two tasks: `reading`, and `forwards`, which starts when the batch is read.
+    """Holds two tasks: `reading`, and `forwards`, which starts when the batch is read.
 
     Set `wanted` when training waits for the batch; its deadline starts then. Call `end` on a batch that will not be
     trained."""
@@ -37,6 +36,7 @@ class BatchAhead:
 
     @classmethod
     def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
+        """Start to read the batch of `step`, which weights of `version` will train."""
         wanted = asyncio.Event()
         reading = asyncio.create_task(reader.read(step, version, wanted))
 
@@ -57,13 +57,14 @@ class BatchAhead:
 
         async def forwards() -> ForwardOutputs:
             batch = await reading
-            # Never cancelled, although its result may not be needed: it may be restarting a role.
+            # Awaited even if its result is not needed, and never cancelled: it may be restarting a role.
             computed = await self.forwards
             return computed if batch is self.reading.result() else await training.frozen_forwards(batch.groups)
 
         return BatchAhead(reading, asyncio.create_task(forwards()), self.wanted, replaced=self)
 
     async def end(self) -> None:
+        """Cancel the tasks, and those of the batch that this one replaced."""
         for task in (self.forwards, self.reading):
             await end_task(task)
         if self.replaced is not None:

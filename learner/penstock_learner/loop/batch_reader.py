@@ -49,8 +49,8 @@ class Batch:
 class BatchReader:
     """Completes one batch after another. `ledger` and `roll_backs` belong to the term and are only read here.
 
-    Invariant: no prompt is in two batches, even if Redis lost its newest writes, among them that the prompt was
-    taken."""
+    Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
+    already taken."""
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
@@ -66,9 +66,9 @@ class BatchReader:
         """Prompts of batches that were returned and are not in the ledger yet."""
 
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch of `step`: first what an earlier learner had taken for it, then groups from the queue.
+        """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue.
 
-        The deadline starts when `wanted` is set, or at once without it. A batch that is read beside a long step may
+        The deadline starts when `wanted` is set, or at once without it. So a batch that is read during a long step may
         take as long as the step."""
         self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
         groups = await self._accept(self.manifests.pop(step, []), policy_version)
@@ -107,8 +107,8 @@ class BatchReader:
         return Batch(step, tuple(groups))
 
     async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
-        """The groups of these prompts that may be trained. They are decoded in a thread, which leaves the event loop
-        to pushes and heartbeats."""
+        """The groups of these prompts that may be trained. They are decoded in a thread, so that pushes and heartbeats
+        continue on the event loop."""
         accepted = []
         deliveries = await self.queue.fetch(prompt_ids)
         for first in range(0, len(deliveries), DECODED_AT_ONCE):
@@ -121,7 +121,7 @@ class BatchReader:
         return accepted
 
     def _decode(self, deliveries: Sequence[Delivery]) -> list[Group | PoisonGroup]:
-        """Runs in a thread. The error takes the place of a group that cannot be decoded or trained."""
+        """Decode the groups, in a thread. The result has an error in place of a group that cannot be trained."""
         decoded: list[Group | PoisonGroup] = []
         for delivery in deliveries:
             try:
@@ -138,10 +138,10 @@ class BatchReader:
         return decoded
 
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
-        """The group, or None if it is not trained.
+        """The group, or None if it must not be trained.
 
-        That is so if its prompt was trained already, if it is poisonous, and, where the config says so, if it is too
-        old or its rewards have no spread."""
+        A group is not trained if its prompt was trained already or if it is malformed. Depending on the config, it
+        is also not trained if it is too old or if its rewards have no spread."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.ledger.is_durable(delivery.prompt_id):
@@ -160,8 +160,7 @@ class BatchReader:
         return decoded
 
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
-        """Whether a version that was given up sampled part of the group, or it is too old under `stale_policy`
-        drop."""
+        """Whether the group is too old (if `stale_policy` is drop), or has tokens of a version that was given up."""
         staleness = policy_version - oldest_version(group, self.roll_backs)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
         return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)

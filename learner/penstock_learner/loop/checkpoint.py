@@ -38,11 +38,11 @@ class TrainerState:
     ledger: list[tuple[int, int]] = field(default_factory=list)
     kl_coefficient: float | None = None
     feed_positions: dict[str, int] = field(default_factory=dict)
-    """How far each dataset had been submitted. For information: the positions in Redis are the ones that count."""
+    """How far each dataset had been submitted. For information only: a resumed run uses the positions in Redis."""
     store_id: str = ""
     """Identifies the queue whose prompt ids the ledger holds."""
     resumed_from: str = ""
-    """The checkpoint that `checkpoint.resume` named when this line of checkpoints began, or empty."""
+    """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_roll_backs: int = 0
     """How many of the operator's roll back orders were handled."""
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
@@ -52,11 +52,11 @@ class TrainerState:
         return Ledger(self.ledger)
 
     def check_store(self, store_id: str) -> None:
-        """Refuse another queue than the ledger's: its new prompts would have the ids of trained ones."""
+        """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
         if self.store_id and self.store_id != store_id:
             raise ConfigError(
-                "this Redis is not the one of the checkpoint, or has lost everything; correct redis.url or restore "
-                "its data, else start a new run, or set learner.checkpoint.resume to off"
+                "this Redis is not the one that the checkpoint was written with, or it has lost its data; correct "
+                "redis.url or restore the data, or start a new run, or set learner.checkpoint.resume to off"
             )
 
 
@@ -68,7 +68,7 @@ class CheckpointStore:
         self.keep = keep
 
     def partial_folder(self, step: int, term: int) -> Path:
-        """Make an empty folder for the ranks to write to. Files that a crashed learner left are removed. Blocks."""
+        """Make an empty folder for the ranks to write to. Removes files that a crashed learner left. Blocks."""
         partial = self.partial_path(step, term)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -81,7 +81,7 @@ class CheckpointStore:
     def writing(self, partial: Path) -> Iterator[None]:
         """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone.
 
-        That happens to a learner that was suspended, when its successor has removed the folder meanwhile."""
+        The folder is gone if this learner was suspended and its successor has removed it meanwhile."""
         try:
             yield
         except Exception as error:
@@ -90,7 +90,7 @@ class CheckpointStore:
             raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
 
     def finish(self, partial: Path, state: TrainerState) -> Path:
-        """Make the checkpoint durable, then remove old ones. Afterwards its groups may be acknowledged. Blocks."""
+        """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks."""
         final = partial.with_suffix("")
         with self.writing(partial):
             (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
@@ -108,7 +108,8 @@ class CheckpointStore:
     def to_resume(self, resume: str) -> tuple[Path, TrainerState] | None:
         """The checkpoint that `learner.checkpoint.resume` asks for.
 
-        A checkpoint that it names is used once: afterwards the run continues from its own newer ones."""
+        If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
+        checkpoints."""
         newest = self.newest()
         if resume in ("auto", "off") or (newest is not None and newest[1].resumed_from == resume):
             return newest
@@ -116,6 +117,7 @@ class CheckpointStore:
         return path, replace(read_state(path), resumed_from=resume)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
+        """The newest finished checkpoint, or None."""
         finished = self._finished()
         if not finished:
             return None
@@ -138,7 +140,7 @@ def read_state(path: Path) -> TrainerState:
         return replace(state, ledger=ranges, roll_backs=roll_backs)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"checkpoint {path} is damaged ({error}); remove it to use the one before, or set "
+            f"checkpoint {path} is damaged ({error}); remove it to use the one before it, or set "
             "learner.checkpoint.resume to off or to another checkpoint"
         ) from error
 

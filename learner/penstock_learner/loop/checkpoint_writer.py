@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: the ranks copy their shards, then files are written while training goes on.
+"""Writes checkpoints during training: training waits while the ranks copy their shards, but not for the files.
 
     stage (training waits) ─► ranks write ─► flush and rename ─► acknowledge
                               └────────── beside the next steps ──────────┘
@@ -44,7 +44,7 @@ class CheckpointWriter:
         self._writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
-        """Copy the shards; the files are written beside training.
+        """Copy the shards, then write the files in a task while training continues.
 
         `prompt_ids` are the prompts that were trained since the last checkpoint."""
         await self.wait_until_written()
@@ -64,11 +64,12 @@ class CheckpointWriter:
             self._writing = None
 
     def raise_if_failed(self) -> None:
-        """Called between steps, so that a checkpoint that cannot be written is noticed before the next one is due."""
+        """Raise the error of a checkpoint that failed. Called between steps, so that a failure is noticed soon."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
     async def abandon(self) -> None:
+        """Cancel the checkpoint that is being written, if any."""
         if self._writing is not None:
             await end_task(self._writing)
 

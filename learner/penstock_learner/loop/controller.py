@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class LearnerController:
-    """Runs one learner process. Knows nothing of placements or transports."""
+    """Runs one learner process. Knows nothing of placements or transports.
+
+    `silence_s` is the time since the last heartbeat of a learner that crashed before this one, or None."""
 
     def __init__(
         self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
@@ -91,20 +93,20 @@ class LearnerController:
         if died is None:
             await gather_all(*(self.recovery.start(role) for role in self.roles.values()))
             return
-        anew = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
+        restarted = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
         # This death may have interrupted the restart of another role. It is started again, without being counted twice.
-        half_started = [role for name, role in self.roles.items() if name not in anew and not role.is_up]
+        half_started = [role for name, role in self.roles.items() if name not in restarted and not role.is_up]
         await gather_all(
-            *(self.recovery.restart(self.roles[name], died) for name in anew),
+            *(self.recovery.restart(self.roles[name], died) for name in restarted),
             *(self.recovery.start(role) for role in half_started),
         )
-        if "policy" not in anew:
+        if "policy" not in restarted:
             for lane in LANES:
                 # A push of the old term that still runs would collide with the pushes of the new one.
                 await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
 
     async def _run_term(self) -> None:
-        """Train from the newest checkpoint on, with the loops that run beside the steps."""
+        """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
         state = await self._restore()
         term = await begin_term(self.config, self.queue, state)
         orders = OperatorOrders(self.control, term, self.stopping)
@@ -166,6 +168,6 @@ class LearnerController:
         return state
 
     def _on_durable_checkpoint(self) -> None:
-        """There is a checkpoint of this process to go back to, and the roles have made progress."""
+        """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""
         self.may_resume = True
         self.recovery.made_progress()

@@ -1,4 +1,4 @@
-"""The operator's orders that a learner follows: stop, and roll back. It reads them from Redis twice a second."""
+"""The operator's orders to a learner: stop, and roll back. The learner reads them from Redis twice a second."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class OperatorOrders:
         """Set when there may be a roll back that was not followed yet."""
 
     async def watch(self) -> None:
-        """Runs for ever. A stop order names a term, and is meant for this learner and those before it."""
+        """Runs for ever. A stop order names a term: it stops the learner of that term and of earlier ones."""
         while True:
             await asyncio.sleep(POLL_S)
             orders = await self.control.orders()
             if not self.stopping.is_set() and orders.stop_term >= self.term.number:
-                logger.info("the operator stops this learner: ending after this step, with a checkpoint")
+                logger.info("the operator has ordered a stop: ending after this step, with a checkpoint")
                 self.stopping.set()
             if orders.roll_backs > self.term.num_roll_backs:
                 self.roll_back_ordered.set()

@@ -5,10 +5,10 @@
 | publish_loop     | an offer: a version that is gathered  | the step loop, after each step      |
 | catch_up_loop    | a STALE server, every POLL_S          | the fleet registry                  |
 
-An offer is pushed while it is still being gathered. A newer offer replaces one whose push has not begun, or whose push
-would have to start again without a member that failed. So training never waits for a push, and no push is ever behind
-by more than one version. A late joiner is served in a lane of its own, so it delays nobody; if the next push comes
-first, it takes part in that.
+An offer is pushed while it is still being gathered. A newer offer replaces an offer whose push has not begun, or whose
+push would have to start again because a member failed. So training never waits for a push, and at most one offer waits
+behind the push that runs. A server that joins late gets its weights in a separate lane, so it does not delay the
+others. If the next push comes first, the server takes part in that push.
 
 Only `publish_loop` waits without a deadline, for work to do. Every other wait has one and raises DeadlineExceeded.
 """
@@ -170,7 +170,7 @@ class PolicyPublication:
         self.metrics.syncs.labels("superseded").inc()
 
     async def _publish(self, offer: Offer) -> bool:
-        """Push and register the version. False if a newer offer superseded it: then no server has it."""
+        """Push and register the version. Returns False if a newer offer superseded it; then no server has it."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
         followers = await self._followers(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if server.server_id not in self._catching_up]
@@ -196,7 +196,7 @@ class PolicyPublication:
         return True
 
     async def _metrics_of(self, offer: Offer) -> Mapping[str, float]:
-        """The numbers of the offer's step. Two calls to the ranks, gather and usage, may come before them."""
+        """The numbers of the offer's step. The step loop may make two calls to the ranks before it has them."""
         timeout_s = 2 * self.config.learner.rank_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -216,9 +216,11 @@ class PolicyPublication:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version. Members that fail are evicted; they come back as STALE, and wait longer each time.
+        """Push a staged version. Members that fail are evicted. They come back as STALE, and after each failure they
+        wait longer for the next push.
 
-        A STALE server stays STALE until it has loaded. LOADING is the state of servers that go on serving."""
+        A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
+        loaded the version."""
         for server in servers:
             if server.state == "READY":
                 await self.fleet.set_state(server.server_id, "LOADING", self.term)
@@ -252,7 +254,8 @@ class PolicyPublication:
     async def _followers(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """The reachable servers that take new versions.
 
-        A server that an operator has pinned to a version does not, and while the servers are rolled back none does."""
+        Servers that an operator has pinned to a version are left out. While the servers are rolled back, there are
+        none."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []
@@ -265,7 +268,7 @@ class PolicyPublication:
         return self.current if self._pushing is None else self._pushing
 
     def _common_base(self, servers: Sequence[ServerRecord]) -> int | None:
-        """The version that every member serves, if `weights.delta` is on and all serve the same."""
+        """The version to send a delta on: the current one, if `weights.delta` is on and every member serves it."""
         is_common = all(server.policy_version == self.current for server in servers)
         return self.current if self.config.weights.delta and is_common else None
 
@@ -286,7 +289,7 @@ class PolicyPublication:
         return reachable
 
     async def _snapshot(self, policy_version: int, step: int) -> Path | None:
-        """Write a snapshot of the version if one is due: every so many steps, and of the first and last version."""
+        """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
         every, last = self.config.weights.snapshot_every_steps, self._snapshot_step
         is_due = last is None or step // every > last // every or step == self.config.learner.num_steps
         if not is_due:

@@ -43,27 +43,27 @@ class SkippedSteps:
         self.in_a_row[role] += 1
         if self.limit == 0 or self.in_a_row[role] < self.limit:
             return
-        guilty = [
+        nonfinite = [
             sequence
             for shard, report in zip(shards, reports, strict=True)
             for micro in report.nonfinite
             for sequence in shard.sequences[micro]
         ]
-        path = self._save(step, batch, guilty)
-        prompts = sorted({int(batch.group_ids[sequence]) for sequence in guilty})
-        where = f"loss of prompts {_listed(prompts)}" if guilty else f"gradient norm ({taken.grad_norm})"
+        path = self._save(step, batch, nonfinite)
+        prompts = sorted({int(batch.group_ids[sequence]) for sequence in nonfinite})
+        where = f"loss of prompts {_listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
         raise TrainingDiverged(
             f"the {role}'s {where} was not finite at step {step} ({self.in_a_row[role]} such steps in a row); look at "
             f"the batch in {path}, then continue from a checkpoint with a lower {_RATES[role]} or without these prompts"
         )
 
-    def _save(self, step: int, batch: SequenceBatch, guilty: list[int]) -> Path:
+    def _save(self, step: int, batch: SequenceBatch, nonfinite: list[int]) -> Path:
         """Write the whole batch as arrays, with the indices of the sequences whose loss was not finite."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:08d}.npz"
         arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
         present = {name: array for name, array in arrays.items() if array is not None}
-        np.savez_compressed(path, nonfinite_sequences=np.array(guilty, dtype=np.int64), **present)
+        np.savez_compressed(path, nonfinite_sequences=np.array(nonfinite, dtype=np.int64), **present)
         return path
 
 

@@ -69,7 +69,7 @@ class StepLoop:
     policies: PolicyRegistry
 
     async def run(self) -> None:
-        """Train. Ends with a checkpoint that covers every group that was trained."""
+        """Train until the last step or a stop. Ends with a checkpoint that covers every group that was trained."""
         await self._publish_start()
         current: BatchAhead | None = None
         following: BatchAhead | None = None
@@ -96,7 +96,7 @@ class StepLoop:
                 if batch.step % self.config.learner.checkpoint.every_steps == 0:
                     await self._checkpoint()
             if self.orders.stopping.is_set():
-                await self._checkpoint()  # first: whoever stops the learner may not wait for a push as well
+                await self._checkpoint()  # before the push, because the operator may not wait that long
             await self.publication.wait_until_published()
             await self._checkpoint()
             await self.writer.wait_until_written()
@@ -139,10 +139,10 @@ class StepLoop:
         await self.publication.wait_until_published()
 
     async def _batch_unless_interrupted(self, ahead: BatchAhead) -> Batch | None:
-        """The batch, or None when the operator orders a stop or a roll back while it is awaited.
+        """The batch, or None if the operator orders a stop or a roll back before it is complete.
 
-        Groups that no checkpoint covers stay in Redis, and producers may be waiting for the memory they take. So when
-        no batch is complete for long, a checkpoint is made before its time."""
+        Groups that no checkpoint covers stay in Redis, and producers may be waiting for their memory. So if the batch
+        takes long, a checkpoint is made early."""
         ahead.wanted.set()
         await self.orders.wait_for_either(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if not ahead.reading.done() and not self.orders.interrupts:
@@ -168,7 +168,7 @@ class StepLoop:
         return metrics
 
     async def _publish(self, batch: Batch, metrics: dict[str, float], started: float) -> None:
-        """Give the new weights a version, offer it to the servers, and record the step that began at `started`."""
+        """Give the new weights a version, offer the version to the servers, and record the step, begun at `started`."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.policy_version = version
         gather_started = time.monotonic()

@@ -42,7 +42,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
 
 
 def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
-    """Mean reward of a batch's samples by data source. `rewards` has one entry a trajectory."""
+    """Mean reward of a batch's samples by data source. `rewards` has one entry per trajectory."""
     by_source: dict[str, list[float]] = {}
     samples = ((group.data_source, trajectory) for group in groups for trajectory in group.trajectories)
     for (data_source, trajectory), reward in zip(samples, rewards.tolist(), strict=True):
@@ -59,7 +59,7 @@ def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
-    # Only the first update counts: the weights of later ones are of no version.
+    # Only the first update counts: later ones start from weights that are no version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     metrics = _optimizer_metrics(updates) | {
         "kl_reference": sum(report.kl for report in reports) / num_tokens,

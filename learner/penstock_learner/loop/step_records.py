@@ -37,7 +37,7 @@ class StepRecords:
         self.metrics = metrics
         self.tracing = tracing
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
-        """When a learner that crashed was last alive. None once a step has followed it."""
+        """When the learner that crashed before this one was last alive. None after the first step."""
         self.usage: list[RankUsage] = []
         self.usage_at = -USAGE_EVERY_S
 
@@ -53,7 +53,7 @@ class StepRecords:
     async def record(
         self, batch: Batch, metrics: Mapping[str, float], rewards: NDArray[np.float32], term: Term, loggers: StepLoggers
     ) -> None:
-        """`rewards` are those that the batch was trained with, one a trajectory."""
+        """Record one step. `rewards` are those that the batch was trained with, one per trajectory."""
         loggers.log(metrics)
         self.metrics.record_step(metrics, mean_rewards(batch.groups, rewards))
         if self.recovering_since is not None:

@@ -1,4 +1,4 @@
-"""A term: the time for which one learner, and no other, trains a run from a checkpoint on."""
+"""A term: the time during which one learner, and no other, trains a run. It starts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Term:
     ledger: Ledger
     kl: KLController
     resumed_from: str
-    """The checkpoint that `checkpoint.resume` named when this line of checkpoints began, or empty."""
+    """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_roll_backs: int
     """How many of the operator's roll back orders were handled, including those that could not be followed."""
     roll_backs: list[RollBack]
@@ -39,7 +39,7 @@ class Term:
     """Prompts that were trained since the last checkpoint."""
 
     def add_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """The batch was trained: `metrics` are the numbers of its step."""
+        """Count the batch as trained. `metrics` are the numbers of its step."""
         self.step = batch.step
         self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
         self.ledger.add(batch.prompt_ids)
@@ -61,14 +61,15 @@ class Term:
 
 
 async def begin_term(config: RunConfig, queue: GroupConsumer, state: TrainerState) -> Term:
-    """Fence every earlier learner, acknowledge what the checkpoint covers, and get the open batches back.
+    """Fence every earlier learner, acknowledge the groups that the checkpoint covers, and restore the other batches.
 
-    `state` is that of the checkpoint from which the roles were restored."""
+    `state` comes from the checkpoint from which the roles were restored. Groups that an earlier learner had taken for
+    later steps become the term's `manifests`."""
     ledger = state.make_ledger()
     store_id = await queue.store_id()
     state.check_store(store_id)
     number = await queue.take_term(state.term)
-    # Redis could still lose the new term, and the one before would be valid again. So wait before acting under it.
+    # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(config.replay.settle_s)
     manifests = await queue.restore(state.step)
     covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]

@@ -70,9 +70,9 @@ class TrainingStep:
         self._one_batch = asyncio.Lock()
 
     async def frozen_forwards(self, groups: Sequence[Group]) -> ForwardOutputs:
-        """The forward passes of the frozen roles. They run at the same time, and may run beside earlier steps.
+        """The forward passes of the frozen roles. They run at the same time, and may run while earlier steps train.
 
-        One batch is computed at a time, so that a role that dies is restarted by one caller."""
+        One batch is computed at a time, so that only one caller restarts a role that dies."""
         batch = batch_of(groups)
         async with self._one_batch:
             calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
@@ -93,7 +93,7 @@ class TrainingStep:
     ) -> dict[str, float]:
         """Train on the groups and return the step's numbers. The policy then holds new weights, not yet published.
 
-        `frozen` is a call to `frozen_forwards` for these groups that was begun before."""
+        `frozen` is an earlier call to `frozen_forwards` for these groups."""
         started = time.monotonic()
         batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
@@ -142,13 +142,13 @@ class TrainingStep:
     async def _forward(
         self, role: str, method: str, batch: SequenceBatch
     ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
-        """The result of each rank for its shard, and the shards."""
+        """The result for each shard, and the shards."""
         group = self.roles[role]
-        shards, share = self._partition(role, batch)
+        shards, num_sharing = self._partition(role, batch)
         while True:
             try:
-                parts = await group.call_each(method, [(shard,) for shard in shards for _ in range(share)])
-                return parts[::share], shards
+                parts = await group.call_each(method, [(shard,) for shard in shards for _ in range(num_sharing)])
+                return parts[::num_sharing], shards
             except RoleDied as error:
                 if role in TRAINED_ROLES:
                     raise
@@ -166,7 +166,7 @@ class TrainingStep:
             for update in updates:
                 self.skipped.check(role, step, update.batch, update.shards, update.reports)
         for update in policy:
-            if not update.reports[0].step.skipped:  # adding NaN would spoil the counter for ever
+            if not update.reports[0].step.skipped:  # the counter would stay NaN for ever
                 self.metrics.importance_ratio.add(*ratio_counts(update.reports))
         metrics = update_metrics([update.reports for update in policy], _num_tokens(policy))
         metrics["kl_coefficient"] = kl_coefficient
@@ -180,18 +180,18 @@ class TrainingStep:
     ) -> list[_Update]:
         updates = []
         for part in parts:
-            shards, share = self._partition(role, part)
+            shards, num_sharing = self._partition(role, part)
             denominators = replace(denominators_of(part, self.config.algorithm), constant_length=constant_length)
-            calls = [(shard, denominators, *arguments) for shard in shards for _ in range(share)]
-            reports = (await self.roles[role].call_each("update", calls))[::share]
+            calls = [(shard, denominators, *arguments) for shard in shards for _ in range(num_sharing)]
+            reports = (await self.roles[role].call_each("update", calls))[::num_sharing]
             updates.append(_Update(part, shards, denominators, reports))
         return updates
 
     def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
-        """One shard for each group of ranks that share sequences, and the number of ranks in a group."""
-        share = self.config.sequence_parallel if role == "policy" else 1
-        num_shards = self.roles[role].num_ranks // share
-        return partition(batch, num_shards, self.config.micro_batch_tokens * share), share
+        """The shards of a batch, and how many ranks share each of them under sequence parallelism."""
+        num_sharing = self.config.sequence_parallel if role == "policy" else 1
+        num_shards = self.roles[role].num_ranks // num_sharing
+        return partition(batch, num_shards, self.config.micro_batch_tokens * num_sharing), num_sharing
 
 
 def _num_tokens(updates: Sequence[_Update]) -> int:

@@ -210,7 +210,7 @@ def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
 
     lost = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url[:-1] + "1"})})
     code, output = run_learner(lost)
-    assert code == 1 and "this Redis is not the one of the checkpoint" in output, output[-3000:]
+    assert code == 1 and "this Redis is not the one that the checkpoint was written with" in output, output[-3000:]
 
 
 @pytest.mark.long

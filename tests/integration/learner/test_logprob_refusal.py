@@ -68,7 +68,7 @@ def test_the_first_step_decides_whether_the_learner_goes_on(
         return
     assert code == 1, output[-3000:]
     last = output.strip().splitlines()[-1]
-    assert last.startswith("penstock learner: error: rollout engines and learner disagree by 0.3 nats a token")
+    assert last.startswith("penstock learner: error: rollout engines and learner disagree by 0.3 nats per token")
     assert (trained, max(versions)) == (0, 0), "nothing was acknowledged and no trained version published"
     assert not list((config.folder / "checkpoints").glob("term-*-step-*"))
 

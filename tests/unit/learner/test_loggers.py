@@ -232,7 +232,7 @@ def test_a_logger_that_fails_or_hangs_is_dropped_once_and_the_others_go_on(caplo
     assert failing.steps == [0]
     for name in ("failing", "hanging", "unopened"):
         gone = [
-            message for message in caplog.messages if f"logger {name} " in message and "training goes on" in message
+            message for message in caplog.messages if f"logger {name} " in message and "training continues" in message
         ]
         assert len(gone) == 1
     assert any("logger hanging did not end" in message for message in caplog.messages)

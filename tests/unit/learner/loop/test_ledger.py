@@ -86,5 +86,5 @@ def test_a_learner_whose_checkpoint_the_successor_removed_is_fenced(tmp_path: Pa
 def test_a_checkpoint_refuses_another_store() -> None:
     TrainerState().check_store("any")
     TrainerState(store_id="mine").check_store("mine")
-    with pytest.raises(ConfigError, match="this Redis is not the one of the checkpoint"):
+    with pytest.raises(ConfigError, match="this Redis is not the one that the checkpoint was written with"):
         TrainerState(store_id="mine").check_store("other")

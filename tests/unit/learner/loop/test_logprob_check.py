@@ -17,7 +17,7 @@ GROUPS = [make_group(1), make_group(2)]
 def test_a_step_without_comparable_tokens_decides_nothing() -> None:
     check = LogProbCheck(0.1)
     check.check({}, GROUPS)
-    with pytest.raises(ConfigError, match=r"disagree by 0\.2 nats a token on the same weights, more than 0\.1"):
+    with pytest.raises(ConfigError, match=r"disagree by 0\.2 nats per token on the same weights, more than 0\.1"):
         check.check({"logprob_mismatch": 0.2}, GROUPS)
 
 

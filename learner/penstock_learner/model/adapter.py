@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): adding one to a model, and which parameters a weight push then sends."""
+"""Low-rank adapters (LoRA): add one to a model, and select the parameters that a weight push sends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from penstock.config.learner import LoraConfig
 from penstock_learner.model.causal_lm import PackedCausalLM
 
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""How peft ends the names of an adapter's two matrices."""
+"""Endings of the names that peft gives to an adapter's two matrices."""
 
 
 def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:
-    """Freeze the weights and add a low-rank adapter to those it targets. It starts as no change at all."""
+    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing."""
     import peft
 
     adapter = peft.LoraConfig(
@@ -21,7 +21,7 @@ def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:
 
 
 def is_pushed(model: PackedCausalLM, name: str) -> bool:
-    """Whether rollout servers need the parameter. They need all of them, or only the adapter's where there is one."""
+    """Whether a push sends the parameter: every parameter, or only the adapter's if the model has one."""
     return not model.has_adapter or name.endswith((_LORA_A, _LORA_B))
 
 

@@ -54,7 +54,7 @@ _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_P
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a micro-batch lie: N tokens of S sequences. Built once, used by every layer."""
+    """The layout of a micro-batch: N tokens of S sequences. It is built once and used by every layer."""
 
     gather: Tensor
     """[S, L] index of the packed token; padding points at token 0."""
@@ -71,14 +71,14 @@ class Packing:
     is_full: bool
     """Whether the padded block has little padding."""
     is_even: bool
-    """Whether the padded block has no padding at all: it is then the packed tokens as they are."""
+    """Whether the padded block has no padding at all. The packed tokens can then be used as they are."""
     parallel: SequenceParallel | None = None
     """Set if each rank holds a slice of the tokens."""
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], device: torch.device, parallel: SequenceParallel | None = None) -> Packing:
-        """`lengths` counts the tokens of each sequence, prompt included. Computed on the host, without waiting for the
-        device."""
+        """The layout of sequences with these `lengths`, in tokens, prompt included. It is computed on the host, which
+        does not wait for the device."""
         num_sequences, num_tokens, longest = len(lengths), int(lengths.sum()), int(lengths.max())
         # cuDNN makes a plan for every new shape. Rounding up keeps the number of shapes low.
         width = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS if device.type == "cuda" else longest
@@ -111,7 +111,7 @@ def packed_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with Hugging Face's signature: from query [1, heads, N, dim] to output [1, N, heads, dim]."""
+    """Attention with Hugging Face's signature. `query` is [1, heads, N, dim], the output [1, N, heads, dim]."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if packing.parallel is not None:
         q, k, v = packing.parallel.scatter_heads(q, k, v, len(packing.rows))

@@ -1,4 +1,4 @@
-"""What all models share: a micro-batch on the device, and the hidden states that a Hugging Face backbone gives it."""
+"""Code that all models share: a micro-batch on the device, and its hidden states from a Hugging Face backbone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelInputs:
     """A micro-batch on the device: N packed tokens, of which T are response tokens."""
 
     token_ids: Tensor
-    """[N]"""
+    """[N] prompt and response of each sequence."""
     packing: Packing
     predicting: Tensor
     """[T] index of the token before each response token. Its hidden state predicts the response token."""

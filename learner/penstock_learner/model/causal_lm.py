@@ -38,7 +38,7 @@ class PackedCausalLM(nn.Module):
         return self._head(hidden[inputs.predicting], inputs.targets, inputs.temperatures)
 
     def _forward_slice(self, inputs: ModelInputs, parallel: SequenceParallel) -> tuple[Tensor, Tensor]:
-        """This rank computes its slice of the tokens; every rank gets the results of all of them."""
+        """Compute this rank's slice of the tokens. Every rank gets the results of all tokens."""
         num_tokens = len(inputs.token_ids)
         own = parallel.own(num_tokens)
         mine = ((inputs.predicting >= own.start) & (inputs.predicting < own.stop)).nonzero().squeeze(1)
@@ -74,5 +74,7 @@ def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: b
         path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
     if getattr(lm.lm_head, "bias", None) is not None:
-        raise ConfigError(f"model.path {path} has a bias in its head, which the learner cannot train; use another")
+        raise ConfigError(
+            f"model.path {path} has a bias in its head, which the learner cannot train; use another model"
+        )
     return PackedCausalLM(lm, chunk_tokens, compiled=compiled)

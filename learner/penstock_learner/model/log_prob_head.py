@@ -1,10 +1,10 @@
 """Log-probs and entropies straight from hidden states: the [tokens, vocabulary] logits are never whole in memory.
 
-Logits are computed, used and dropped a part at a time. The forward pass takes the whole vocabulary for a chunk of
-tokens, and keeps one number a token: the log of the softmax's denominator. The backward pass takes all tokens for a
-block of the vocabulary, with as many logits as a chunk has. It computes the logits again and their gradient from them.
-One product then gives the complete gradient of the block's weight rows, and another is added, in float32, to the
-gradient of the hidden states.
+Logits are computed, used and dropped in parts. The forward pass takes the whole vocabulary for a chunk of tokens, and
+keeps one number per token: the log of the softmax's denominator. The backward pass takes all tokens for a block of the
+vocabulary, with as many logits as a chunk has. It computes the logits and their gradient again. One product then gives
+the complete gradient of the block's weight rows. Another product is added, in float32, to the gradient of the hidden
+states.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _LogProbs(torch.autograd.Function):
 def _columns(weight: Tensor) -> Tensor:
     """The transposed weight [H, V], the right factor of the logits.
 
-    A row-major copy for half precision on a CPU: for a transposed right factor torch on ARM calls oneDNN, which needs
+    For half precision on a CPU this is a row-major copy. With a transposed view torch on ARM calls oneDNN, which needs
     bfloat16 instructions. Where the CPU lacks them, torch warns and turns oneDNN off for the whole process.
     """
     is_half_on_cpu = weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda
@@ -134,7 +134,7 @@ def _columns(weight: Tensor) -> Tensor:
 
 
 def _block_size(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
-    """Vocabulary entries of a block. Its logits for all tokens are about as many as the logits of one chunk."""
+    """Vocabulary entries per block: a block has about as many logits for all tokens as a chunk has."""
     num_blocks = max(1, -(-num_tokens // chunk_tokens))
     return -(-vocabulary // num_blocks // _ALIGNED) * _ALIGNED
 

@@ -12,41 +12,41 @@ from numpy.typing import NDArray
 from penstock.trajectory import Group
 
 BY_SEQUENCE = ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids", "is_baseline")
-"""The fields of a batch with one entry a sequence."""
+"""The fields of a batch with one entry per sequence."""
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """S sequences: N tokens in all, of which T are response tokens.
 
-    Two samples of the prompt [5, 6] that answered [7] and [8, 9]:
+    Example: two samples of the prompt [5, 6], with the responses [7] and [8, 9]:
     token_ids = [5, 6, 7, 5, 6, 8, 9], lengths = [3, 4], prompt_lengths = [2, 2], and every [T] array has 3 entries.
     """
 
     token_ids: NDArray[np.int64]
     """[N] prompt and response of each sequence."""
     lengths: NDArray[np.int64]
-    """[S]"""
+    """[S] tokens of prompt and response together."""
     prompt_lengths: NDArray[np.int64]
-    """[S]"""
+    """[S] tokens of the prompt."""
     temperatures: NDArray[np.float32]
     """[S] the engine's sampling temperature, by which the learner divides its logits."""
     rewards: NDArray[np.float32]
-    """[S]"""
+    """[S] reward of each sequence."""
     group_ids: NDArray[np.int64]
     """[S] the prompt id."""
     loss_mask: NDArray[np.uint8]
-    """[T]"""
+    """[T] 1 where the token is trained, else 0."""
     behaviour_log_probs: NDArray[np.float32]
-    """[T]"""
+    """[T] log-probs that the engine reported when it sampled."""
     token_versions: NDArray[np.int64]
-    """[T]"""
+    """[T] policy version that sampled the token."""
     advantages: NDArray[np.float32] | None = None
-    """[T]"""
+    """[T] advantage of each token."""
     old_log_probs: NDArray[np.float32] | None = None
     """[T] log-probs of the proximal policy, if the correction recomputes them."""
     reference_log_probs: NDArray[np.float32] | None = None
-    """[T]"""
+    """[T] log-probs of the reference policy."""
     values: NDArray[np.float32] | None = None
     """[T] the critic's values at the start of the step."""
     returns: NDArray[np.float32] | None = None
@@ -114,7 +114,7 @@ class SequenceBatch:
         return self if self.is_baseline is None else self.select(np.flatnonzero(~self.is_baseline).tolist())
 
     def without_loss(self) -> SequenceBatch:
-        """The same forward pass with nothing to learn, for a rank that has no sequence of its own."""
+        """The batch with an empty loss mask. A rank without a sequence runs it to take part in the collectives."""
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
@@ -140,15 +140,16 @@ def batch_of(groups: Sequence[Group]) -> SequenceBatch:
 
 @dataclass(frozen=True)
 class RankShard:
-    """A rank's part of a batch. All ranks have equally many micro-batches, so their collectives match."""
+    """A rank's part of a batch. All ranks have the same number of micro-batches, so their collectives match."""
 
     micro_batches: list[SequenceBatch]
     sequences: list[list[int]]
-    """The sequences of the whole batch in each micro-batch. Empty for one that only makes the count equal."""
+    """For each micro-batch, the indices of its sequences in the whole batch. A micro-batch that was added only to make
+    the counts equal has an empty list."""
 
 
 def partition(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> list[RankShard]:
-    """Split over ranks, balanced by tokens, then into micro-batches of about `max_tokens` at most."""
+    """Split a batch over ranks, balanced by tokens, and each part into micro-batches of at most about `max_tokens`."""
     lengths = batch.lengths.tolist()
     by_rank = _balance(list(range(batch.num_sequences)), lengths, num_ranks)
     heaviest = max(sum(lengths[i] for i in part) for part in by_rank)
@@ -161,7 +162,7 @@ def unpermute(
 ) -> NDArray[np.float32]:
     """Put the per-token results of all ranks back into the batch's order.
 
-    A rank's result is that of its micro-batches, concatenated."""
+    Each rank's result is the concatenation of the results for its micro-batches."""
     responses = batch.response_lengths
     starts = np.cumsum(responses) - responses
     result = np.zeros(int(responses.sum()), dtype=np.float32)
@@ -178,7 +179,7 @@ def unpermute(
 def unpermute_sequences(
     parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
 ) -> NDArray[np.float32]:
-    """As `unpermute`, for results with one entry a sequence."""
+    """Like `unpermute`, for results with one entry per sequence."""
     result = np.zeros(batch.num_sequences, dtype=np.float32)
     for values, shard in zip(parts, shards, strict=True):
         offset = 0
@@ -195,7 +196,7 @@ def _shard(batch: SequenceBatch, parts: list[list[int]]) -> RankShard:
 
 
 def _balance(items: list[int], weights: list[int], num_parts: int) -> list[list[int]]:
-    """Give the heaviest items first, each to the lightest part. The items of a part keep their order."""
+    """Distribute the items, the heaviest first, each to the part that is lightest so far. A part keeps their order."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0, part) for part in range(num_parts)]
     for item in sorted(items, key=lambda i: -weights[i]):

@@ -1,4 +1,4 @@
-"""Number types of weights and passes, by their names in the config."""
+"""The number types of weights and of forward and backward passes, by their names in the config."""
 
 from __future__ import annotations
 

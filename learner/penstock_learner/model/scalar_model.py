@@ -49,8 +49,8 @@ class PackedJudge(PackedScalarModel):
 def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> PackedScalarModel:
     """Load a Hugging Face folder with packed attention. Never reaches the network. Errors name the config's `key`.
 
-    The folder must hold a sequence classifier with one label. With `make_head` any other decoder will do: it gets a
-    head of zeros, which is the same on every rank."""
+    The folder must hold a sequence classifier with one label. With `make_head` it may hold any other decoder, which
+    gets a head of zeros. Zeros are the same on every rank."""
     has_head = _has_head(path, key)
     if not has_head and not make_head:
         raise ConfigError(
@@ -70,7 +70,7 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
 
 
 def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[PackedJudge, list[int]]:
-    """Load a causal model as judge. Also returns the tokens of the question that it is asked."""
+    """Load a causal model as a judge. Also returns the tokens of the question that the judge answers."""
     from transformers import AutoTokenizer
 
     lm = load_model(path, dtype, chunk_tokens=1).lm
@@ -87,7 +87,7 @@ def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:
-    """Refuse a folder whose vocabulary differs from the policy's: the same ids would be other text.
+    """Raise ConfigError if the folder's vocabulary differs from the policy's: the same ids would mean other text.
 
     A folder without a `tokenizer.json` passes."""
     own, wanted = (_vocabulary(folder) for folder in (path, policy_path))

@@ -5,9 +5,9 @@ exchange slices of tokens (all heads) for slices of heads (all tokens) and back:
 
     [N/P tokens, H heads] ─► [N tokens, H/P heads] ─► attention ─► [N tokens, H/P heads] ─► [N/P tokens, H heads]
 
-With fewer key heads than ranks, each key head is repeated so that every rank gets the one that its queries use. Every
-rank sees the results of all tokens (`whole`) and computes the same loss. In the backward pass each rank follows its own
-slice only, so the gradients of the ranks add up to those of a single rank.
+If there are fewer key heads than ranks, each key head is repeated, so every rank gets the one that its queries use.
+Every rank sees the results of all tokens (`whole`) and computes the same loss. In the backward pass each rank follows
+only its own slice, so the gradients of the ranks add up to those of a single rank.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """One rank's place in its group."""
+    """The group of ranks that share sequences, and this rank's place in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     def own(self, num_tokens: int) -> slice:
-        """The slice of this rank. Those of the last ranks may be shorter; `pad` makes them equally long."""
+        """The slice of this rank. The slices of the last ranks may be shorter; `pad` makes all of them equally long."""
         share = -(-num_tokens // self.size)
         return slice(min(self.rank * share, num_tokens), min((self.rank + 1) * share, num_tokens))
 
@@ -57,8 +57,8 @@ class SequenceParallel:
         num_tokens, heads, dim = output.shape
         share = -(-num_tokens // self.size)
         padded = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, share * self.size - num_tokens))
-        traded = all_to_all_single_autograd(padded.contiguous(), None, None, self.group)
-        return traded.view(self.size, share, heads, dim).transpose(0, 1).reshape(share, self.size * heads, dim)
+        exchanged = all_to_all_single_autograd(padded.contiguous(), None, None, self.group)
+        return exchanged.view(self.size, share, heads, dim).transpose(0, 1).reshape(share, self.size * heads, dim)
 
     def whole(self, own: Tensor, index: Tensor, num_entries: int) -> Tensor:
         """One tensor with every rank's `own` entries at their `index`. The gradient goes to `own` alone."""
@@ -76,8 +76,8 @@ class SequenceParallel:
     def _to_heads(self, states: Tensor) -> Tensor:
         share, heads, dim = states.shape
         slices = states.view(share, self.size, heads // self.size, dim).transpose(0, 1).contiguous()
-        traded = all_to_all_single_autograd(slices.flatten(0, 1), None, None, self.group)
-        return traded.view(self.size * share, heads // self.size, dim)
+        exchanged = all_to_all_single_autograd(slices.flatten(0, 1), None, None, self.group)
+        return exchanged.view(self.size * share, heads // self.size, dim)
 
 
 def make_sequence_parallel(size: int) -> SequenceParallel | None:

@@ -1,6 +1,6 @@
-"""Making a loaded model ready to train: recomputed activations, compiled layers, FSDP2 with its precision and offload.
+"""Makes a loaded model ready to train: recomputed activations, compiled layers, FSDP2 with its precision and offload.
 
-Knows a model only by its decoder layers (`LayeredModel`), so causal and scalar models are prepared alike.
+It knows only a model's decoder layers (`LayeredModel`), so causal and scalar models are prepared in the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def shard(
 ) -> None:
     """Apply FSDP2 over the default process group: to each decoder layer, then to the root with the remaining weights.
 
-    A single rank has nobody to share with. Unless its weights change their type or place, its model stays as it is."""
+    With a single rank the model stays as it is, unless its weights must be cast or offloaded."""
     types = {parameter.dtype for parameter in model.parameters()}
     if (
         dist.get_world_size() == 1

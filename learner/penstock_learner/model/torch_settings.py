@@ -1,4 +1,4 @@
-"""Every setting of torch that holds for a whole process: threads, GPU memory and the compiler.
+"""All settings of torch that affect a whole process: threads, GPU memory and the compiler.
 
 Nothing is set on import. Each rank, `penstock sft` and the GPU benchmark call `set_up_torch` when they start.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 RECOMPILE_LIMIT = 64
-"""Versions of a layer that torch may compile.
+"""How often torch may compile the code of a layer.
 
-All layers share them. There is one for each share of activations kept, for equal and for mixed lengths, with and
-without gradients."""
+All layers share the compiled code. It is compiled for each share of activations that is kept, for equal and for mixed
+lengths, with and without gradients."""
 
 
 def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: bool = False) -> None:
@@ -27,7 +27,7 @@ def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: b
     `compiles` says whether the process compiles anything. `fail_at_recompile_limit` raises an error where torch would
     quietly run a layer uncompiled, which would spoil a benchmark."""
     torch.set_num_threads(num_threads)
-    # Batches differ in length. Segments that can grow leave no gaps between them. The environment may say otherwise.
+    # Batches differ in length, and segments that can grow avoid gaps. A value that the environment has set is kept.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if compiles:  # importing torch._dynamo takes a second or two
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -38,7 +38,7 @@ def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: b
 def compiler_keeping(share: float) -> Callable[..., Any]:
     """A backend for `torch.compile`: inductor, keeping this share of a layer's activations for the backward pass.
 
-    There is one backend a share, because layers with the same backend share what is compiled."""
+    Each share has one backend, because layers with the same backend share their compiled code."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=share):

@@ -1,4 +1,4 @@
-"""How much of their devices the ranks use: peak memory, and model FLOPs utilisation (MFU)."""
+"""Measures how well the ranks use their devices: peak memory, and model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 FLOPs a second, by a part of the device's name. The first match counts."""
+"""Dense bfloat16 FLOPs per second, by a part of the device's name. The first match counts."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class RankUsage:
     """Memory and device of one rank at one moment."""
 
     memory_peak_bytes: int
-    """Peak of the device's allocator; on a CPU, of the process."""
+    """Peak of the device's allocator, or on a CPU, peak of the process."""
     device_name: str
     num_parameters: int
     """Parameters of the whole model."""
 
 
 def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
+    """Measure this process."""
     if device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
     else:
@@ -41,14 +42,14 @@ def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
 
 
 def peak_flops(device_name: str, configured: float) -> float:
-    """Peak FLOPs a second of one rank: as configured, else by the device's name, else 0."""
+    """Peak FLOPs per second of one rank: as configured, else by the device's name, else 0."""
     if configured:
         return configured
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
 
 
 def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation: 6 FLOPs for each parameter and token, for the update's forward and backward passes only.
+    """Model FLOPs utilisation. The update's forward and backward passes count, with 6 FLOPs per parameter and token.
 
-    `peak` is the FLOPs a second of all ranks together. The result is 0 if it is not known."""
+    `peak` is the FLOPs per second of all ranks together. The result is 0 if `peak` is not known."""
     return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0

@@ -1,4 +1,4 @@
-"""AdamW whose step also clips the gradients, and skips itself where they are not finite.
+"""AdamW whose step also clips the gradients, and changes nothing if they are not finite.
 
 The scale of the gradients is a tensor on their device, so the host never waits for the gradient norm: it enqueues the
 step while a GPU still runs the backward pass.
@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 LARGE = 2**25
-"""Number of elements from which a weight is worth a kernel of its own: below it, starting the kernel takes too long."""
+"""Smallest number of elements for which a separate kernel pays off. For fewer, starting it costs more than it saves."""
 Update = Callable[..., None]
 
 
 class ScaledAdamW(torch.optim.AdamW):
-    """torch's AdamW with a step that scales the gradients. Its state is torch's, so checkpoints fit both.
+    """torch's AdamW with a step that scales the gradients. Its state is torch's, so a checkpoint loads into either.
 
-    Weights of at least `large` elements get a kernel of their own; by default none does. `compiled` fuses that kernel:
-    without it each of its operations makes a pass over memory."""
+    Weights of at least `large` elements get a kernel of their own; by default no weight does. `compiled` fuses that
+    kernel. Uncompiled, each of its operations makes a pass over memory."""
 
     def __init__(
         self, parameters: Sequence[Tensor], *, large: float = math.inf, compiled: bool = False, **options: Any
@@ -45,7 +45,7 @@ class ScaledAdamW(torch.optim.AdamW):
     def step_scaled(self, scale: Tensor) -> None:
         """One step with the gradients times `scale`, a 0-d tensor on their device.
 
-        Where `scale` is not finite, neither weights nor state change."""
+        If `scale` is not finite, neither weights nor state change."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not trained:
@@ -90,7 +90,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def _step_together(weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
-    """torch's fused kernel. It divides the gradients by `grad_scale`, and does nothing where `found_inf` is 1."""
+    """Call torch's fused kernel. It divides the gradients by `grad_scale`, and does nothing if `found_inf` is 1."""
     if not weights:
         return
     beta1, beta2 = group["betas"]
@@ -118,7 +118,7 @@ def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
     """[4] the numbers that change from step to step.
 
     They are the scale of the gradients, the share of the weight that decay leaves, the learning rate divided by the
-    first moment's bias correction, and the inverse root of the second moment's."""
+    bias correction of the first moment, and the inverse root of the bias correction of the second moment."""
     (beta1, beta2), lr, count = group["betas"], group["lr"], step.double()
     kept = torch.full_like(count, 1 - lr * group["weight_decay"])
     return torch.stack([scale.double(), kept, lr / (1 - beta1**count), (1 - beta2**count).rsqrt()]).float()
@@ -126,7 +126,7 @@ def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
 
 @cache
 def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
-    """The kernel of a large weight. Constants are part of it: as arguments they cost a third of its speed."""
+    """The kernel of a large weight. Its constants are compiled in: as arguments they cost a third of its speed."""
     beta1, beta2 = betas
 
     def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Tensor) -> None:

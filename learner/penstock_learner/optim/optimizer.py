@@ -40,7 +40,7 @@ def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> Scale
 
 
 def learning_rate(learner: LearnerConfig, lr: float, step: int) -> float:
-    """The rate of step 1, 2, …: a linear warm-up to `lr`, then the schedule."""
+    """The learning rate of `step`, counted from 1: a linear warm-up to `lr`, then the schedule."""
     if step < learner.warmup_steps:
         return lr * step / learner.warmup_steps
     if learner.lr_schedule == "constant":
@@ -60,10 +60,11 @@ def apply_gradients(
     losses: Tensor,
     hold: bool = False,
 ) -> OptimizerStep:
-    """Clip and step, unless the gradient or one of the `losses`, on any rank, is not finite. Collective.
+    """Clip the gradients and take a step. Collective.
 
-    `hold` leaves the weights and the optimizer as they are. Every trained parameter is sharded over all ranks, so the
-    norm is that of all shards together."""
+    The step is skipped if the gradient or one of the `losses` is not finite on any rank. `hold` leaves the weights and
+    the optimizer as they are. Every trained parameter is sharded over all ranks, so the norm is computed over all
+    shards together."""
     lr = learning_rate(learner, lr, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -79,7 +80,7 @@ def apply_gradients(
 
 
 def _clipping_scale(sums: Tensor, max_norm: float) -> Tensor:
-    """The factor that clips the gradients. It is NaN where the step must be skipped."""
+    """The factor that clips the gradients, or NaN if the step must be skipped."""
     squared_norm, num_bad = sums.unbind()
     scale = (max_norm / squared_norm.sqrt()).clamp(max=1.0)
     return scale.where(squared_norm.isfinite() & (num_bad == 0), math.nan)

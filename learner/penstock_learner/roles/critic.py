@@ -1,4 +1,4 @@
-"""The critic role: learns the value of a state, with FSDP2 and an optimizer of its own."""
+"""The critic role: learns the values of states, with FSDP2 and its own optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "learner.critic.path"
 
 @dataclass(frozen=True)
 class CriticReport:
-    """Sums over one rank's part of an update. The controller adds those of all ranks and divides once."""
+    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
 
     loss: float
     """This rank's share of the value loss."""
@@ -39,7 +39,7 @@ class CriticReport:
 class CriticWorker(TrainerRank):
     """One rank of the critic.
 
-    The value of a response token is that of the state before it: the head's number at the previous token."""
+    The value of a response token is the value of the state before it: the head's output at the previous token."""
 
     role = "critic"
 
@@ -61,7 +61,7 @@ class CriticWorker(TrainerRank):
         return joined
 
     def update(self, part: RankShard, denominators: Denominators, step: int) -> CriticReport:
-        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
+        """Take one optimizer step, of which this rank computes its part. Collective."""
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         on_device = torch.stack([self._accumulate(micro, denominators) for micro in part.micro_batches])
@@ -73,10 +73,10 @@ class CriticWorker(TrainerRank):
         return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
     def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> torch.Tensor:
-        """Forward and backward pass of one micro-batch; gradients add up to those of the whole batch.
+        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
 
-        Returns its loss and its number of clipped tokens as a [2] tensor on the device. Nothing is read back, so the
-        host prepares the next micro-batch while this one runs."""
+        Returns the micro-batch's loss and its number of clipped tokens as a [2] tensor on the device. Nothing is
+        read back, so the host prepares the next micro-batch while this one runs."""
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         old, returns = required_to_device(micro.values, self.device), required_to_device(micro.returns, self.device)

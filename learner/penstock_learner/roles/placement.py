@@ -31,7 +31,7 @@ RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 SAVE_LANE = "save"
 LANES = ("push", "catch_up", SAVE_LANE)
-"""Each rank has a thread for pushes, one for catch-up pushes and one for writing checkpoints, beside training."""
+"""Besides the training thread, each rank has one thread per lane: for pushes, catch-up pushes and checkpoints."""
 
 
 def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
@@ -41,7 +41,7 @@ def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfi
 
 
 def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
-    """The resources of each bundle: those of the ranks of all roles that share it."""
+    """The resources of each bundle: the sum over the roles that have a rank in it."""
     num_bundles = max(role.num_ranks for role in group.values())
     result = []
     for rank in range(num_bundles):
@@ -55,18 +55,18 @@ def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
 
 
 def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
-    """Logical CPUs that a private Ray must offer so that everything fits."""
+    """Logical CPUs that a private Ray must offer so that all roles fit."""
     groups = active_resource_groups(learner, roles)
     return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
 def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
-    """Raise ConfigError if this machine has too few GPUs. A private Ray never gets more nodes."""
+    """Raise ConfigError if this machine has too few GPUs for the roles. A private Ray cannot get more nodes."""
     groups = active_resource_groups(learner, roles)
     num_needed = sum(bundle.get("GPU", 0) for group in groups for bundle in bundles(group))
     if num_needed > num_here:
         raise ConfigError(
-            f"learner.*.gpus_per_rank asks for {num_needed:g} GPUs, and this machine has {num_here:g}; lower it or "
+            f"learner.*.gpus_per_rank asks for {num_needed:g} GPUs, but this machine has {num_here:g}; lower it or "
             "num_ranks, or set learner.ray_address to a cluster"
         )
 
@@ -74,7 +74,7 @@ def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here
 async def place_roles(
     config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
 ) -> dict[str, RoleGroup]:
-    """Reserve the resources of all roles. They can then be started. Raises DeadlineExceeded if they do not fit."""
+    """Reserve the resources of all roles, which can then be started. Raises DeadlineExceeded if they do not fit."""
     placed: dict[str, RoleGroup] = {}
     if not config.learner.ray_address:
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
@@ -97,7 +97,7 @@ async def place_roles(
 def _make_actors(
     config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup, number: int
 ) -> list[Any]:
-    """Make one actor a rank. `number` keeps the names of successive sets apart."""
+    """Make one actor per rank. `number` makes the names differ from those of earlier sets of actors."""
     remote: Any = ray.remote(concurrency_groups=dict.fromkeys(LANES, 1))(worker)
     return [
         remote.options(

@@ -51,14 +51,14 @@ class PolicyWorker(TrainerRank):
     def update(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
-        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
+        """Take one optimizer step, of which this rank computes its part. Collective."""
         self.crash_point()
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> None:
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.
 
-        A push of the version may begin meanwhile: it takes each bucket once it is filled."""
+        A push of the version may begin before this returns: it sends each bucket as soon as it is filled."""
         lora = self.config.learner.lora
         staged = None
         if self.publisher is not None:
@@ -79,10 +79,11 @@ class PolicyWorker(TrainerRank):
     def push(
         self, policy_version: int, targets: list[PushTarget], transport: str | None, base_version: int | None, lane: str
     ) -> PushReport:
-        """Bring a staged version to the targets. Called on rank 0, in the lane's thread, beside training."""
+        """Push a staged version to the targets. Called on rank 0, in the lane's thread, while training continues."""
         assert self.publisher is not None
         return self.publisher.push(policy_version, targets, transport=transport, base_version=base_version, lane=lane)
 
     def write_snapshot(self, policy_version: int, folder: Path) -> None:
+        """Write a staged version to a folder. Called on rank 0, in the lane of pushes."""
         assert self.publisher is not None
         self.publisher.write_snapshot(policy_version, folder)

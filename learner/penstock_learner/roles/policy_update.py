@@ -42,7 +42,7 @@ T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Sums over one rank's part of an update. The controller adds those of all ranks and divides once."""
+    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
 
     loss: float
     """This rank's share of the policy loss."""
@@ -61,7 +61,7 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class _MicroReport:
-    """The results of one micro-batch, as tensors on the device that nobody has waited for."""
+    """The results of one micro-batch, as tensors on the device. They may not have been computed yet."""
 
     sums: Tensor
     """[3] loss, penalty and entropy."""
@@ -90,7 +90,9 @@ class PolicyUpdate:
     def run(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
-        """One optimizer step; this rank computes its part. Collective: all ranks call it with the same step."""
+        """Take one optimizer step, of which this rank computes its part. Collective.
+
+        `version` is the version of the weights before the step."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
         on_device = torch.stack([report.sums for report in reports])
@@ -119,7 +121,7 @@ class PolicyUpdate:
     def _accumulate(
         self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
     ) -> _MicroReport:
-        """Forward and backward pass of one micro-batch; gradients add up to those of the whole batch.
+        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
 
         Nothing is read back, so the host prepares the next micro-batch while this one runs."""
         config = self.learner.algorithm

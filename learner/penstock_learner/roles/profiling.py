@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: traces of the ranks by torch's profiler, and Ray's timeline.
+"""Profiles of chosen steps: traces that torch's profiler records in the ranks, and Ray's timeline.
 
     profiles/step-12-policy-0.json.gz    a Chrome trace: open it in chrome://tracing or ui.perfetto.dev
     profiles/ray-timeline.json
@@ -24,7 +24,7 @@ def profiles_folder(config: RunConfig) -> Path:
 
 
 class RankProfiler:
-    """Records one rank: the thread in which `start` is called."""
+    """Records one rank. The recording covers the thread in which `start` is called."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role = role
@@ -43,7 +43,7 @@ class RankProfiler:
             logger.error("profile was not started: %s", error)
 
     def write(self, folder: Path, step: int) -> None:
-        """End the recording and write the trace. Does nothing in a rank that was restarted meanwhile."""
+        """End the recording and write the trace. Does nothing if the rank was restarted since `start`."""
         ended = self._end()
         if ended is None:
             return
@@ -63,7 +63,7 @@ class RankProfiler:
 
 
 def write_ray_timeline(path: Path) -> None:
-    """Write Ray's timeline of all calls of the cluster so far."""
+    """Write Ray's timeline, which has all calls that the cluster has made so far."""
     import ray
 
     try:

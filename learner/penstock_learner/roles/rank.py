@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Base of the role workers. Ranks never read the queue: the controller sends each its part of a batch."""
+    """Base of the role workers. Ranks never read the queue: the controller sends each rank its part of a batch."""
 
     role = "rank"
 
@@ -33,7 +33,7 @@ class Rank:
         self.profiler = RankProfiler(self.role, rank)
 
     def rendezvous(self) -> str:
-        """Called on rank 0: opens the store through which the other ranks join, on a free port. Returns its address."""
+        """Open the store through which the other ranks join, on a free port. Called on rank 0. Returns the address."""
         timeout = timedelta(seconds=self.config.learner.rank_timeout_s)
         self.store = TCPStore(
             self.node_address, 0, self.world_size, is_master=True, timeout=timeout, wait_for_workers=False
@@ -41,7 +41,7 @@ class Rank:
         return f"{self.node_address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:
-        """Join the role's process group: NCCL for tensors on a GPU, gloo for the others."""
+        """Join the role's process group. It uses NCCL for tensors on a GPU and gloo for the others."""
         setup_logging(f"{self.role}[{self.rank}]", self.config.run)
         learner = self.config.learner
         set_up_torch(learner.threads_per_rank, compiles=learner.compile)
@@ -67,11 +67,11 @@ class Rank:
         self.profiler.write(folder, step)
 
     def crash_point(self) -> None:
-        """Where fault tests kill this rank."""
+        """Pass a place at which fault tests can kill this rank."""
         crash_point(f"{self.role}.{self.rank}")
 
     def wait_idle(self) -> None:
-        """Called in a lane: returns once the call that ran there before has ended."""
+        """Do nothing. A call in a lane returns once the earlier call in that lane has ended."""
 
     @property
     def node_address(self) -> str:

@@ -1,4 +1,4 @@
-"""The Ray that a learner runs on: a cluster that it joins, or a private one on this machine."""
+"""The Ray cluster that a learner runs on: an existing one that it joins, or a private one on this machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FOLDER_PREFIX = "penstock-ray-"
 
 @contextmanager
 def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[None]:
-    """Join `learner.ray_address`, or start a private Ray on loopback, without a dashboard. Ends it on leaving.
+    """Join `learner.ray_address`, or start a private Ray on loopback, without a dashboard. Shuts Ray down at the end.
 
     Call `ray_environment.prepare_environment` before ray is imported."""
-    # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's.
+    # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder.
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
             _start(config, roles, folder)
@@ -42,7 +42,7 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
 
 
 def remove_abandoned_folders() -> None:
-    """Remove Ray's folders of learners that were killed. A folder's name holds the process id. Blocks."""
+    """Remove the Ray folders of learners that were killed. A folder's name contains the process id. Blocks."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not _is_alive(int(pid)):

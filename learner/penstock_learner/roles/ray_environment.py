@@ -1,4 +1,4 @@
-"""The environment that Ray reads when it is imported. This module does not import ray."""
+"""The environment variables that Ray reads when it is imported. This module does not import ray."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.config.run import RunConfig
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Set it before ray is imported: no telemetry, threads per rank, and token authentication for a private Ray.
+    """Turn off telemetry, set the threads per rank, and turn on token authentication. Call before ray is imported.
 
-    A cluster that is joined has its own settings for authentication."""
+    Only a private Ray gets a token. A cluster that is joined has its own settings for authentication."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["OMP_NUM_THREADS"] = str(config.learner.threads_per_rank)

@@ -1,4 +1,4 @@
-"""The reference role: log-probs under the policy that the run started from."""
+"""The reference role: computes log-probs under the policy that the run started from."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RewardModelWorker(Rank):
     def scores(self, part: RankShard) -> NDArray[np.float32]:
         """[S] one score for each sequence of this rank's micro-batches, in order.
 
-        It is the model's number at the sequence's last token, or for a judge at the end of the question after it."""
+        The score is the model's output at the sequence's last token. For a judge, the question is appended first."""
         self.crash_point()
         results = []
         with torch.no_grad():
@@ -53,7 +53,7 @@ class RewardModelWorker(Rank):
 
 
 def followed_by(batch: SequenceBatch, token_ids: Sequence[int]) -> SequenceBatch:
-    """The same sequences, each followed by these tokens. Only for a forward pass: the [T] arrays do not change."""
+    """Append these tokens to each sequence. Use the result for forward passes only: the [T] arrays do not change."""
     ends = np.repeat(np.cumsum(batch.lengths), len(token_ids))
     extended = np.insert(batch.token_ids, ends, np.tile(np.asarray(token_ids, dtype=np.int64), batch.num_sequences))
     return replace(batch, token_ids=extended, lengths=batch.lengths + len(token_ids))

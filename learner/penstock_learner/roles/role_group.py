@@ -1,4 +1,4 @@
-"""Calls to a role's ranks: all ranks at once, with one deadline and one error that names the role."""
+"""Calls the ranks of a role: all at once, with one deadline, and with one error that names the role."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.errors import PenstockError, ProcessDied, RoleDied
 
 logger = logging.getLogger(__name__)
 OTHER_ERRORS_S = 5.0
-"""How long to wait for the errors of other ranks after one has failed. A rank whose peer died reports only a lost
-connection, and may report it first."""
+"""How long to wait for the errors of other ranks after one has failed. When a rank dies, another rank may report a lost
+connection first, which does not explain the failure."""
 
 
 async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
@@ -46,7 +46,7 @@ class RoleGroup:
         return len(self.actors)
 
     async def start(self) -> None:
-        """Kill the actors of an earlier set, make new ones, form their process group and load the model."""
+        """Kill the actors of the earlier set, make a new set, form its process group and load the model."""
         self.is_up = False
         for actor in self.actors:
             ray.kill(actor)
@@ -62,7 +62,7 @@ class RoleGroup:
         return await self.call_each(method, [arguments] * self.num_ranks)
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call every rank, rank i with arguments[i]. All succeed, or one error is raised."""
+        """Call every rank, rank i with arguments[i]. Returns all results, or raises one error."""
         references = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
         return await self._gather(method, references, self.timeout_s)
 
@@ -104,7 +104,7 @@ class RoleGroup:
                 call.cancel()
 
     def _explained(self, method: str, errors: list[BaseException]) -> BaseException:
-        """The error that explains the others. The death of a rank comes before the errors that it caused elsewhere."""
+        """The error that explains the others. If a rank died, that explains the errors of the other ranks."""
         if any(isinstance(error, RayActorError) for error in errors):
             return RoleDied(self.name, f"a rank of the {self.name} role died in {method}")
         error = errors[0]

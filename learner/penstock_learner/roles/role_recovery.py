@@ -1,4 +1,4 @@
-"""Restarts roles whose ranks died or hang, a limited number of times. The caller decides what becomes of the step."""
+"""Restarts roles whose ranks died or hang, a limited number of times. The caller decides what happens to the step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RoleRecovery:
         while True:
             if self._in_a_row[role.name] >= self.max_restarts:
                 raise ProcessDied(
-                    f"{error}; it was restarted {self.max_restarts} times in a row (learner.max_role_restarts): see "
-                    "its ranks' logs, then start the learner again, it resumes from its checkpoint"
+                    f"{error}; it was restarted {self.max_restarts} times in a row (learner.max_role_restarts); see "
+                    "the logs of its ranks, then start the learner again; it resumes from its checkpoint"
                 ) from error
             self._in_a_row[role.name] += 1
             self.metrics.role_restarts.labels(role.name).inc()

@@ -1,4 +1,4 @@
-"""What policy and critic share: FSDP2, AdamW, and their part of the checkpoint."""
+"""Code that policy and critic share: FSDP2, AdamW, and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainerRank(Rank):
         self.saving = async_save(self._state(), checkpoint_id=folder, process_group=self.saving_group)
 
     def finish_saving(self) -> None:
-        """Called in a lane: returns when the shards are written. They count once the controller renames the folder."""
+        """Wait until the shards are written. Called in a lane. They count once the controller renames the folder."""
         assert isinstance(self.saving, Future)
         self.saving.result()
 

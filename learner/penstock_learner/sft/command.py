@@ -1,4 +1,4 @@
-"""`penstock sft`: supervised fine-tuning, so that a run can start from a model that knows the format."""
+"""`penstock sft`: supervised fine-tuning. It gives a run a model that already knows the format of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="Parquet: messages, or prompt and response, or text")
     parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=64, help="rows of one optimizer step")
+    parser.add_argument("--batch-size", type=int, default=64, help="rows per optimizer step")
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
     from penstock.logs import setup_logging
@@ -31,5 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock_learner.sft.training import fine_tune
 
     fine_tune(config, arguments.data, arguments.out, num_epochs=arguments.epochs, batch_size=arguments.batch_size)
-    print(f"the model is in {arguments.out}")
+    print(f"wrote the model to {arguments.out}")
     return 0

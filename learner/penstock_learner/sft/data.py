@@ -1,4 +1,4 @@
-"""Supervised examples: rows of a Parquet file as token ids. The last part of each row is trained.
+"""Supervised examples: reads the rows of a Parquet file as token ids. The last part of each row is trained.
 
 | columns                | trained                                                                             |
 |------------------------|-------------------------------------------------------------------------------------|
@@ -70,9 +70,9 @@ def _example(where: str, row: dict[str, Any], tokenizer: Any) -> Example:
         whole = [*tokenizer.encode(row["text"]), tokenizer.eos_token_id]
         prompt = whole[:1]
     else:
-        raise InvalidInput(where, "has none of `messages`, `prompt` with `response`, and `text`; rename its columns")
+        raise InvalidInput(where, "has no `messages`, no `prompt` with `response`, and no `text`; rename its columns")
     if not prompt or len(whole) <= len(prompt):
-        raise InvalidInput(where, "has no token to train, or none before the first trained one; remove it")
+        raise InvalidInput(where, "has no token to train, or no token before the first trained one; remove the row")
     return Example(whole, len(prompt))
 
 
@@ -82,7 +82,9 @@ def _chat(where: str, messages: list[dict[str, str]], tokenizer: Any) -> tuple[l
     prompt = _templated(tokenizer, messages[:-1], add_generation_prompt=True)
     whole = _templated(tokenizer, messages, add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
-        raise InvalidInput(where, "has another prompt in the chat template with its answer; use `prompt`, `response`")
+        raise InvalidInput(
+            where, "renders to a different prompt when the answer follows; use the columns `prompt` and `response`"
+        )
     return prompt, whole
 
 

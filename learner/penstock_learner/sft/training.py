@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batch_size: int) -> None:
     """Train on the file's rows and write the model as a Hugging Face folder.
 
-    The rows are shuffled for each epoch, by `seed`."""
+    The rows are shuffled for each epoch, with the config's `seed`."""
     from transformers import AutoTokenizer
 
     examples = read_examples(data, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
@@ -83,7 +83,7 @@ class SupervisedTrainer:
         self.num_skipped = 0
 
     def step(self, batch: SequenceBatch) -> float:
-        """One optimizer step. Every rank gets the whole batch and trains its part. Returns the batch's loss."""
+        """Take one optimizer step. Every rank gets the whole batch and trains its part. Returns the batch's loss."""
         self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
@@ -110,7 +110,7 @@ class SupervisedTrainer:
 
 
 def _join(learner: LearnerConfig) -> torch.device:
-    """Join torchrun's process group, or make one of this process alone. Returns the device."""
+    """Join torchrun's process group, or make one with this process alone. Returns the device."""
     set_up_torch(learner.threads_per_rank, compiles=learner.compile)
     use_gpu = torch.cuda.is_available()
     timeout = timedelta(seconds=learner.rank_timeout_s)

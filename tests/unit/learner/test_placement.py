@@ -26,7 +26,7 @@ def test_split_collocate_shares_bundles_rank_by_rank() -> None:
 
 def test_gpus_that_a_machine_lacks_are_not_waited_for() -> None:
     check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=1.5)
-    with pytest.raises(ConfigError, match=r"asks for 1.5 GPUs, and this machine has 0; lower it"):
+    with pytest.raises(ConfigError, match=r"asks for 1.5 GPUs, but this machine has 0; lower it"):
         check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=0)
 
 

@@ -50,9 +50,9 @@ def test_each_shape_trains_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "1"}, "row 0: has none of `messages`"),
+        ({"question": "1"}, "row 0: has no `messages`"),
         ({"messages": [{"role": "user", "content": "1"}]}, "does not end with a message of the assistant"),
-        ({"prompt": "", "response": "1"}, "has none of"),
+        ({"prompt": "", "response": "1"}, "has no `messages`"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:

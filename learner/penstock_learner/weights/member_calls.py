@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class MemberCalls:
-    """Keeps one channel per address. A failed call is returned as one line for its member and is never raised."""
+    """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed."""
 
     def __init__(self, config: WeightsConfig) -> None:
         self.config = config

@@ -33,7 +33,7 @@ class BucketMemory(Protocol):
     sizes: list[int]
     buckets: list[torch.Tensor]
     is_reusable: bool
-    """False if a member may still read the bytes without the publisher's knowledge. It must not see other bytes."""
+    """False if a member may still be reading the buckets. Their bytes must then not change."""
 
     def clear(self) -> None:
         """Called before the first byte of a version is written."""
@@ -64,8 +64,8 @@ class HostMemory:
 class SharedMemory:
     """One anonymous file in memory, which members on the same host map by its `path`.
 
-    The kernel's seals let nobody but this object write to it. The header names a version only while the buckets hold
-    all of it. The pages live until the last mapping is gone, even after the publisher's death."""
+    Kernel seals prevent every other process from writing to it. The header names a version only while the buckets hold
+    all of it. The pages live until the last mapping is gone, even if the publisher has died."""
 
     kind: MemoryKind = "shared"
 

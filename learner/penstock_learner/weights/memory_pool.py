@@ -13,7 +13,7 @@ from penstock_learner.weights.memory import BucketMemory, HostMemory, MemoryKind
 class MemoryPool:
     """Reuses bucket memory from version to version, so the publisher's memory stays the same over many pushes.
 
-    Touching new pages costs several times what copying into old ones does."""
+    Copying into pages that were used before is several times faster than copying into new ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

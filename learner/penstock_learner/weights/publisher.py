@@ -1,6 +1,6 @@
-"""The weight publisher: it stages versions as buckets and pushes them to members of the weight group.
+"""The weight publisher stages versions as buckets and pushes them to the members of the weight group.
 
-`push` tries until every member has the version or has left: if a member fails before the commit, the others start again
+`push` tries until every member has the version or has left. If a member fails before the commit, the push starts again
 without it. push_attempt.py has the phases of one attempt.
 """
 
@@ -96,9 +96,9 @@ class WeightPublisher:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version to as many targets as can take it. Never raises for a member's failure.
+        """Push a staged version to as many targets as can take it. Does not raise if members fail.
 
-        `base_version` is the version that all targets serve; a delta may be sent on it."""
+        `base_version` is the version that all targets serve. The push may send a delta on it."""
         self._deadline("staging").wait_for(self._begun, lambda: policy_version in self.staged)
         staged = self.staged[policy_version]
         report = PushReport(policy_version)
@@ -122,7 +122,7 @@ class WeightPublisher:
         return report
 
     def write_snapshot(self, policy_version: int, folder: Path) -> None:
-        """Keep a version in a folder that engines and Hugging Face can load."""
+        """Write a version to a folder that engines and Hugging Face can load. Snapshot pushes then use the folder."""
         write_snapshot_folder(
             self.staged[policy_version], self.config.model.path, folder, self._deadline("writing a snapshot")
         )

@@ -36,16 +36,19 @@ class AttemptOutcome:
 
 @dataclass(frozen=True)
 class PushAttempt:
+    """One attempt to push a shipment to a fixed set of members. Call `run` once."""
+
     shipment: Shipment
     members: Sequence[PushTarget]
     sender: Sender
     calls: MemberCalls
     timeout_s: float
-    """Limit of the transfer, and again of the commit."""
+    """Deadline of the transfer, and of the commit after it."""
     report: PushReport
     """The attempt adds its durations, and after a commit its results."""
 
     def run(self) -> AttemptOutcome:
+        """Run the phases in order. If a phase before the commit fails, no member has committed."""
         try:
             with self.report.timed("announce"):
                 outcome = self._announce(self._open())
@@ -67,7 +70,7 @@ class PushAttempt:
             return AttemptOutcome({member.server_id: str(error) for member in self.members})
 
     def _open(self) -> str:
-        """Prepare to meet the members. Returns the rendezvous."""
+        """Prepare the transfer. Returns the rendezvous, by which the members find the publisher."""
         return self.sender.open(self.shipment, self.members, self._deadline("opening the transfer"))
 
     def _announce(self, rendezvous: str) -> AttemptOutcome:
@@ -123,8 +126,8 @@ class PushAttempt:
     def _abandon(self, outcome: AttemptOutcome) -> None:
         """End an attempt before its commit.
 
-        Members that failed get no abort, since they would have to be waited for again. Such a member may have staged
-        the version all the same, and may read the buckets until its own deadline."""
+        Members that failed get no abort, because the publisher would have to wait for them again. Such a member may
+        have staged the version nevertheless, and may read the buckets until its own deadline."""
         self.sender.close(failed=True)
         if outcome.failed:
             self.shipment.staged.memory.is_reusable = False

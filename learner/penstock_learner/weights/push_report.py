@@ -20,15 +20,15 @@ class PushReport:
     failed: dict[str, str] = field(default_factory=dict)
     """Servers to evict, each with the reason."""
     superseded: list[str] = field(default_factory=list)
-    """Servers that were skipped: the push had to start again, and a newer version was already staged. Nobody has
-    committed the version in this case."""
+    """Servers that were skipped, because the push had to start again and a newer version was already staged. In this
+    case no server has committed the version."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each phase: announce, transfer and commit at the publisher; receive, load and pause of the slowest
     member."""
     num_bytes: int = 0
     """Bytes sent to each worker, times the number of workers that committed."""
     running_requests: int = 0
-    """Requests of all members that were running while the version flipped."""
+    """Requests, over all members, that were running while the version flipped."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -53,7 +53,7 @@ class StagedVersion:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether every bucket is filled and hashed. None changes any more."""
+        """Whether every bucket is filled and hashed. Sealed buckets no longer change."""
         return self._is_sealed
 
     def put(self, name: str, weight: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class StagedVersion:
 def copied_pieces(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
     """Copy a flat tensor piece by piece, with a cast if the types differ. Yields the number of bytes copied so far."""
     if weight.dtype == view.dtype:
-        # A third faster than torch's copy. It uses addresses: a numpy view would keep FSDP from freeing the weight.
+        # memmove is a third faster than torch's copy. A numpy view would keep FSDP from freeing the weight.
         for start in range(0, view.nbytes, PIECE_BYTES):
             num_bytes = min(PIECE_BYTES, view.nbytes - start)
             ctypes.memmove(view.data_ptr() + start, weight.data_ptr() + start, num_bytes)

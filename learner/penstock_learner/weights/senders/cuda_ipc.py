@@ -19,8 +19,8 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment
 class CudaIpcSender:
     """The rendezvous is an IpcOffer. Members copy a bucket when the header in the memory says that it is ready.
 
-    Buckets that are not staged on the GPU, and deltas, are first copied to GPU memory of this sender. It is kept from
-    push to push, because freeing it would wait for everything that runs on the GPU."""
+    Deltas, and buckets that are not staged on the GPU, are first copied to GPU memory of this sender. That memory is
+    kept from push to push, because freeing it would wait for everything that runs on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Create a sender by the name of its transport. Each is imported late, because each has its own dependencies."""
+"""Create a sender by the name of its transport. A sender is imported on use, because each has its own dependencies."""
 
 from __future__ import annotations
 

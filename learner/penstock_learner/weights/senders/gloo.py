@@ -28,7 +28,7 @@ class GlooSender:
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         timeout = timedelta(seconds=deadline.remaining_s)
-        # Port 0: the store binds a free port itself. A port that was probed before could be taken by now.
+        # Port 0 lets the store bind a free port. A port that was found free earlier could be taken by now.
         self._store = TCPStore(
             self.host, 0, num_ranks(members), is_master=True, timeout=timeout, wait_for_workers=False
         )

@@ -20,7 +20,7 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ra
 class NcclSender:
     """Keeps its communicator from push to push while the members stay the same. The rendezvous is an NcclMeeting.
 
-    Buckets in host memory and deltas are sent by way of two buffers on the GPU."""
+    Deltas, and buckets in host memory, are sent through two buffers on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_index = device_index(device)

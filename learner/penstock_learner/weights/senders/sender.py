@@ -1,4 +1,4 @@
-"""The interface of a sender, and what it sends to whom."""
+"""The interface of a sender, the bytes that it sends, and the servers that it sends them to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sender(Protocol):
     the deadline. After a failure the next `open` starts from scratch."""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
-        """Prepare to meet the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous.
+        """Prepare to connect to the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous.
 
         It must not enter a collective, because members learn the rendezvous only afterwards."""
         ...

@@ -12,12 +12,12 @@ from penstock_learner.weights.snapshot_folder import write_snapshot_folder
 
 
 class SnapshotSender:
-    """The rendezvous is the folder. It is removed after the push, unless the run keeps it as a snapshot."""
+    """The rendezvous is the folder. The folder is removed after the push, unless the run keeps it as a snapshot."""
 
     def __init__(self, folder: Path, kept: dict[int, Path], model_path: Path) -> None:
         self.folder = folder
         self.kept = kept
-        """Snapshots that are on the volume already, by version."""
+        """Folders of the snapshots that the run keeps, by version."""
         self.model_path = model_path
         self._own: Path | None = None
 

@@ -11,7 +11,7 @@ from penstock_learner.weights.senders.sender import PushTarget
 
 @dataclass(frozen=True)
 class PublisherPlace:
-    """What `auto` needs to know about the publisher."""
+    """The facts about the publisher by which `auto` chooses."""
 
     host_id: str
     device: str
@@ -30,8 +30,8 @@ def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tu
     if place.has_cupy and place.memory == "device" and place.device != "cpu":
         if all_can("cuda_ipc") and set(devices) == {place.device}:
             return "cuda_ipc", "every worker shares the publisher's GPU"
-        is_alone = len({*devices, place.device}) == len(devices) + 1
-        if all_can("nccl") and is_alone and "cpu" not in devices:
+        are_distinct = len({*devices, place.device}) == len(devices) + 1
+        if all_can("nccl") and are_distinct and "cpu" not in devices:
             return "nccl", "publisher and workers have one GPU each"
     if place.memory == "shared" and all_can("shm") and all(m.host_id == place.host_id for m in members):
         return "shm", "every member is on the publisher's host"

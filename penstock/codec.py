@@ -109,11 +109,11 @@ def decode_group(data: bytes) -> Group:
 def check_group(group: Group) -> None:
     """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite."""
     if not group.trajectories:
-        raise PoisonGroup("shape", "a group without trajectories")
+        raise PoisonGroup("shape", "the group has no trajectories")
     if all(trajectory.is_baseline for trajectory in group.trajectories):
-        raise PoisonGroup("shape", "a group of baselines alone: nothing to train")
+        raise PoisonGroup("shape", "the group has only baselines, so there is nothing to train on")
     if not len(group.prompt_token_ids):
-        raise PoisonGroup("shape", "a group without prompt tokens: nothing predicts its first response token")
+        raise PoisonGroup("shape", "the group has no prompt tokens, so nothing predicts its first response token")
     for index, trajectory in enumerate(group.trajectories):
         num_tokens = len(trajectory.token_ids)
         if num_tokens == 0:

@@ -77,7 +77,7 @@ echo "setting up $venv (a few minutes the first time; log: $log)"
 is_ready() { "$venv/bin/python" -m pip --version >/dev/null 2>&1 && [ "$("$venv/bin/python" -V)" = "$("$python" -V)" ]; }
 if ! is_ready; then
   if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$log" ] && [ -n "$(ls -A "$venv")" ]; then
-    fail "$venv is no virtual environment" "remove it, or set PENSTOCK_VENV to another folder"
+    fail "$venv is not a virtual environment" "remove it, or set PENSTOCK_VENV to another folder"
   fi
   rm -rf "$venv"
   mkdir -p "$venv" || fail "cannot make the folder $venv" "set PENSTOCK_VENV to a folder that can be written to"

@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
     imports = _command(commands, "import", _import, "import the groups of a Parquet file into a queue")
     imports.add_argument("file", type=Path)
-    imports.add_argument("--epoch", type=int, default=0, help="another number imports the same file once more")
+    imports.add_argument(
+        "--epoch", type=int, default=0, help="use another number to import the same file again (default: %(default)s)"
+    )
     imports.add_argument(
         "--wait-s", type=float, default=WAIT_S, metavar="S",
         help="how long to wait for room in a full queue (default: %(default).0f)",
@@ -83,12 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     dlq = _command(commands, "dlq", _dlq_list, "list, show or purge dead letters", can_json=True)
     dlq.set_defaults(limit=100, reason="")
     actions = dlq.add_subparsers(metavar="ACTION")
-    listing = _command(actions, "list", _dlq_list, "the newest ones (what `dlq` alone does)", can_json=True)
+    listing = _command(actions, "list", _dlq_list, "list the newest dead letters (the default action)", can_json=True)
     listing.add_argument("--limit", type=int, default=100, metavar="N", help="how many (default: %(default)s)")
     listing.add_argument("--reason", default="", help="only dead letters with this reason, such as `corrupt`")
     show = _command(actions, "show", _dlq_show, "show one dead letter, decoded as far as possible", can_json=True)
     show.add_argument("id")
-    purge = _command(actions, "purge", _dlq_purge, "delete them for good")
+    purge = _command(actions, "purge", _dlq_purge, "delete dead letters for good")
     _add_selection(purge)
     purge.add_argument("--yes", action="store_true", help="confirm the deletion")
     return parser

@@ -29,7 +29,7 @@ def check_name(kind: str, name: str, known: Collection[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(
-        f"unknown {kind} {name!r}: {hint}known are {', '.join(known)}; a custom one is 'package.module:function'"
+        f"unknown {kind} {name!r}: {hint}known names: {', '.join(known)}; give your own as 'package.module:function'"
     )
 
 

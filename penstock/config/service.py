@@ -38,7 +38,7 @@ class RedisConfig(Config):
     def _check(self) -> RedisConfig:
         url = urlsplit(self.url)
         if self.url and url.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError(f"url: {url.scheme or self.url!r} is none of redis://, rediss:// and unix://")
+            raise ValueError(f"url: must start with redis://, rediss:// or unix://, not {url.scheme or self.url!r}")
         if (url.username or url.password) and (self.username or self.password_file):
             raise ValueError("url: contains credentials, and username or password_file is set too; use one of the two")
         if self.username and self.password_file is None:

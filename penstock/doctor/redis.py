@@ -87,7 +87,7 @@ async def check_clock(client: RedisClient) -> Finding:
     started = time.time()
     seconds, microseconds = await asked
     offset_s = int(seconds) + int(microseconds) / 1e6 - (started + time.time()) / 2
-    text = f"{abs(offset_s):.2f} s {'behind' if offset_s > 0 else 'ahead of'} Redis'"
+    text = f"this clock is {abs(offset_s):.2f} s {'behind' if offset_s > 0 else 'ahead of'} that of Redis"
     if abs(offset_s) < CLOCK_WARN_S:
         return Finding("clock", "ok", text)
     return Finding(

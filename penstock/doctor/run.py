@@ -52,7 +52,8 @@ def _weights(servers: list[ServerRecord], policies: list[policies_pb2.Policy]) -
         expected = digests.get(server.policy_version, "")
         if server.state in SERVING_STATES and server.weights_digest and expected:
             is_same = server.weights_digest == expected
-            text = f"{server.server_id} {'has' if is_same else 'does not have'} version {server.policy_version} exactly"
+            has = "has exactly" if is_same else "has other weights than"
+            text = f"{server.server_id} {has} version {server.policy_version}"
             yield Finding("weights", "ok" if is_same else "fail", text, "" if is_same else "restart the server")
 
 

@@ -104,8 +104,8 @@ class Validator:
                 num_finished, progressed_at = evaluation.num_finished, time.monotonic()
             if time.monotonic() - progressed_at > self.stall_timeout_s:
                 raise DeadlineExceeded(
-                    f"{evaluation_id} has {num_finished} of {evaluation.num_prompts} prompts and no more for "
-                    f"{self.stall_timeout_s:.0f} s; are rollout servers READY, and is the run not paused?"
+                    f"{evaluation_id} has {num_finished} of {evaluation.num_prompts} prompts, and none finished for "
+                    f"{self.stall_timeout_s:.0f} s; are rollout servers READY, or is the run paused?"
                 )
             await asyncio.sleep(POLL_S)
             if self.hold is not None:

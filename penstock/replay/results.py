@@ -75,7 +75,7 @@ class PromptBook:
             return cursor
         entry, _ = _parts(cursor)
         if not await guarded(self.client.xrange(self._results, entry, entry)):
-            raise InvalidInput("cursor", f"is no longer kept; read from {FROM_OLDEST!r}, and get older ones by id")
+            raise InvalidInput("cursor", f"is no longer kept; start from {FROM_OLDEST!r}, and get older prompts by id")
         return cursor
 
     async def after(self, cursor: str, max_entries: int = 64) -> list[PromptResult]:

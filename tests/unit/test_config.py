@@ -51,7 +51,7 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--learner.lr", "fast"], "learner.lr: Input should be a valid number"),
         (["--learner.lr"], "--learner.lr needs a value"),
         (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),
-        (["--redis.url=http://h"], "is none of redis://, rediss:// and unix://"),
+        (["--redis.url=http://h"], "must start with redis://, rediss:// or unix://"),
         (
             ["--redis.url=redis://u:p@h", "--redis.password_file=p"],
             "contains credentials, and username",

@@ -16,7 +16,7 @@ COLLECTED_OBJECTS = 50_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock gateway", description="Serve REST and gRPC for one run.")
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     args, overrides = parser.parse_known_args(argv)
     try:

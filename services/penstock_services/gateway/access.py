@@ -67,7 +67,7 @@ class Access:
         key = find_key(self.keys, secret.strip())
         if scheme.lower() != "bearer" or key is None:
             raise Unauthenticated(
-                "this gateway needs its key: give --api-key-file, or send `Authorization: Bearer <key>`"
+                "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`"
             )
         return Caller(key.name, key.role, request_id)
 

@@ -39,9 +39,9 @@ def checked_prompts(
     A prompt is copied before fields are filled in. A prompt that names an evaluation other than `evaluation_id` is
     refused, because held-out prompts must never be trained."""
     if not prompts:
-        raise InvalidInput("prompts", "give at least one")
+        raise InvalidInput("prompts", "give at least one prompt")
     if len(prompts) > max_prompts:
-        raise InvalidInput("prompts", f"{len(prompts)} are more than the {max_prompts} of one request; split it")
+        raise InvalidInput("prompts", f"a request may have {max_prompts}, not {len(prompts)}; split it")
     checked = []
     for index, prompt in enumerate(prompts):
         complete = prompt if _is_complete(prompt) else _with_defaults(prompt)
@@ -68,7 +68,7 @@ def checked_config(text: str) -> RunConfig:
 
 def check_idempotency_key(key: str) -> None:
     if len(key) > MAX_KEY_LENGTH:
-        raise InvalidInput("idempotency_key", f"{len(key)} characters are more than {MAX_KEY_LENGTH}")
+        raise InvalidInput("idempotency_key", f"may have {MAX_KEY_LENGTH} characters, not {len(key)}")
 
 
 def checked_page_size(page_size: int) -> int:
@@ -97,7 +97,7 @@ def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -
 
 def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
     if len(prompt_ids) > max_ids:
-        raise InvalidInput(field, f"{len(prompt_ids)} are more than the {max_ids} of one request; split it")
+        raise InvalidInput(field, f"a request may have {max_ids}, not {len(prompt_ids)}; split it")
     for index, prompt_id in enumerate(prompt_ids):
         if not 1 <= prompt_id <= MAX_PROMPT_ID:
             raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")

@@ -200,7 +200,7 @@ async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
     heldout.write_text(json.dumps({"prompt": "?"}) + "\n")
     validator = Validator.read(make_config(tmp_path, redis_process.url, validation={"file": str(heldout)}), queue)
     validator.stall_timeout_s = 0.2
-    with pytest.raises(DeadlineExceeded, match="validation-train-0 has 0 of 1 prompts .* are rollout servers READY"):
+    with pytest.raises(DeadlineExceeded, match="validation-train-0 has 0 of 1 prompts, .* are rollout servers READY"):
         await validator.validate(0)
     [lease] = await queue.lease("s", 1)
     await queue.record_evaluation("validation-train-0", lease, [1.0], 0, 0)

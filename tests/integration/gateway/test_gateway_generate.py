@@ -170,7 +170,7 @@ async def test_a_session_becomes_training_data(
 
     with pytest.raises(openai.ConflictError) as over:
         await client.chat.completions.create(model="test", messages=QUESTION, extra_headers=session)
-    assert "has its reward" in detail(over.value)
+    assert "already has its reward" in detail(over.value)
     missing = await gateway.rest.post("/v1/sessions/none/reward", json={"reward": 1})
     assert missing.status_code == 404
 

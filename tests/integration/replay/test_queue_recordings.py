@@ -154,7 +154,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tools: Tools, tmp_path: Path)
     [
         ("server_id", "has nulls"),
         ("finished_at_ms", "is string, not int64"),
-        ("trajectories", "row 0: a group without trajectories"),
+        ("trajectories", "row 0: the group has no trajectories"),
     ],
 )
 def test_a_recording_that_was_edited_wrongly_is_refused(

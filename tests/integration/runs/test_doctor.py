@@ -62,7 +62,7 @@ async def test_a_healthy_deployment_is_ok_throughout(
         findings = await examine(config)
     assert {finding.level for finding in findings if finding.check != "disk"} == {"ok"}, findings
     assert of(findings, "log-probs") == [("ok", "engine and learner differ by 1e-05 nats a token (version 3)")]
-    assert of(findings, "weights") == [("ok", "rollout-0 has version 3 exactly")]
+    assert of(findings, "weights") == [("ok", "rollout-0 has exactly version 3")]
     assert {text.split(",")[0] for _, text in of(findings, "heartbeat")} == {"learner", "rollout-0"}
     assert of(findings, "conservation") == [("ok", "nothing is lost")]
 
@@ -76,7 +76,7 @@ async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, qu
     await redis_client.hset("penstock:{test}:heartbeats", "learner", 1)
     findings = await examine(config.model_copy(update={"replay": config.replay.model_copy(update={"settle_s": 0})}))
     assert of(findings, "conservation") == [("fail", "off by 2")]
-    assert of(findings, "weights") == [("fail", "rollout-0 does not have version 3 exactly")]
+    assert of(findings, "weights") == [("fail", "rollout-0 has other weights than version 3")]
     [(level, text)] = of(findings, "log-probs")
     assert (level, text[:35]) == ("fail", "engine and learner differ by 0.5 na")
     assert ("fail", "rollout-0") in [(level, text.split()[0]) for level, text in of(findings, "ports")]

@@ -105,7 +105,7 @@ def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) 
         ("rollout", "--rollout.reward.function_file=/nowhere.py", "function_file /nowhere.py does not exist"),
         ("rollout", "--rollout.engine.name=sglang", "sglang is not installed"),
         ("learner", "--weights.cluster_key_file=/nowhere", "weights.cluster_key_file /nowhere cannot be read"),
-        ("learner", "--redis.url=http://redis", "none of redis://"),
+        ("learner", "--redis.url=http://redis", "must start with redis://"),
         ("learner", "--learner.reward_model.path=/nowhere", "learner.reward_model.path /nowhere is not a model folder"),
         ("learner", "--run_dir=/proc/nowhere", "run_dir /proc/nowhere cannot be written to"),
         ("feed", "--dataset.file=/nowhere.parquet", "dataset /nowhere.parquet does not exist"),

@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_environment_is_kept(machine: Machine, tmp_path: Pat
     folder.mkdir()
     (folder / "precious").write_text("")
     result = machine.set_up(PENSTOCK_VENV=str(folder))
-    assert result.returncode == 1 and "is no virtual environment" in result.stderr
+    assert result.returncode == 1 and "is not a virtual environment" in result.stderr
     assert (folder / "precious").exists()
 
 

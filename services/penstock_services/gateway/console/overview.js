@@ -61,7 +61,7 @@ export async function overview(refresh) {
       fact("state", run.state.toLowerCase() + held), fact("step", number(run.step)),
       fact("policy version", number(run.policy_version)), fact("prompts waiting", number(queue.pending_prompts)),
       fact("in flight", number(queue.in_flight)), fact("groups ready", number(queue.queued - queue.delivered)),
-      fact("trained + since the checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
+      fact("trained + not yet in a checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
       fact("dead letters", number(queue.dead_lettered))),
     queue.conservation_error ? h("p", { class: "tag bad" }, `the queue's counts are off by ${queue.conservation_error}`) : null,
     h("div", { class: "charts" }, charts),

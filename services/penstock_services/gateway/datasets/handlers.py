@@ -64,7 +64,7 @@ class DatasetHandlers:
             payloads, priorities = [encode_prompt(prompt) for prompt in chunk], [prompt.priority for prompt in chunk]
             feed = await self.queue.feed(name, digest, feed.position, payloads, priorities)
         if feed.fingerprint != digest:
-            raise Conflict(f"other data was submitted as {request.name!r} before; choose another name")
+            raise Conflict(f"other data was submitted as dataset {request.name!r} before; choose another name")
         return await self._describe(path)
 
     def _find(self, name: str) -> Path:
@@ -88,7 +88,7 @@ class DatasetHandlers:
                 if not is_taken:
                     os.link(partial, path)
             if is_taken or path.read_bytes() != content:
-                raise Conflict(f"there is another dataset {path.stem!r}; choose another name")
+                raise Conflict(f"other data is stored as dataset {path.stem!r}; choose another name")
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
         except InvalidInput as error:

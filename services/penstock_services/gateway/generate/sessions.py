@@ -99,7 +99,7 @@ class Sessions:
 
     async def check_open(self, session_id: str) -> None:
         if await guarded(self.client.exists(self._rewarded(session_id))):
-            raise Conflict(f"session {session_id!r} has its reward; choose another id for new calls")
+            raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
 
     async def record(self, session_id: str, call: generate_pb2.GenerateChunk) -> None:
         """Add a call to the session. It has the whole answer: prompt, tokens, log-probs and versions."""

@@ -107,7 +107,7 @@ class RunCollector(Collector):
         dead = dict.fromkeys(_DEAD_REASONS, 0) | self.snapshot.dead_letter_reasons
         expired = dict.fromkeys(_EXPIRED_REASONS, 0) | self.snapshot.expired_reasons
         yield _counters("dead_lettered", "Groups dead-lettered as unusable.", "reason", dead)
-        yield _counters("expired", "Groups dropped because they were too old or not worth training.", "reason", expired)
+        yield _counters("expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired)
         yield from self._limiter(stat)
         yield from self._parts(self.snapshot)
         yield GaugeMetricFamily(

@@ -85,7 +85,7 @@ class PromptHandlers:
         page_size = validation.checked_page_size(request.page_size)
         after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
         if request.state and request.state not in _STATE_NAMES:
-            raise InvalidInput("state", f"{request.state} is no state")
+            raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
         page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
         records = [_to_proto(status) for status in page.prompts]
         if request.data_source:
@@ -97,7 +97,7 @@ class PromptHandlers:
     async def cancel_prompts(self, request: prompts_pb2.CancelPromptsRequest) -> prompts_pb2.CancelPromptsResponse:
         prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
         if not prompt_ids:
-            raise InvalidInput("prompt_ids", "give at least one")
+            raise InvalidInput("prompt_ids", "give at least one id")
         found = await self.book.cancel(prompt_ids)
         records = [
             _to_proto(status) if status else prompts_pb2.PromptRecord(prompt_id=prompt_id)

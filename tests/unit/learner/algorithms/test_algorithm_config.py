@@ -64,7 +64,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         AdvantageConfig(name="gropo")
     with pytest.raises(ValidationError, match="unknown loss 'clip_so': did you mean 'cispo'"):
         LossConfig(name="clip_so")
-    with pytest.raises(ValueError, match="known are ppo, gspo, cispo, reinforce; a custom one is"):
+    with pytest.raises(ValueError, match="known names: ppo, gspo, cispo, reinforce; give your own as"):
         LOSSES.get("zzz")
 
 

@@ -1,4 +1,4 @@
-"""Reads the YAML files that declare tools and interactions, in verl's format. Errors are one line."""
+"""Reads the YAML files that declare tools and interactions, in verl's format. Error messages have one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 
 class _Function(BaseModel):
-    """A function in OpenAI's format. Further keys are passed on to the chat template."""
+    """A function in OpenAI's format. Additional keys are passed on to the chat template."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 

@@ -39,7 +39,7 @@ class Episode:
 
 
 def combine_rewards(scored: Scored, episode: Episode, how: Literal["sum", "replace", "last"]) -> Scored:
-    """Combine the reward function's score with the agent's rewards. Without agent rewards the score is unchanged."""
+    """Combine the score of the reward function with the agent's own rewards. Without those the score is unchanged."""
     reward, parts = scored
     own = [*episode.turn_rewards, *([] if episode.final_reward is None else [episode.final_reward])]
     named = {f"turn_{number}": turn for number, turn in enumerate(episode.turn_rewards, start=1)}

@@ -36,15 +36,16 @@ class Interaction:
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> InteractionAnswer:
-        """Reply to the last of `messages`, the assistant's. The model does not see the reply if it is done."""
+        """Reply to the last message, which is the assistant's. If the conversation is done, the model does not see the
+        reply."""
         raise NotImplementedError
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
-        """A reward for the whole conversation, in addition to those of its turns, or None."""
+        """A reward for the whole conversation, in addition to the rewards of its turns, or None."""
         return None
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Free the resources of the sample. It is always called, also after a cancellation."""
+        """Free the resources of the sample. This is always called, even after a cancellation."""
 
 
 def load_interactions(path: Path) -> dict[str, Interaction]:
@@ -111,10 +112,10 @@ class InteractionSession:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await getattr(self._interaction, method)(self._instance_id, *arguments, **kwargs)
         except Exception as error:
-            what = f"interaction {self._name}: {method}"
+            called = f"interaction {self._name}: {method}"
             if deadline.expired():
-                raise DeadlineExceeded(f"{what} took more than {self._timeout_s:g} s") from error
-            raise PenstockError(f"{what} failed: {error!r}") from error
+                raise DeadlineExceeded(f"{called} took more than {self._timeout_s:g} s") from error
+            raise PenstockError(f"{called} failed: {error!r}") from error
 
     def _finite(self, reward: Any) -> float:
         try:
@@ -142,7 +143,7 @@ def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) 
 
 
 def _numbers(extra: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of the additional data; only numbers can be recorded."""
+    """The finite numbers in the interaction's additional data. Other values cannot be recorded."""
     return {
         str(key): float(value)
         for key, value in extra.items()

@@ -33,8 +33,7 @@ BUILT_IN: dict[str, AgentLoop] = {
 class Agents:
     """Everything that agents use, loaded and checked when the server starts.
 
-    A prompt only chooses among the loaded agents. Its agent name comes from a client, who must not decide what is
-    imported."""
+    A prompt can only choose one of the loaded agents, because a client must not decide which code is imported."""
 
     config: AgentsConfig
     max_model_len: int
@@ -76,7 +75,7 @@ class Agents:
             for role in roles:
                 tokenization.next_ids(0, [{"role": role, "content": "0", "name": "0"}], self.toolbox.schemas)
         except InvalidInput as error:
-            raise ConfigError(f"model.path: the chat template cannot have turns of a {role}: {error}") from error
+            raise ConfigError(f"model.path: the chat template cannot render a {role} message: {error}") from error
         if self.toolbox.tools:
             question = Prompt(messages=(("user", "0"),))
             if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):

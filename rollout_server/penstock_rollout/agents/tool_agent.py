@@ -40,7 +40,7 @@ async def interaction_agent(context: AgentContext) -> Episode:
 
 
 class _Conversation:
-    """One sample. `messages` is what interactions read; tokens come only from the transcript."""
+    """One sample. Interactions read `messages`; the sample's tokens come only from the transcript."""
 
     def __init__(self, context: AgentContext, interaction_kwargs: dict[str, Any] | None) -> None:
         self.context = context
@@ -112,7 +112,7 @@ class _Conversation:
         return sum(rewards) if rewards else None
 
     def _record(self, numbers: dict[str, float]) -> None:
-        """Add numbers of the same name up over the turns."""
+        """Sum the numbers of each name over the turns."""
         for name, value in numbers.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + value
 

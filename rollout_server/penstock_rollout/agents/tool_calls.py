@@ -1,4 +1,4 @@
-"""Parsers of tool calls, one per format. A parser reads only the text of a turn."""
+"""Parsers of tool calls, one per format. A parser gets only the text of a turn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
 
 
 def parse_llama3_json(text: str) -> list[ToolCall | MalformedCall]:
-    """`{"name": ..., "parameters": {...}}` as the whole turn, several with semicolons between: Llama 3.1 to 3.3."""
+    """`{"name": ..., "parameters": {...}}` as the whole turn, or several separated by semicolons: Llama 3.1 to 3.3."""
     tagged = text.lstrip().startswith(_PYTHON_TAG)
     body = text.replace(_PYTHON_TAG, "").strip()
     if not body.startswith("{"):

@@ -56,10 +56,10 @@ class ToolSession:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """Release every instance, also after an error or a cancellation."""
+        """Release every instance, even after an error or a cancellation."""
         async with asyncio.TaskGroup() as tasks:
             for name in self._begun:
-                tasks.create_task(self._counted(name, "release"))
+                tasks.create_task(self._try_call(name, "release"))
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolOutcome]:
         """Run the calls of one turn at the same time, and return the outcomes in the order of the calls."""
@@ -75,7 +75,7 @@ class ToolSession:
 
     async def final_reward(self) -> float | None:
         """Sum of the instances' `calc_reward`, or None if none of them gives a reward."""
-        given = [await self._counted(name, "calc_reward") for name in sorted(self._ready)]
+        given = [await self._try_call(name, "calc_reward") for name in sorted(self._ready)]
         rewards = [reward for reward in given if reward is not None]
         return sum(rewards) if rewards else None
 
@@ -86,7 +86,7 @@ class ToolSession:
         result: Result = "ok"
         try:
             if is_refused:
-                raise ToolFailure("refused", f"at most {self._config.max_calls_per_turn} calls a turn are run")
+                raise ToolFailure("refused", f"at most {self._config.max_calls_per_turn} calls are run per turn")
             text, reward, numbers = await self._execute(call, failed)
         except ToolFailure as failure:
             result, text, reward, numbers = failure.result, f"Error: {failure}", 0.0, {}
@@ -114,8 +114,8 @@ class ToolSession:
         self._ready.add(name)
         return None
 
-    async def _counted(self, name: str, method: Literal["calc_reward", "release"]) -> float | None:
-        """Call a method whose result the model does not see. Returns the reward, or None."""
+    async def _try_call(self, name: str, method: Literal["calc_reward", "release"]) -> float | None:
+        """Call a method whose result the model does not see. Returns the reward, or None. A failure is only counted."""
         try:
             given = await self._call(name, method)
             return None if given is None or method == "release" else _finite(given)

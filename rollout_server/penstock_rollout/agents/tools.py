@@ -19,9 +19,10 @@ class Tool:
     """Base class of tools. The methods are those of verl's BaseTool.
 
     One object serves all samples of a server. Each sample that calls the tool has its own instance, identified by
-    `instance_id`. `create` is called before its first call, `calc_reward` when the sample ended normally, and `release`
-    always, also after a cancellation. The calls of one turn run at the same time. Each call has the deadline
-    `rollout.agents.tool_timeout_s`. All samples share one event loop, so run blocking code in `asyncio.to_thread`.
+    `instance_id`. `create` runs before the sample's first call, and `calc_reward` after a sample that ended normally.
+    `release` always runs, even after a cancellation. The calls of one turn run at the same time. Each call has the
+    deadline `rollout.agents.tool_timeout_s`. All samples share one event loop, so run blocking code in
+    `asyncio.to_thread`.
 
     The keyword arguments come from the prompt's `extra_info.tools_kwargs[name]`: `create_kwargs`, `execute_kwargs`,
     `calc_reward_kwargs` and `release_kwargs`.
@@ -44,7 +45,7 @@ class Tool:
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """A reward for the whole use of the instance, in addition to those of its calls, or None."""
+        """A reward for the whole sample, in addition to the rewards of its calls, or None."""
         return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -53,7 +54,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a server, or those that one prompt may use."""
+    """The tools of a server, or the tools that one prompt may use."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
 
@@ -75,7 +76,7 @@ class Toolbox:
         return cls(tools)
 
     def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
-        """The tools a prompt may use: all of them, or with `need_tools_kwargs` only those in its `tools_kwargs`."""
+        """The tools that a prompt may use: all of them, or with `need_tools_kwargs` those named in `tools_kwargs`."""
         kwargs = tools_kwargs(extra_info)
         if unknown := sorted(set(kwargs) - set(self.tools)):
             raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {self._known()}")

@@ -49,7 +49,7 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """How many tokens the response may still grow, by `max_tokens` and by `max_model_len`."""
+        """How many tokens the response may still grow by, under both `max_tokens` and `max_model_len`."""
         context = self.context
         used = len(self._token_ids)
         by_length = context.max_model_len - len(context.prompt_token_ids) - used
@@ -78,7 +78,7 @@ class Transcript:
         return Turn(tuple(self._token_ids[start:]), finish_reason or "aborted")
 
     def insert(self, messages: Sequence[Message]) -> bool:
-        """Append the messages as the chat template renders them, up to where the next turn begins.
+        """Append the messages as the chat template renders them, up to the start of the next turn.
 
         Returns False and appends nothing if no room would be left for a sampled token."""
         if not self._loss_mask or not self._loss_mask[-1]:

@@ -1,9 +1,9 @@
-"""The engine protocol: what a rollout server needs from the library that generates tokens.
+"""The engine protocol: the interface between a rollout server and the library that generates tokens.
 
 Every engine guarantees the following (tests/integration/engines/test_engine_conformance.py checks each engine):
 - The engine stamps every token with the policy version whose weights produced it.
-- Log-probs are those of the distribution that was sampled, after temperature and top-p.
-- New weights are staged while the old ones serve, and one commit flips to them. No token comes from a mixture.
+- Log-probs refer to the distribution that was sampled from, after temperature and top-p.
+- New weights are staged while the old ones serve, and one commit switches to them. No token comes from a mixture.
 - A stage that fails or is aborted changes neither the serving weights nor the version.
 - A request that starts under one version never reuses KV that another version computed.
 """
@@ -66,12 +66,12 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """The version whose weights serve."""
+        """The version of the serving weights."""
         ...
 
     @property
     def weights_digest(self) -> str:
-        """Digest of the buckets that were loaded as `policy_version`; empty while the model folder serves."""
+        """Digest of the buckets that were loaded as `policy_version`. Empty if the model folder was loaded."""
         ...
 
     @property

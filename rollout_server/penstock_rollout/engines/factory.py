@@ -53,8 +53,8 @@ def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int)
 async def start_engine(engine: Engine, timeout_s: float) -> None:
     """Load the model folder as version 0, then freeze the objects of this process for the garbage collector.
 
-    The objects that an engine imports and builds stay for good. A full collection would visit all of them each time,
-    and no token or request moves while it runs. Frozen objects are skipped."""
+    The objects that an engine imports and builds are never freed. A full collection would visit all of them each time,
+    and the process does nothing else meanwhile. The collector skips frozen objects."""
     try:
         await asyncio.wait_for(engine.start(policy_version=0), timeout_s)
     except TimeoutError as error:

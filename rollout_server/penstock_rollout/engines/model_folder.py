@@ -1,4 +1,4 @@
-"""Read what an engine needs to know about a Hugging Face model folder before it loads it."""
+"""Read the stop tokens and tensor shapes of a Hugging Face model folder, before an engine loads it."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_template_that_refuses_tools_is_found_at_the_start(tmp_path: Path, cod
     refusal = "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     strict = CHATML.replace("{% for message in messages %}", "{% for message in messages %}" + refusal)
     tokenization = Tokenization(make_tokenizer_folder(tmp_path / "model", strict))
-    with pytest.raises(ConfigError, match="cannot have turns of a tool: .*no tools here"):
+    with pytest.raises(ConfigError, match="cannot render a tool message: .*no tools here"):
         load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
 
 

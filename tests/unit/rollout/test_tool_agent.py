@@ -165,7 +165,7 @@ async def test_calls_past_the_limit_are_refused(tokenization: Tokenization) -> N
         ScriptedEngine([(*one, *one, *one, END), ANSWER]), tokenization, tools=[tool], max_calls_per_turn=2
     )
     text = inserted_text(context, await tool_agent(context))
-    assert (text.count("[2]"), text.count("[Error: at most 2 calls a turn are run]")) == (2, 1)
+    assert (text.count("[2]"), text.count("[Error: at most 2 calls are run per turn]")) == (2, 1)
     assert tool.names.count("execute") == 2
 
 

@@ -1,4 +1,4 @@
-"""The HTTP calls to SGLang's server, by its native endpoints.
+"""The HTTP calls to the native endpoints of SGLang's server.
 
 `/update_weights_from_tensor` must never be used, because it unpickles its request body.
 """
@@ -53,7 +53,7 @@ class SglangCalls:
         return str((await self._get("/server_info"))["version"])
 
     async def load(self) -> Load:
-        """Return the server's load. It answers without waiting for the scheduler, also while weights are loaded."""
+        """Return the server's load. It answers without waiting for the scheduler, even while weights are loaded."""
         loads = (await self._get("/v1/loads", POLL_TIMEOUT_S, include="core"))["loads"]
         return Load(
             waiting_requests=sum(load["num_waiting_reqs"] for load in loads),
@@ -82,7 +82,7 @@ class SglangCalls:
                         _refuse(error.get("code", httpx.codes.BAD_REQUEST), error["message"])
                     yield message
         except httpx.HTTPError as error:
-            raise Unavailable(f"SGLang broke off a response: {error!r}") from error
+            raise Unavailable(f"the connection to SGLang broke during a response: {error!r}") from error
 
     async def abort(self, rid: str) -> None:
         """Abort a request; unknown ids are ignored. SGLang compares ids by prefix, so all must have the same length."""
@@ -92,7 +92,7 @@ class SglangCalls:
         await self._post("/abort_request", {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause decoding. SGLang answers before its scheduler has stopped, but handles later calls after that."""
+        """Pause decoding. SGLang answers before its scheduler has stopped, but handles later calls after it has."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:

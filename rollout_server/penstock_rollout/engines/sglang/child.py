@@ -1,7 +1,8 @@
 """Entry point of the SGLang process: `python -m penstock_rollout.engines.sglang.child PARENT_PID MODULE ARGUMENTS...`.
 
-It runs MODULE like `python -m MODULE`, and adds two things. The process group ends soon after the rollout server, even
-if the server was killed. And SGLang gets its API key without a command line that every user of the host can read.
+It runs MODULE like `python -m MODULE`, and adds two things. First, the process group ends soon after the rollout
+server, even if the server was killed. Second, SGLang gets its API key from the environment, because every user of the
+host can read a command line.
 """
 
 from __future__ import annotations

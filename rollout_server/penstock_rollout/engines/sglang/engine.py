@@ -2,8 +2,8 @@
 
 How a version flips: this process receives and hashes the new weights while SGLang decodes, and writes them as a model
 folder in memory. Then SGLang is paused, loads that folder with the new version number, and is resumed. SGLang stamps
-the tokens itself. The stamps are exact because the version changes only while no step is in flight: if the KV cache is
-kept, SGLang's overlap scheduler is off, which would leave a step in flight; if it is not kept, the pause drains it.
+the tokens itself. The stamps are exact because the version changes only while no step is in flight. SGLang's overlap
+scheduler could leave a step in flight. It is off if the KV cache is kept; otherwise the pause drains the step.
 
 SGLang reports which version produced which token at the end of a response only. Tokens that arrive before the first
 flip belong to the version under which the request was submitted. After a flip, the tokens of a streamed request are
@@ -60,8 +60,8 @@ class _Running:
     is_submitted: bool = False
     has_begun: bool = False
     """A token has arrived."""
-    has_crossed: bool = False
-    """The version has flipped since the first token. The versions of further tokens are known only at the end."""
+    spans_flip: bool = False
+    """The version has flipped since the first token. The versions of later tokens are known only at the end."""
     rid: str = ""
     superseded: bool = False
     """It was aborted before its first token and will be submitted again under a newer version."""
@@ -88,7 +88,7 @@ class SglangEngine:
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
-        """Cleared during a flip. A request that comes then is submitted after it, under the new version."""
+        """Cleared during a flip. A request that arrives then is submitted after the flip, under the new version."""
         self._idle = asyncio.Event()
         """Set while no request runs."""
         self._slot = StageSlot(model_path)
@@ -176,14 +176,14 @@ class SglangEngine:
                         has_ended = True
                         yield self._last_chunk(response, running, event)
                         return
-                    if request.stream and not running.has_crossed:
+                    if request.stream and not running.spans_flip:
                         yield response.take(None)
             if not running.superseded:
                 raise Unavailable(f"SGLang ended the response to request {request.request_id} before it was finished")
         except Unavailable:
             if not self._stopping:
                 raise
-            yield _aborted() if running.has_crossed else response.take(None, "aborted")
+            yield _aborted() if running.spans_flip else response.take(None, "aborted")
         finally:
             if not has_ended and not self._stopping:
                 self._spawn(self._abort(running.rid))
@@ -207,7 +207,7 @@ class SglangEngine:
         reason = event.finish_reason or {}
         if "status_code" in reason and not self._stopping:
             raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
-        if event.spans is None and running.has_crossed and len(response.token_ids) > response.num_delivered:
+        if event.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
             raise Unavailable("SGLang did not report which version produced which tokens of a response")
         return response.take(event.spans, _FINISH_REASONS.get(reason["type"], "aborted"))
 
@@ -245,7 +245,7 @@ class SglangEngine:
                 await self._calls.load_weights(folder, policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
                 self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
-                self._cross()
+                self._supersede_unstarted()
                 await self._calls.resume()
                 self._open.set()
             except Exception as error:
@@ -256,14 +256,14 @@ class SglangEngine:
             paused_s = time.monotonic() - started
         return CommitReport(stage.receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
 
-    def _cross(self) -> None:
-        """Mark the requests that go on under the new version, and abort those without a token. Nothing decodes now.
+    def _supersede_unstarted(self) -> None:
+        """Abort the requests without a token, and mark those that continue under the new version. Nothing decodes now.
 
-        The aborts are not awaited, because there may be hundreds. A superseded request that an abort misses is dropped
-        at its first token."""
+        `generate` submits the aborted requests again. The aborts are not awaited, because there may be hundreds. A
+        superseded request that an abort misses is dropped at its first token."""
         for running in self._running.values():
             if running.has_begun:
-                running.has_crossed = True
+                running.spans_flip = True
             elif running.is_submitted:
                 running.superseded = True
                 self._spawn(self._abort(running.rid))
@@ -277,7 +277,7 @@ class SglangEngine:
         self._slot.abort()
 
     def stats(self) -> EngineStats:
-        """Return the load. SGLang's figures are from its last poll, so they are capped by what is known here."""
+        """Return the load. SGLang's figures are from the last poll, so they are capped by the requests known here."""
         if self._server is None or not self._running:
             return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
         load = self._server.load

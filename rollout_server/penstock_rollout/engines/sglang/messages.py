@@ -104,7 +104,7 @@ class Response:
         self.log_probs += event.log_probs
 
     def take(self, spans: tuple[VersionSegment, ...] | None, finish_reason: FinishReason | None = None) -> TokenChunk:
-        """Return the tokens that were not delivered yet. Without `spans` all belong to the version of submission."""
+        """Return the tokens that were not delivered yet. Without `spans`, all belong to the version at submission."""
         start, end = self.num_delivered, len(self.token_ids)
         self.num_delivered = end
         segments = _clip(spans if spans is not None else (VersionSegment(0, end, self.version),), start, end)

@@ -14,7 +14,7 @@ PREFIX = "sglang:"
 
 
 class SglangMetrics(Collector):
-    """Fetches SGLang's metrics on each scrape, in the thread that serves /metrics. None while SGLang is down."""
+    """Fetches SGLang's metrics on each scrape, in the thread that serves /metrics. Yields none while SGLang is down."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/metrics"

@@ -19,8 +19,9 @@ from penstock_rollout.engines.sglang.start import SglangChild
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 21)
-"""0.5.19 is the first that reports which version produced which token. Up to 0.5.20, the scheduler dies if a load
-flushes the cache while retracted requests wait, and this is how the engine drops the KV cache."""
+"""Oldest SGLang that works. 0.5.19 is the first that reports which policy version produced which token. Up to 0.5.20,
+the scheduler dies if a load flushes the cache while retracted requests wait, which the engine does
+to drop the KV cache."""
 READY_POLL_S = 0.2
 LOAD_POLL_S = 0.5
 MAX_SILENT_POLLS = 3

@@ -22,8 +22,8 @@ _ALIGNMENT = 8
 class WeightFile:
     """A folder with one file, `model.safetensors`, which links to anonymous memory of this process.
 
-    The weights are not written to a volume and are not limited by the size of /dev/shm (64 MiB in a container). Only
-    processes of the same user can open the file, and it is gone when this process ends."""
+    The weights are not written to a volume, and the size of /dev/shm (64 MiB in a container) does not limit them. Only
+    processes of the same user can open the file. The file disappears when this process ends."""
 
     def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder

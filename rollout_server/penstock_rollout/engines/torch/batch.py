@@ -1,4 +1,4 @@
-"""The decoding batch of the torch engine: its rows, their KV cache, and sampling. Synchronous code for one thread.
+"""The decoding batch of the torch engine: its rows, their KV cache, and sampling. One thread calls it.
 
 The cache is one left-padded tensor per layer, [rows, heads, longest, head_dim]. Between two calls it holds the KV of
 all tokens of a row except the last, which the next step feeds to the model. Prompts are prefilled in groups of equal

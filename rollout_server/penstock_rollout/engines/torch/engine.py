@@ -1,7 +1,7 @@
 """The torch engine: continuous batching over a Hugging Face model, on any platform. Tests use it as a reference.
 
 One thread owns the model and steps the batch. Requests join and leave between steps, and new weights are loaded between
-steps. The event loop hands requests and actions to the thread under one condition, and gets chunks back through
+steps. The event loop passes requests and actions to the thread under a lock, and gets chunks back through
 call_soon_threadsafe.
 
 Left out on purpose: paged KV, chunked prefill, tensor parallelism, models whose state is not a KV cache.
@@ -208,14 +208,14 @@ class TorchEngine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._run_once()
             self._abort_all()
         except Exception as error:
             logger.exception("the torch engine failed")
             self._broken = repr(error)
             self._loop.call_soon_threadsafe(self._fail_all)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Wait for work. Then run the actions, step once, and add waiting requests to the batch."""
         with self._changed:
             self._changed.wait_for(self._has_work)
@@ -245,7 +245,7 @@ class TorchEngine:
         return taken
 
     def _deliver(self, rows: list[Row]) -> None:
-        """Hand the chunks of a whole step to the event loop in one call."""
+        """Pass the chunks of a whole step to the event loop in one call."""
         ready = [row for row in rows if row.finish_reason is not None or row.request.stream]
         if ready:
             self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])

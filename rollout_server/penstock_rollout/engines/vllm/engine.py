@@ -36,7 +36,7 @@ CONTROL_TIMEOUT_S = 60.0
 """Timeout of a call to EngineCore, which answers between two decode steps."""
 LOAD_TIMEOUT_S = 600.0
 STAGE_POLL_S = 0.005
-"""A worker must not block in a call, since it decodes between calls. So its stage is polled."""
+"""How often the stage of a worker is polled. A call must not block the worker, which decodes between calls."""
 STOP_TIMEOUT_S = 10.0
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}

@@ -3,8 +3,8 @@
 vLLM 0.32 and newer report it: EngineCore labels the outputs of every step, and the front end keeps the spans of a
 request. Older versions do not, so Penstock stamps EngineCore's outputs as they arrive in this process.
 
-Why that is exact: EngineCore answers a pause when no step is in flight. The answer comes over the same socket as the
-tokens, after them. So when it is here, every token of the old version has arrived, even if vLLM's output handler has
+These stamps are exact. EngineCore answers a pause when no step is in flight, and the answer follows the tokens on the
+same socket. So when the answer is here, every token of the old version has arrived, even if vLLM's output handler has
 not processed it yet. No token of the new version exists before the scheduler is resumed.
 """
 
@@ -96,7 +96,7 @@ class _Stamped:
 class OwnStamps:
     """Stamps tokens as they arrive. Create it before the first call to EngineCore.
 
-    It replaces the output queue, and the task that reads EngineCore's socket keeps the queue it finds at its start."""
+    It replaces the output queue. The task that reads EngineCore's socket uses the queue that exists when it starts."""
 
     def __init__(self, llm: Any) -> None:
         assert llm.engine_core.resources.output_queue_task is None

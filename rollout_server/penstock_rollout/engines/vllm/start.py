@@ -68,7 +68,7 @@ def prepare_environment() -> None:
     else:
         # The server has threads before it has an engine, and a process that has used CUDA must not be forked.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        # It needs nvcc, and cannot return the log-probs of the sampled distribution, which every request asks for.
+        # FlashInfer's sampler needs nvcc, and cannot return the log-probs that every request asks for.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 

@@ -25,7 +25,7 @@ from penstock_rollout.weights.stage import WeightStage
 
 PARENT_POLL_S = 0.5
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""It warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
+"""This logger warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
 
 
 class WeightStaging:
@@ -112,7 +112,7 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
 
 
 def die_with_parent() -> None:
-    """End this process soon after its parent ended. Otherwise vLLM's EngineCore would outlive a killed server.
+    """Exit soon after the parent process has ended. Otherwise vLLM's EngineCore would outlive a killed server.
 
     PR_SET_PDEATHSIG does not work here: it fires when the thread that forked ends, which may be much earlier."""
     parent = os.getppid()

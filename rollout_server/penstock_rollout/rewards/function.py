@@ -32,7 +32,7 @@ def load_function(path: Path, name: str, kwargs: Mapping[str, Any]) -> RewardFun
 def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
     """Convert the return value of a reward function to a finite score and its parts.
 
-    Accepts what verl accepts: a number, a mapping with `score`, or a sequence that starts with the number. Values of a
+    Accepts the same as verl: a number, a mapping with `score`, or a sequence that starts with the number. Values of a
     mapping that are not finite numbers, such as a predicted text, are left out. Raises ValueError if the score itself
     is not a finite number."""
     parts: dict[str, float] = {}

@@ -77,8 +77,8 @@ BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
     "code": _code,
     "function": _function,
 }
-"""By kind: builds a function with verl's signature from the settings. `remote` is missing because it only waits for a
-service, and `reward_model` because the learner computes it."""
+"""For each kind, a function that builds a reward with verl's signature from the settings. `remote` is missing because
+it only waits for a service, and `reward_model` because the learner computes it."""
 
 
 def build(settings: Settings) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""The math reward compares answers with math-verify: equal expressions match, however they are written."""
+"""The math reward compares answers with math-verify. Equal expressions match, however they are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def math(
     correct_score: float,
     wrong_score: float,
 ) -> float:
-    """Return `correct_score` if the answer, in the last box if there is one, equals the ground truth."""
+    """Return `correct_score` if the answer equals the ground truth, else `wrong_score`.
+
+    math-verify takes the answer from the last `\\boxed{}` if there is one."""
     wanted = str(ground_truth)
     boxed = wanted if "\\boxed" in wanted else f"\\boxed{{{wanted}}}"
     gold = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=NO_TIMEOUT)

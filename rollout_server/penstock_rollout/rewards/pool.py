@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
-"""Deadline for starting a process and importing what a reward needs. It does not count towards the reward's own."""
+"""Deadline for starting a process and importing a reward's modules. The reward's own deadline starts afterwards."""
 TERMINATE_S = 1.0
 """How long a process may take to end its programs after SIGTERM."""
 KILL_S = 10.0
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class RewardFailed(Exception):
-    """A reward that gave no score. `kind` is `exception` (the function raised), `timeout` or `worker_died`.
+    """A reward could not be computed. `kind` is `exception` (the function raised), `timeout` or `worker_died`.
 
     The scorer catches it, counts it and returns `error_value`."""
 
@@ -53,7 +53,7 @@ class RewardProcess:
         return cls(process)
 
     async def prepare(self, settings: str) -> None:
-        """Build a reward in the process, unless it has it already. The process stays usable if this fails."""
+        """Build a reward in the process, unless it was built there before. The process stays usable if this fails."""
         if settings in self._prepared:
             return
         answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
@@ -68,7 +68,7 @@ class RewardProcess:
         return answer["score"], answer["parts"]
 
     async def end(self) -> None:
-        """End the process: SIGTERM, so that it can end its programs, and after TERMINATE_S SIGKILL."""
+        """End the process with SIGTERM, so that it can end its programs. Sends SIGKILL after TERMINATE_S."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 TAIL_CHARS = 300
-"""Only this many characters at the end are searched: the answer stands there, and long responses are slow to search."""
+"""Number of characters at the end of a response that are searched. Answers come last, and long texts take long."""
 _STRICT = re.compile(r"#### (-?\$?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9][0-9.,]*|-?\.[0-9]+")
 
@@ -53,7 +53,7 @@ def gsm8k(
 
 
 def gsm8k_answer(solution_str: str, method: str) -> str | None:
-    """The last answer, without thousands separators, `$` and a final full stop."""
+    """The last answer, without thousands separators, `$` or a final full stop. None if there is no answer."""
     found = (_STRICT if method == "strict" else _FLEXIBLE).findall(solution_str[-TAIL_CHARS:])
     numbers = [plain for plain in map(_plain_number, found) if plain not in ("", "-")]
     return numbers[-1] if numbers else None

@@ -1,8 +1,8 @@
 """The reward process: `python -m penstock_rollout.rewards.worker`. It handles one request at a time.
 
-Requests and answers are JSON frames on standard input and output: four bytes with the length, then the text. They do
-not use multiprocessing's pipes, which carry pickles: reading a pickle runs code that the other side chose. What a
-reward function prints goes to standard error, and its standard input is empty. `settings` is JSON text itself.
+Requests and answers are JSON frames on standard input and output: four bytes with the length, then the text.
+multiprocessing's pipes are not used, because they carry pickles, and reading a pickle runs code that the other side
+chose. The output of a reward function goes to standard error, and its standard input is empty. `settings` is JSON text.
 
     {"prepare": settings}                                                   {}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}

@@ -7,8 +7,9 @@ A ground truth is an object or its JSON text:
     {"assert_case": ["assert f(1) == 2", ...]}            statements, one test each; a plain list means the same
     {"functional": "def check(): ..."}                    test code, one test; text that is not JSON means the same
 
-Expected outputs never enter the sandbox: they are compared outside. Asserts have to run beside the program, so a
-program written to forge their result can do so. A program that only exits early or swallows exceptions cannot.
+Expected outputs never enter the sandbox; they are compared outside. Asserts have to run in the same process as the
+program, so a program that is written to forge their result can do so. A program that only exits early or swallows
+exceptions does not pass.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ else:
     json.dump(function(*request["arguments"]), answers)
 answers.flush()
 """
-"""Calls the solution inside the sandbox. What the solution prints goes to standard error, and only the returned value,
-or the token of a passed assert, goes to standard output."""
+"""Calls the solution inside the sandbox. The solution's own output goes to standard error. Only the returned value, or
+the token of a passed assert, goes to standard output."""
 
 
 class Case(Protocol):
@@ -114,7 +115,7 @@ def read_cases(ground_truth: Any) -> Sequence[Case]:
         case {"inputs": [*inputs], "outputs": [*outputs]}:
             if len(inputs) != len(outputs):
                 raise ValueError(
-                    f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; it needs as many of both"
+                    f"the ground truth has {len(inputs)} inputs but {len(outputs)} outputs; give each test both"
                 )
             function = ground_truth.get("fn_name")
             for given, expected in zip(inputs, outputs, strict=True):
@@ -129,7 +130,7 @@ def read_cases(ground_truth: Any) -> Sequence[Case]:
         case [str(), *_]:
             cases += [_assert_case(statement) for statement in ground_truth]
     if not cases:
-        raise ValueError("the ground truth holds no tests; it needs inputs and outputs, assert_case or functional")
+        raise ValueError("the ground truth has no tests; it needs inputs and outputs, assert_case or functional")
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Compares what a program printed or returned with the expected output. Fractions may differ by rounding."""
+"""Compares the printed or returned output of a program with the expected one. Fractions may differ by rounding."""
 
 from __future__ import annotations
 

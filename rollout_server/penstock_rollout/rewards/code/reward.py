@@ -1,4 +1,4 @@
-"""The code reward: the share of tests that a response's program passes. Every test runs the program anew, sandboxed."""
+"""The code reward: the share of tests that a response's program passes. Every test runs it in a new sandbox."""
 
 from __future__ import annotations
 

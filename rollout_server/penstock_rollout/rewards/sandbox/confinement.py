@@ -1,6 +1,6 @@
 """Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
 
-| layer      | what it prevents or limits                                             | needs                    |
+| layer      | prevents or limits                                                     | needs                    |
 |------------|------------------------------------------------------------------------|--------------------------|
 | Landlock   | files outside its folder and the interpreter's, /proc, other processes | Linux 5.13, enabled      |
 | seccomp    | sockets, signals to others, leaving its process group, mounts, ptrace  | x86-64 or ARM64          |
@@ -8,9 +8,10 @@
 | user       | root rights: the program runs as another user                          | starting as root         |
 | rlimits    | CPU, address space, file size, number of processes and descriptors     | any Unix                 |
 
-Landlock and seccomp are required: they are the isolation. The other layers are added where the machine allows them. Not
-covered are kernel bugs, side channels, the total memory of all processes, and the total disk use in the private folder.
-If the secrets of a machine matter, run these tests in a separate virtual machine.
+Landlock and seccomp are required, because they provide the isolation. The other layers are added where the machine
+allows them. The sandbox does not protect against kernel bugs and side channels, and does not limit the total memory of
+all processes or the total disk use in the private folder. If a machine holds secrets that matter, run these tests in a
+separate virtual machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Layers:
 
     @classmethod
     def wanted(cls) -> Layers:
-        """All layers that this kernel supports. Whether this process may use them shows when they are tried."""
+        """All layers that this kernel supports. `usable_layers` tries whether this process may use them."""
         if sys.platform != "linux":
             return cls(0, has_seccomp=False, has_namespaces=False, drops_user=False)
         return cls(
@@ -78,7 +79,8 @@ class Layers:
 
 
 class Confinement:
-    """Prepared in the parent. `apply` runs in the child between fork and exec, where it only makes system calls."""
+    """The confinement of one program. The parent calls `prepare`; the child calls `apply` between fork and exec, where
+    it only makes system calls."""
 
     def __init__(self, layers: Layers, limits: Limits, folder: Path) -> None:
         self.layers = layers
@@ -105,7 +107,7 @@ class Confinement:
 
     def apply(self) -> None:
         if self._libc is not None:
-            self._take_rights(self._libc)
+            self._drop_rights(self._libc)
         if self.layers.has_seccomp:
             assert self._libc is not None
             seccomp.restrict(self._libc)
@@ -116,12 +118,12 @@ class Confinement:
             (resource.RLIMIT_NPROC, self._max_processes, self._max_processes),
             (resource.RLIMIT_NOFILE, 256, 256),
             (resource.RLIMIT_CORE, 0, 0),
-            # Last: the fork of a large process is over this limit already and cannot allocate any more.
+            # This limit comes last: the fork of a large process already exceeds it and cannot allocate any more.
             (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
         ):
             resource.setrlimit(name, (soft, hard))
 
-    def _take_rights(self, libc: ctypes.CDLL) -> None:
+    def _drop_rights(self, libc: ctypes.CDLL) -> None:
         if self.layers.has_namespaces:
             # Root needs no user namespace, and could not switch to another user inside one.
             user = 0 if self.layers.drops_user else _CLONE_NEWUSER
@@ -143,7 +145,7 @@ def adopt_orphans() -> None:
 def _become(libc: ctypes.CDLL, user: int) -> None:
     """Switch to another user, but keep the right to read files of root, such as an interpreter under /root.
 
-    Landlock still limits which files that are.
+    Landlock still limits which files can be read.
     """
     check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
     os.setgroups([])

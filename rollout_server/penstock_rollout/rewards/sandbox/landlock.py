@@ -18,7 +18,7 @@ _READABLE = (
     sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.__file__).parent), "/usr", "/lib", "/lib64", "/bin",
     "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero",
 )  # fmt: skip
-"""What an interpreter needs in order to start and import. /proc, /home, /tmp and the rest of /etc stay closed."""
+"""Paths that an interpreter needs to start and import. /proc, /home, /tmp and the rest of /etc stay closed."""
 
 
 def supported_abi() -> int:

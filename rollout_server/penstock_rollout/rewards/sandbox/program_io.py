@@ -1,4 +1,4 @@
-"""Talks to a sandboxed program: feeds its standard input, reads its output within limits, and ends it."""
+"""Feeds the standard input of a sandboxed program, reads its output within limits, and ends it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
     error_tail: bytes
     """The last ERROR_TAIL_BYTES of standard error."""
     ended: Literal["itself", "deadline", "output"]
-    """What ended the program: it exited, its time was up, or it printed too much."""
+    """Why the program ended: it exited by itself, its time was up, or it printed too much."""
 
     @property
     def succeeded(self) -> bool:
@@ -71,7 +71,7 @@ class ProgramIO:
         return Outcome(self.process.returncode, bytes(self._written), self._errors, ended)
 
     def _transfer(self, selector: selectors.BaseSelector, wait_s: float) -> None:
-        """Move the bytes that can be moved now. Wait for some, up to `wait_s`."""
+        """Read and write the bytes that are ready. Waits for some, up to `wait_s`."""
         if not selector.get_map():
             time.sleep(min(wait_s, 0.002))
             return
@@ -93,7 +93,7 @@ class ProgramIO:
             self._stdin.close()
 
     def _read(self, selector: selectors.BaseSelector, descriptor: int, *, is_output: bool) -> None:
-        """Read what is available, up to one chunk past the output limit."""
+        """Read the bytes that are available, up to one chunk past the output limit."""
         while True:
             try:
                 chunk = os.read(descriptor, READ_BYTES)
@@ -119,7 +119,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with contextlib.suppress(ChildProcessError):
-        while True:  # orphans of the program became our children; unreaped they count as processes of the user
+        while True:  # orphans of the program became our children, and count against the process limit until reaped
             os.waitpid(-process.pid, 0)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
@@ -128,7 +128,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Look without reaping: the process id, and with it the group id, stays reserved until the group was killed."""
+    """Check without reaping, so that the process id, which is also the group id, stays reserved until the kill."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -31,12 +31,12 @@ class Sandbox:
 
     @classmethod
     def open(cls, *, allow_unisolated: bool) -> Sandbox:
-        """Raises ConfigError if this machine cannot isolate a program and `allow_unisolated` is false."""
+        """Find the layers that work here. Raises ConfigError if they do not isolate and `allow_unisolated` is false."""
         layers = usable_layers()
         if not layers.isolates and not allow_unisolated:
             raise ConfigError(
-                "this machine cannot isolate the code of code rewards: that needs Linux with Landlock and seccomp; "
-                "run the server on such a machine, or set allow_unisolated on the reward"
+                "this machine cannot isolate the code of code rewards, which needs Linux with Landlock and seccomp; "
+                "run the server on another machine, or set allow_unisolated on the reward"
             )
         adopt_orphans()
         return cls(layers)
@@ -68,7 +68,7 @@ class Sandbox:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only its owner can enter. It is removed with its content."""
+    """A new folder that only its owner can enter. It is removed, with its content, at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="penstock-code-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 

@@ -21,7 +21,7 @@ _REFUSED = {
     "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # leaving the process group, which is what the sandbox kills
+    # leaving the process group, which the sandbox kills as a whole
     "setsid": (112, 157), "setpgid": (109, 154),
     # objects that outlive the process
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "add_key": (248, 217), "request_key": (249, 218),

@@ -1,1 +1,1 @@
-"""The rollout server: turns leased prompts into scored groups, and takes new weights while it generates."""
+"""The rollout server: turns leased prompts into scored groups, and receives new weights while it generates."""

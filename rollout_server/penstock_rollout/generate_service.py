@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
-    """Generates responses for clients. These requests are neither leased, scored nor stored."""
+    """Generates responses for clients. These requests are not leased, scored or stored."""
 
     def __init__(
         self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int,

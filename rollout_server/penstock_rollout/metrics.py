@@ -29,13 +29,15 @@ class RolloutMetrics:
             name("rollout_paused_seconds"), "Time during which decoding was paused.", ["reason"], registry=registry
         )
         self.episode_seconds = CountedHistogram(
-            name("rollout_episode_duration_seconds"), "One group, from lease to append.", LONG_SECONDS, registry
+            name("rollout_episode_duration_seconds"), "Time of one group, from lease to append.", LONG_SECONDS, registry
         )
         self.response_tokens = CountedHistogram(
             name("rollout_response_tokens"), "Length of responses.", [2**power for power in range(2, 16)], registry
         )
         self.truncated = Counter(name("rollout_truncated"), "Responses cut at max_tokens.", registry=registry)
-        self.prompts_truncated = Counter(name("rollout_prompts_truncated"), "Prompts cut to fit.", registry=registry)
+        self.prompts_truncated = Counter(
+            name("rollout_prompts_truncated"), "Prompts truncated to fit.", registry=registry
+        )
         self.version_span = CountedHistogram(
             name("trajectory_version_span"), "Versions within one trajectory, minus one.",
             (0, 1, 2, 3, 4, 6, 8, 12, 16), registry,
@@ -61,7 +63,7 @@ class RolloutMetrics:
             name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
         )
         self.recovery_seconds = Histogram(
-            name("recovery_duration_seconds"), "Time from the end of serving until serving again.", ["component"],
+            name("recovery_duration_seconds"), "Time during which the server was not serving.", ["component"],
             registry=registry, buckets=LONG_SECONDS,
         )  # fmt: skip
         self.paused.labels("weights")
@@ -72,7 +74,7 @@ class RolloutMetrics:
     def follow(
         self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
     ) -> None:
-        """Set the functions that gauges call when they are scraped."""
+        """Set the functions that the gauges call when they are scraped."""
         self.inflight.set_function(num_running)
         self.concurrency_limit.set_function(limit)
         self.outbox.set_function(num_in_outbox)

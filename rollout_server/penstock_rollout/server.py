@@ -50,7 +50,7 @@ from penstock_rollout.text.tokenization import Tokenization
 logger = logging.getLogger(__name__)
 HEALTH_S = 2.0
 LAST_PUSH_S = 20.0
-"""How long a server that leaves waits for a push that it takes part in."""
+"""How long a server that is leaving waits for a push in progress."""
 CLOSE_S = 1.0
 """How long the listener waits for requests in progress when the server ends."""
 MAX_MANIFEST_BYTES = 64 * 2**20

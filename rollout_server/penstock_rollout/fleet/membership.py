@@ -5,8 +5,9 @@ States that the server itself changes (`penstock/store/fleet.py` has all of them
     JOINING, EVICTED ──► STALE ──(serves the wanted version)──► READY
     READY, LOADING ──(held at another version, or just released from one)──► STALE
 
-The wanted version is the one that the run or this server is held at, otherwise the current one of the registry. A STALE
-server gets it from the next push. If a snapshot is allowed, the server loads it from there without waiting for a push.
+The wanted version is the version that the run or this server is held at, or else the current one of the registry. A
+STALE server gets it from the next push. If the config allows snapshots, the server loads it from there without waiting
+for a push.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class FleetMembership:
         """host:port of the internal listener, known once it listens."""
         self.state: ServerState = "JOINING"
         self.held_version: int | None = None
-        """The version that the last report found this server held at."""
+        """The version that this server is held at, as of the last report."""
         self._reported_at = 0.0
         self._stopped_serving_at: float | None = None
         self._refused_snapshot = ""
@@ -70,7 +71,7 @@ class FleetMembership:
         logger.info("left the fleet")
 
     def may_lease(self) -> bool:
-        """Whether this server is serving, according to a recent report. A server that slept must report first."""
+        """Whether this server is serving, according to a recent report. After a suspension it must report first."""
         is_fresh = time.monotonic() - self._reported_at < self.config.replay.lease_ttl_s
         return is_fresh and self.state in SERVING_STATES
 
@@ -96,7 +97,7 @@ class FleetMembership:
         self.state = state
 
     async def _next_state(self, recorded: ServerState | None) -> ServerState:
-        """Make the state changes of this server, as drawn above."""
+        """Make the state changes that the module's docstring draws. Returns the new state."""
         state = recorded or "JOINING"
         was_held = self.held_version is not None
         self.held_version = held = await self._read_held_version()
@@ -117,7 +118,7 @@ class FleetMembership:
         return await self.policies.pinned_version(self.server_id) if held is None else held
 
     async def _serves_wrong_version(self, held: int | None, was_held: bool) -> bool:
-        """Whether a serving server has to load another version by itself. Pushes move a server that is not held."""
+        """Whether a serving server has to load another version by itself. Other servers are updated by pushes."""
         if held is not None:
             return self.engine.policy_version != held
         return was_held and self.engine.policy_version != (await self._wanted(None)).policy_version
@@ -132,14 +133,14 @@ class FleetMembership:
     async def _load_wanted_snapshot(self, wanted: policies_pb2.Policy, is_held: bool) -> None:
         """Load the wanted version from its snapshot, if the config allows it or the server is held.
 
-        The learner does not push held versions, so a held server has no other way to them."""
+        The learner does not push held versions, so a held server can get them only from a snapshot."""
         weights = self.config.weights
         is_behind = self.engine.policy_version != wanted.policy_version
         may_load = is_held or weights.catch_up == "snapshot"
         if not may_load or not is_behind or wanted.snapshot_path in ("", self._refused_snapshot):
             return
         if self.weight_member.is_receiving:
-            return  # the push brings a newer version, and loading a snapshot would replace what it has staged
+            return  # the push brings a newer version, and loading a snapshot would replace its stage
         try:
             await load_snapshot(self.engine, wanted, weights.push_timeout_s)
             self.metrics.version.labels("rollout").set(wanted.policy_version)

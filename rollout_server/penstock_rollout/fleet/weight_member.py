@@ -116,7 +116,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         return weights_pb2.AbortResponse()
 
     async def _check_caller(self, run: str, term: int, context: Context) -> None:
-        """Abort the call unless it carries the cluster key, names this run, and is of the newest term known."""
+        """Abort the call unless it carries the cluster key, names this run, and has the newest known term."""
         if not is_authorised(self.config, tuple(context.invocation_metadata() or ())):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if run != self.run:
@@ -129,7 +129,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.highest_term = term
 
     async def _current_term(self) -> int:
-        """Return the registry's term, or 0 if the registry does not answer: the highest term seen decides then."""
+        """Return the registry's term, or 0 if the registry does not answer. Then the highest term seen decides."""
         if self.read_term is None:
             return 0
         try:

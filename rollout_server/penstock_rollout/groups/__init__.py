@@ -1,1 +1,1 @@
-"""Makes groups of leased prompts and appends them to the queue."""
+"""Makes groups from leased prompts and appends them to the queue."""

@@ -1,21 +1,22 @@
-"""Adapts how many groups a server works on at once to the load of its engine. Pure state machine: no clock, no I/O.
+"""Limits how many groups a server works on at once, according to the load of its engine.
 
-A request that waits inside the engine generates nothing, while its prompt is leased, ages, and is lost if the server
-dies. But some requests should wait: the samples of a group end one by one, and its place is only free when the last one
-has ended, so an engine without waiting requests soon has idle rows. The limit therefore lets RESERVE requests wait for
-each one that runs, and follows the load beyond that:
+It is a pure state machine, without a clock or I/O. A request that waits inside the engine generates nothing. Meanwhile
+its prompt is leased and ages, and its lease is lost if the server dies. But some requests should wait. The samples of a
+group end one by one, and a new group can start only when the last sample has ended. So an engine without waiting
+requests soon has idle rows. The limit therefore lets RESERVE requests wait for each request that runs. Beyond that it
+follows the load:
 
 - The limit falls by the share of waiting requests if requests wait and the KV cache is full, since running requests are
   then preempted.
 - It falls by the share of excess requests if more than the reserve wait for `max_queue_s` without a break.
-- It rises if less than half the reserve waits, the cache has room, and the limit is what holds groups back: by a
-  sixteenth a second, or by a quarter while nothing waits.
+- It rises if at most half the reserve waits, the cache has room, and as many groups run as the limit allows. It rises
+  by a sixteenth per second, or by a quarter while nothing waits.
 
 The fast rise is for the time after a burst. Groups that start together have all their samples in the engine, twice as
-many as they have on average later. A limit that fell because of that is too low once the groups have spread.
+many as they have on average later. A limit that fell for this reason is too low once the groups have spread out.
 
-The limit falls by half at most, and not again until the engine had `max_queue_s` to show the effect. It does not move
-while it does not bind, and it never holds back an engine whose reserve is not filled.
+The limit falls by half at most. It does not fall again until the engine has had `max_queue_s` to show the effect. It
+does not rise while fewer groups run than it allows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RISE_FROM_IDLE = 1 / 4
 LEAST_SHARE = 0.5
 """The limit falls at most to this share of the running groups at once."""
 RESERVE = 0.5
-"""Waiting requests per running request that keep the engine full."""
+"""Number of waiting requests, per running request, that keeps the engine full."""
 
 
 class ConcurrencyLimit:

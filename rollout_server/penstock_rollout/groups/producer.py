@@ -1,4 +1,4 @@
-"""The producer leases prompts, makes groups of them and appends the groups to the queue.
+"""The producer leases prompts, makes groups from them and appends the groups to the queue.
 
 | loop       | waits for                                  | unblocked by                                     |
 |------------|--------------------------------------------|--------------------------------------------------|
@@ -42,9 +42,9 @@ WAIT_S = 0.5
 GATHER_S = 0.02
 """Pause after the signal, so that prompts that come shortly after each other are leased together."""
 NOT_READY_POLL_S = 0.05
-"""How often a server that may not lease looks again whether it may."""
+"""How often a server that may not lease checks whether it may again."""
 FULL_POLL_S = 1.0
-"""How often a full server looks at its concurrency limit, which may have risen."""
+"""How often a full server checks its concurrency limit, which may have risen."""
 RECONCILE_S = 2.0
 RETRY_S = 0.5
 
@@ -52,7 +52,7 @@ RETRY_S = 0.5
 class Producer:
     """Turns leased prompts into groups, up to a limit at a time.
 
-    `may_lease` is called before every lease and says whether this server serves a version that training wants.
+    `may_lease` is called before every lease and returns whether this server serves a version that training wants.
     `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`."""
 
     def __init__(
@@ -207,7 +207,7 @@ class Producer:
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot append the group of prompt %d yet: %s", lease.prompt_id, error)
                 outcome = "full"
-            if outcome in ("accepted", "duplicate"):  # a duplicate may be ours: its first reply was lost
+            if outcome in ("accepted", "duplicate"):  # the first reply to our own append may have been lost
                 self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
                 self.metrics.count_group(group.data_source)

@@ -37,8 +37,8 @@ SETTINGS_KEY = b"penstock.generate"
 
 
 class AnswerStore:
-    """The answers of one output file. Use it as a context manager: it locks the file for one process, and writes the
-    rows that are left when it ends.
+    """The answers of one output file. Use it as a context manager, which locks the file for one process and writes the
+    remaining rows on exit.
 
     `add` only keeps a row in memory. The caller calls `write_part`, from any thread, when `is_part_due`.
     """
@@ -154,7 +154,9 @@ class AnswerStore:
         try:
             table = parquet.read_table(self.output, columns=ROW_SCHEMA.names)
         except (pa.ArrowException, OSError) as error:
-            raise InvalidInput(str(self.output), "exists and holds something else; choose another --output") from error
+            raise InvalidInput(
+                str(self.output), "exists and is not a file of answers; choose another --output"
+            ) from error
         self._check_settings(json.loads((table.schema.metadata or {}).get(SETTINGS_KEY, b"{}")), self.output)
         self._count(table)
         self.finished = True

@@ -23,10 +23,21 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, help="Parquet with verl's columns and the responses")
     parser.add_argument("--config", type=Path, help="YAML file of a run, for its rollout.reward")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write (default: FILE.scored.parquet)")
-    parser.add_argument("--response-column", default="responses", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument(
-        "--pass-score", type=float, default=1.0, metavar="X", help="a response passes with at least this (default: 1)"
+        "--output", type=Path, metavar="FILE", help="Parquet file to write (default: FILE.scored.parquet)"
+    )
+    parser.add_argument(
+        "--response-column",
+        default="responses",
+        metavar="NAME",
+        help="column with the responses (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pass-score",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="lowest score with which a response passes (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parser.parse_known_args(argv)

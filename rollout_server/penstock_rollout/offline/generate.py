@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="YAML file of a run, for its model, engine, agents and rewards")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face checkpoint; replaces the config's")
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
-    parser.add_argument("--n", type=int, default=1, help="samples of each prompt (default: %(default)s)")
+    parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="makes every sample reproducible, in any order of work")
+    parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="prompts worked on at once (default: what fills the engine)"
+        "--concurrency", type=int, metavar="N", help="prompts to answer at once (default: enough to fill the engine)"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
@@ -86,7 +86,7 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:
-        raise InvalidInput(str(args.file), "holds no prompts; check the file")
+        raise InvalidInput(str(args.file), "contains no prompts; check the file")
     if args.seed is None:
         return prompts
     # Sample i of a prompt uses seed + i, so prompts are args.n seeds apart and no two samples share a seed.
@@ -110,11 +110,11 @@ def _check(args: argparse.Namespace) -> None:
 def _print(output: Path, summary: GenerationSummary) -> None:
     print(
         f"{output}: {summary.num_prompts} prompts, {summary.num_samples} samples, {summary.num_tokens:,} tokens; "
-        f"{summary.num_found} prompts were there already"
+        f"{summary.num_found} prompts had been answered before"
     )
     if summary.num_generated_tokens:
         rate = summary.num_generated_tokens / summary.seconds
-        print(f"{rate:,.0f} tokens/s over {summary.seconds:.1f} s, without the start of the engine")
+        print(f"{rate:,.0f} tokens/s over {summary.seconds:.1f} s, not counting the start of the engine")
     if summary.mean_reward is not None:
         print(f"mean reward {summary.mean_reward:.4f}")
     if summary.num_failed:

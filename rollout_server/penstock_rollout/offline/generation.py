@@ -121,7 +121,7 @@ async def _answer_all(
     except* PenstockError as errors:
         raise first_error(errors) from None
     finally:
-        # A forked EngineCore shares this process's wake-up pipe, so the signal that ends it arrives here too.
+        # A forked EngineCore shares this process's wake-up pipe, so the SIGTERM that ends it arrives here too.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await engine.stop()
         if scorer is not None:
@@ -155,7 +155,7 @@ def _answer_row(group: Group, tokenization: Tokenization, scored: bool) -> Answe
 
 
 def _num_filling(config: RunConfig, num_samples: int) -> int:
-    """How many prompts fill the engine with samples, plus an eighth, so that a free place is taken at once."""
+    """How many prompts fill the engine with samples, plus an eighth, so that no place in the engine stays free."""
     return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
 
 

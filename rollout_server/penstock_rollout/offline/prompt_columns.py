@@ -1,4 +1,4 @@
-"""The prompts of a dataset as Parquet columns, in verl's schema, so that the answers can be scored later."""
+"""Converts the prompts of a dataset to Parquet columns in verl's schema, so that the answers can be scored later."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _struct_column(values: Sequence[dict[str, Any] | None]) -> Any:
 
 
 def _holds_objects(kind: Any) -> bool:
-    """Whether the type is a list of objects; their fields may be missing or empty, so they are kept as text."""
+    """Whether the type contains objects. Their fields may be missing or empty, so they are written as JSON text."""
     while pa.types.is_list(kind):
         kind = kind.value_type
     return bool(pa.types.is_struct(kind))

@@ -1,4 +1,4 @@
-"""Settings that determine the answers of a generation. An output file never mixes answers of different settings."""
+"""The settings that determine the answers of a generation. An output file never mixes answers of different settings."""
 
 from __future__ import annotations
 

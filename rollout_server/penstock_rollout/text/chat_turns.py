@@ -2,13 +2,13 @@
 
 The ids that the model sampled are never rendered or encoded again. The template renders a fixed conversation instead,
 `[user, assistant, *messages]`, in which the assistant says a marker. The text after the marker is encoded and appended.
-For a Qwen template and one tool message that text is
+For example, for a Qwen template and one tool message the text is
 
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-It starts with the end-of-turn token of the assistant's message. A turn that a limit cut needs this token. A turn whose
-last sampled id is a stop token has ended already, so everything up to and including the template's own token is left
-out.
+It starts with the end-of-turn token of the assistant's message. A turn that was cut by a limit needs this token. A turn
+whose last sampled id is a stop token has ended already, so the text up to and including the template's end-of-turn
+token is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChatTurns:
         self._closing: dict[str, bool] = {}
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Encode a whole conversation with the tools it may call, up to where the model's next turn begins."""
+        """Encode a whole conversation, with the tools that it may call, up to the start of the model's next turn."""
         return self._encode(self._render(messages, tools))
 
     def next_ids(
@@ -63,7 +63,7 @@ class ChatTurns:
         before, marker, after = text.partition(_SPOKEN)
         if not marker:
             raise ConfigError(
-                "the model's chat template leaves out the assistant's words, which multi-turn agents need"
+                "the model's chat template leaves out the assistant's messages, which multi-turn agents need"
             )
         return before + marker, after
 
@@ -77,7 +77,7 @@ class ChatTurns:
             )
         except Exception as error:  # a template is code that comes with the model
             why = " ".join(str(error).split())
-            raise InvalidInput("messages", f"the model's chat template refused them: {why}") from error
+            raise InvalidInput("messages", f"the model's chat template cannot render them: {why}") from error
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:

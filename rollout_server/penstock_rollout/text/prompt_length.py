@@ -1,4 +1,4 @@
-"""Truncates or refuses prompts that are too long. Only the rollout server has the tokenizer to count their tokens."""
+"""Truncates or refuses prompts that are too long. The gateway cannot do this, because it has no tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock_rollout.metrics import RolloutMetrics
 
 
 class PromptLength:
-    """The longest allowed prompt, and what happens to longer ones (`rollout.prompt`)."""
+    """Applies `rollout.prompt`: the longest allowed prompt, and the treatment of longer ones."""
 
     def __init__(self, config: PromptConfig, max_model_len: int, metrics: RolloutMetrics) -> None:
         self.config = config

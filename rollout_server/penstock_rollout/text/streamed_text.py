@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock_rollout.text.tokenization import Tokenization
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Decoding the first bytes of a character yields this until its last byte is there."""
+"""Decoding yields this in place of a character whose last bytes have not arrived yet."""
 
 
 class StreamedText:

@@ -1,7 +1,7 @@
-"""The interface of a receiver: what it is given, and the buckets it yields as they arrive.
+"""The interface of a receiver: its input, and the buckets that it yields as they arrive.
 
-A receiver knows nothing about engines. Each of its waits has a deadline and ends early when the stage is aborted, so a
-publisher that stalls or never comes only costs a thread until then.
+A receiver knows nothing about engines. Each of its waits has a deadline and ends early when the stage is aborted. So if
+a publisher stalls or never connects, it costs no more than a waiting thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Reception:
     worker: int = 0
     """Index of this worker within the member."""
     spare: list[torch.Tensor] = field(default_factory=list)
-    """Buffers of an earlier version. Filling them again is cheaper than touching new memory."""
+    """Buffers of an earlier version. Filling them again is faster than using new memory."""
     worker_device: torch.device = torch.device("cpu")
-    """Where the engine keeps its weights. It is the current device of the calling thread, which has its own stream."""
+    """Where the engine keeps its weights. The receiving thread uses this device, with a stream of its own."""
 
     @property
     def manifest(self) -> weights_pb2.WeightManifest:
@@ -39,7 +39,7 @@ class Reception:
 
     @property
     def rendezvous(self) -> str:
-        """How to meet the publisher. The sender of the same transport documents the format."""
+        """How to find the publisher. The sender of the same transport documents the format."""
         return self.announcement.rendezvous
 
     @property
@@ -63,7 +63,7 @@ class Arrived:
     wire: torch.Tensor
     """Flat uint8 of the size that the manifest gives for the transfer, on `Reception.device` or in host memory."""
     checksum: str = ""
-    """Checksum of the bytes, if the receiver has it already: it hashed them as they came, or `is_shared` is set."""
+    """Checksum of the bytes, if the receiver knows it: it hashed them on arrival, or the publisher's header has it."""
     is_shared: bool = False
     """The bytes are the publisher's own sealed pages. They need no second hash, and cannot be reused as a buffer."""
 

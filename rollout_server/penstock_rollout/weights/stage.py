@@ -43,7 +43,8 @@ class WeightStage:
     """Receives one version. Its phase goes from `receiving` to `received`, or to `failed` with one line in `failure`.
 
     The thread also decodes deltas, merges adapters and computes the checksums. A commit only compares the checksums and
-    loads the tensors. `last` is the stage that the engine loaded last: the base of a delta, or buffers to refill."""
+    loads the tensors. `last` is the stage that the engine loaded last. It is the base of a delta, or its buffers are
+    filled again."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class WeightStage:
         return iter(self._tensors)
 
     def release(self) -> list[torch.Tensor]:
-        """Give the buffers to a later stage. Call it once the tensors are loaded and not needed any more."""
+        """Return the buffers, for a later stage to fill. Call it once the tensors are loaded and no longer needed."""
         buffers, self._buffers = self._buffers, []
         self.buckets, self._tensors = [], []
         return buffers
@@ -122,7 +123,7 @@ class WeightStage:
             self.done.set_result(None)
 
     def _receive(self) -> None:
-        """Receive bucket after bucket. A second thread hashes each one while the next arrives."""
+        """Receive the buckets in order. A second thread hashes each bucket while the next one arrives."""
         announcement = self._announcement
         reception = Reception(
             announcement,
@@ -185,7 +186,7 @@ def beside_the_engine(device: torch.device) -> Iterator[None]:
 
 @cache
 def _stage_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per device, because torch caches memory by stream: each stage finds the memory of the last one."""
+    """One stream per device. torch caches memory by stream, so each stage can use the memory of the one before."""
     return torch.cuda.Stream(device)
 
 

@@ -13,11 +13,11 @@ from penstock_rollout.weights.stage import WeightStage
 
 
 class StageSlot:
-    """Holds one stage. Beginning another aborts it."""
+    """Holds at most one new stage. Beginning another one aborts it."""
 
     def __init__(self, model_folder: Path) -> None:
         self.loaded: WeightStage | None = None
-        """The stage that the engine loaded last, set by the engine: the base of a delta, or buffers to fill again."""
+        """The stage that the engine loaded last. The engine sets it. The next stage uses it as `WeightStage.last`."""
         self._model_folder = model_folder
         self._stage: WeightStage | None = None
 
@@ -35,8 +35,8 @@ class StageSlot:
     async def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
         """Wait for the stage of that version, compare its checksums and return it.
 
-        Raises WeightPushFailed if it is not staged, does not arrive in time, failed or differs. A stage that was waited
-        for leaves the slot either way."""
+        Raises WeightPushFailed if the version is not staged, fails, does not arrive in time or has other checksums. The
+        stage then leaves the slot, whether it is returned or not."""
         stage = self._stage
         if stage is None or stage.manifest.policy_version != policy_version:
             staged = stage.manifest.policy_version if stage else None

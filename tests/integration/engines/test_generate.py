@@ -74,7 +74,7 @@ def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_p
     done = run(words)
     assert done.returncode == 0, done.stderr
     assert f"{NUM_PROMPTS} prompts, {3 * (NUM_PROMPTS - 1)} samples" in done.stdout
-    assert f"; {len(kept)} prompts were there already" in done.stdout
+    assert f"; {len(kept)} prompts had been answered before" in done.stdout
     assert "1 prompts have no samples" in done.stdout
 
     straight = run(command(dataset, tmp_path / "straight.parquet"))
@@ -110,7 +110,7 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
             assert (reward == 1) == (text == row["reward_model"]["ground_truth"])
     assert any(reward == 1 for row in answered for reward in row["rewards"])
     again = run(words)
-    assert again.returncode == 0 and f"; {NUM_PROMPTS} prompts were there already" in again.stdout
+    assert again.returncode == 0 and f"; {NUM_PROMPTS} prompts had been answered before" in again.stdout
     assert "tokens/s" not in again.stdout, "no engine was started"
     other = run([*words, "--rollout.engine.max_model_len", "32"])
     assert other.returncode == 2 and "holds answers with engine 'torch, max_model_len 64" in other.stderr

@@ -120,7 +120,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for name, why in (
         ("nowhere/a.parquet", "there is no folder"),
         ("a.jsonl", "is not the name of a Parquet file"),
-        ("other.parquet", "exists and holds something else"),
+        ("other.parquet", "exists and is not a file of answers"),
         ("plain/a.parquet", "there is no folder"),
     ):
         with pytest.raises(InvalidInput, match=why):

@@ -44,10 +44,10 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 def _copies(
     pointer: int, num_ready: int, offsets: list[int], sizes: list[int], reception: Reception, stream: DeviceStream
 ) -> Iterator[Arrived]:
-    """Copy all buckets that should be ready in one go, right after a read of the header on the same stream.
+    """Copy all buckets that should be ready at once, right after reading the header on the same stream.
 
-    `num_ready` is what the offer or the last header claimed. The header just read decides whether the claim was true;
-    if it was not, the buckets are copied again. Our memory has the layout of the publisher's."""
+    `num_ready` is the number that the offer or the last header claimed to be ready. The header just read confirms the
+    claim or not; if it does not, the buckets are copied again. Our memory has the same layout as the publisher's."""
     header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
     reception.spare.clear()  # freed memory stays in torch's cache, from which `buffer` takes it
     memory = reception.buffer(offsets[-1], reception.device)
@@ -86,7 +86,7 @@ class _Header:
         self._found = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=is_pinned)
 
     def read(self) -> None:
-        """Enqueue a read. It is done when the next event of the stream has happened."""
+        """Enqueue a read. It is done once the next event that is recorded on the stream has happened."""
         self._stream.copy(self._found.data_ptr(), self._pointer, HEADER.size)
 
     def num_ready(self, expected: bytes) -> int:

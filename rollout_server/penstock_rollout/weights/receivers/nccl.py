@@ -20,7 +20,7 @@ from penstock_rollout.weights.reception import Arrived, Reception
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Yield buckets on the engine's GPU, or in pinned host memory by way of two buffers on the GPU.
+    """Yield buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU.
 
     The rendezvous is an NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
     meeting = NcclMeeting.from_json(reception.rendezvous)

@@ -27,7 +27,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         if os.fstat(fd).st_size != num_bytes:
             raise WeightPushFailed(f"{reception.rendezvous} is not {num_bytes} bytes long, as the manifest requires")
         checksums = _wait_for_header(fd, offsets[-1], reception)
-        # A private mapping: if this process wrote to it by mistake, only its own copy would change.
+        # The mapping is private: if this process wrote to it by mistake, only its own copy would change.
         mapping = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
@@ -42,7 +42,7 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise WeightPushFailed(
-            f"{path} cannot be opened ({error.strerror}); shm needs one host, user and pid namespace, else use gloo"
+            f"{path} cannot be opened ({error.strerror}); shm needs the same host, user and pid namespace; or use gloo"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Encoding a group: our frame (protobuf with raw arrays, zstd-1, checksum) against JSON of the same data.
+"""Compares two encodings of a group: our frame (protobuf with raw arrays, zstd-1, checksum) and JSON of the same data.
 
 make bench-codec
 """

@@ -1,9 +1,9 @@
-"""The gateway against a bare FastAPI echo and a bare grpc.aio echo, with the same bodies, at 64 connections.
+"""Compares the gateway with a bare FastAPI echo and a bare grpc.aio echo, with the same bodies, at 64 connections.
 
     make bench-gateway
 
-Every server is a separate process; the callers of both protocols are in this one. The echoes parse the body and send it
-back, without checks, keys, metrics or Redis. A round sends NUM_REQUESTS to each contender in turn.
+Every server is a separate process. This process makes the calls of both protocols. The echoes parse the body and send
+it back, without checks, keys, metrics or Redis. A round sends NUM_REQUESTS to each contender in turn.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def start(script: str, port: int) -> subprocess.Popen[bytes]:
 
 
 def p99(load: Load, name: str) -> Measurement:
-    """1 / p99 as a rate, so that more is better. The warm-up round is left out."""
+    """1 / p99, a rate, so that higher is better as for the other contenders. The warm-up round is left out."""
     return Measurement(f"{name}: 1 / p99", "1/s", [1 / latency for latency in load.latencies_s[name][1:]])
 
 

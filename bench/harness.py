@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: alternate the contenders in one run, take medians, judge bars, print and save.
+"""Code that all benchmarks share: alternate the contenders in one run, take medians, judge bars, print and save.
 
 The machine is shared and noisy, so no absolute time is judged. A bar is a ratio between two contenders whose rounds
 alternate in the same run.
@@ -51,6 +51,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Bar:
+    """A value that a benchmark must reach."""
+
     name: str
     value: float
     goal: float

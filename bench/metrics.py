@@ -1,15 +1,15 @@
-"""The cost of instrumentation: the two halves of the demo's work with metrics on and off, in turn, in one process.
+"""Measures the cost of metrics: the two halves of the demo's work run with metrics on and off, in turn, in one process.
 
     make bench-metrics
 
-`rollout` makes groups of the demo's prompts with the torch engine and the demo's model: lease, generate, score, encode,
-append. `learner` takes optimizer steps of the demo's model on a batch of these groups, as large as a step of the demo.
-Metrics on means everything that a process counts and observes, and a scrape as often as in deploy/prometheus. Metrics
-off means none of it. Rates are per CPU time of the process, because CPU time is what the demo is short of.
+`rollout` makes groups from the demo's prompts with the torch engine and the demo's model: lease, generate, score,
+encode, append. `learner` takes optimizer steps with the demo's model on a batch of these groups, which is as large as
+in the demo. With metrics on, the process records all its metrics and is scraped as often as in deploy/prometheus. With
+metrics off, it does neither. Rates are per CPU time of the process, because the demo is limited by CPU time.
 
-Two windows of the same work differ by more than the cost of metrics. So there are many short windows in turn, and the
-printed interval of the median ratio must be narrower than the bar. The benchmark also prints a share: the CPU time of
-calls on metrics, and of a scrape, over that of the round.
+Two windows of the same work differ by more than the cost of metrics. So many short windows alternate, and the printed
+interval of the median ratio must be narrower than the bar. The benchmark also prints the share of CPU time that calls
+on metrics and scrapes take.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes
 MAX_MODEL_LEN = 64
 BATCH_GROUPS = 32
 """Number of groups that a step of the demo trains."""
-GROUPS_A_ROUND = 4
+GROUPS_PER_ROUND = 4
 NUM_ROUNDS = {"rollout": 1501, "learner": 401, "share": 31}
 SCRAPE_S = 5.0
-"""Interval between scrapes, in time with metrics on, which is half of all time."""
+"""Interval between scrapes. Only the time with metrics on counts, which is half of the time."""
 GOAL = 0.99
 
 
@@ -79,7 +79,7 @@ class NoMetrics:
 
 
 class TimedMetrics:
-    """Passes every call on, and adds up the CPU time it takes, including that of reading the clock."""
+    """Passes every call on, and adds up the CPU time of the calls, including the time for reading the clock."""
 
     def __init__(self, target: Any, spent_s: list[float]) -> None:
         self._target = target
@@ -112,6 +112,8 @@ def scrape_share(registry: CollectorRegistry) -> float:
 
 
 class RolloutHalf:
+    """The half that makes groups. `run` measures one round."""
+
     def __init__(self) -> None:
         self.metrics = RolloutMetrics(CollectorRegistry())
         config = EngineConfig(name="torch", max_model_len=MAX_MODEL_LEN, max_num_seqs=64)
@@ -126,7 +128,7 @@ class RolloutHalf:
             may_lease=lambda: True, engine_stats=self.engine.stats,
         )  # fmt: skip
         prompts = read_prompts(EXAMPLE / "train.parquet", num_samples=8, sampling=Sampling(max_tokens=8, seed=1))
-        self.payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, GROUPS_A_ROUND)]
+        self.payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, GROUPS_PER_ROUND)]
         """The prompts of every round. They have the same seeds in every round, so only the metrics differ."""
         self.groups: list[Group] = []
         self.scraped_at = 0.0
@@ -144,17 +146,17 @@ class RolloutHalf:
         """Groups per CPU second."""
         for part in (self.scorer, self.maker, self.producer):
             part.metrics = metrics
-        await self.queue.submit(self.payloads, [0] * GROUPS_A_ROUND, "")
+        await self.queue.submit(self.payloads, [0] * GROUPS_PER_ROUND, "")
         cpu_started = time.process_time()
         leasing = asyncio.create_task(self.producer.lease_loop())
-        while (stat := await self.queue.stat()).queued < GROUPS_A_ROUND:
+        while (stat := await self.queue.stat()).queued < GROUPS_PER_ROUND:
             await asyncio.sleep(0.005)
             if metrics is self.metrics and time.monotonic() - self.scraped_at > SCRAPE_S / 2:
                 generate_latest(self.metrics.registry)
                 self.scraped_at = time.monotonic()
         await end_task(leasing)
-        rate = GROUPS_A_ROUND / (time.process_time() - cpu_started)
-        ids = await self.queue.take(stat.step + 1, GROUPS_A_ROUND)
+        rate = GROUPS_PER_ROUND / (time.process_time() - cpu_started)
+        ids = await self.queue.take(stat.step + 1, GROUPS_PER_ROUND)
         self.groups = [decode_group(delivery.payload) for delivery in await self.queue.fetch(ids)]
         await self.queue.commit(stat.step + 1, ids)
         return rate
@@ -163,10 +165,12 @@ class RolloutHalf:
         """The share of CPU time that metrics take, with one scrape per SCRAPE_S of work."""
         spent_s = [0.0]
         rate = await self.run(TimedMetrics(self.metrics, spent_s))
-        return spent_s[0] * rate / GROUPS_A_ROUND + scrape_share(self.metrics.registry)
+        return spent_s[0] * rate / GROUPS_PER_ROUND + scrape_share(self.metrics.registry)
 
 
 class LearnerHalf:
+    """The half that trains. `run` measures one step."""
+
     def __init__(self, groups: list[Group]) -> None:
         self.groups = list(itertools.islice(itertools.cycle(groups), BATCH_GROUPS))
         self.rewards = batch_of(self.groups).rewards

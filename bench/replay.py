@@ -1,13 +1,13 @@
-"""The replay queue against the limit of Redis, against Ray's queue, and against XADD of pickles.
+"""Compares the replay queue with the limit of Redis, with Ray's queue, and with XADD of pickles.
 
     make bench-replay
 
 The limit is `redis-benchmark` (Debian's redis-tools) on the same server, with the same payload and one connection. It
 is the best of several pipeline depths, up to our groups per batch, because redis-benchmark is slow with many large
-payloads. All contenders take turns in every round, in reverse order in every other one. A bar is the median over rounds
-of the ratio within a round.
+payloads. All contenders take turns in every round, and every other round reverses the order. A bar is the median over
+rounds of the ratio within a round.
 
-Redis runs with the settings of a run: append-only file, fsync every second. The file lies in memory if the machine has
+Redis runs with the settings of a run: append-only file, fsync every second. The file is in memory if the machine has
 /dev/shm, because a disk is slower than any contender here and would dominate the result. Redis rewrites the file
 between rounds, never during one.
 """
@@ -37,13 +37,13 @@ from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}
-BYTES_A_ROUND = 48 * 2**20
+BYTES_PER_ROUND = 48 * 2**20
 NUM_ROUNDS = 15
 BATCH = 64
 """Groups that a producer appends, and a learner reads, in one call."""
 PIPELINES = (4, 16, BATCH)
 QUEUED_BATCHES = 3
-"""In the whole cycle the producer waits while this many batches are not committed."""
+"""In the whole cycle, the producer waits while this many batches are not yet committed."""
 FLAT_GROUPS = 2_048
 SMALL_BYTES = 1024
 PEER_GROUPS = 128
@@ -78,7 +78,7 @@ def best_depth(server: Server, command: str, num_bytes: int) -> int:
 
 def limit(server: Server, command: str, num_bytes: int, depth: int) -> float:
     """Requests per second of redis-benchmark over one connection."""
-    count = max(BYTES_A_ROUND // num_bytes, BATCH)
+    count = max(BYTES_PER_ROUND // num_bytes, BATCH)
     arguments = ["-p", str(server.port), "-a", server.password, "-t", command, "-d", str(num_bytes), "-c", "1"]
     arguments += ["-P", str(depth), "-n", str(count), "-r", "1000", "-q"]
     result = subprocess.run(["redis-benchmark", *arguments], capture_output=True, text=True, check=True, timeout=300)
@@ -86,7 +86,7 @@ def limit(server: Server, command: str, num_bytes: int, depth: int) -> float:
 
 
 class OurQueue:
-    """The queue of one run, filled and emptied through the contract by a producer and a learner with a client each."""
+    """The queue of one run. A producer fills it and a learner empties it, each with its own client."""
 
     def __init__(self, clients: Clients, run: str, payload: bytes) -> None:
         replay = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)
@@ -193,7 +193,7 @@ class Clients:
 
 
 async def pickled_stream(client: RedisClient, payload: bytes, count: int) -> None:
-    """What peers do: XADD a pickle and XREAD it, one at a time."""
+    """XADD a pickle and XREAD it, one at a time, as other projects do."""
     await client.delete("peer")
     last = b"0"
     for index in range(count):
@@ -225,7 +225,7 @@ def ray_queue_rate(num_bytes: int) -> Callable[[], float]:
 
 def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measurement], list[Bar]]:
     """All contenders at one payload size."""
-    count = max(BYTES_A_ROUND // num_bytes // BATCH, 1) * BATCH
+    count = max(BYTES_PER_ROUND // num_bytes // BATCH, 1) * BATCH
     clients, payload = Clients(server), os.urandom(num_bytes)
     ours = OurQueue(clients, f"bench-{num_bytes}", payload)
 

@@ -1,12 +1,12 @@
-"""Tokens per second through a rollout server, against the bare vLLM engine driven directly with the same requests.
+"""Compares the tokens per second of a rollout server with those of the bare vLLM engine, with the same requests.
 
-make bench-rollout
+    make bench-rollout
 
 The server's path is the real one: leases from a private Redis, the agent loop, rewards, encoding, appending. There are
 two sizes. In `small` (5 M parameters) the engine computes for most of a step, as in any real training, and the bar is
-on this size. `tiny` (0.4 M) is for information: a step is mostly Python on both sides, so everything that the server
-does beside the engine shows, and so does every other process on the machine. Rounds alternate; a ratio is the median of
-their ratios.
+on this size. `tiny` (0.4 M) is for information. There a step is mostly Python on both sides, so the work that the
+server does beside the engine has a large effect, and so has every other process on the machine. Rounds alternate; a
+ratio is the median of their ratios.
 """
 
 from __future__ import annotations

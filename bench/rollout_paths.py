@@ -1,7 +1,7 @@
 """The two paths to the same engine: the data path of a rollout server, and vLLM's own `generate`.
 
 Both use the same prompts and sampling parameters, and keep the same number of requests in the engine. This is more than
-it decodes at once, so it is never short of work. Both run in the process that holds AsyncLLM.
+the engine decodes at once, so it always has work. Both run in the process that holds AsyncLLM.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Load:
     """Requests that the engine decodes at once."""
     groups_at_once: int
     """Groups that the server works on. The bare path has as many requests in flight. The samples of a group end one by
-    one, and with such varied lengths half of them have ended, on average, while the group still runs. So `concurrency`
-    rows need more than twice `concurrency / samples_per_group` groups."""
+    one, and their lengths vary so much that on average half of them have ended while the group still runs. So
+    `concurrency` rows need more than twice `concurrency / samples_per_group` groups."""
     window_tokens: int
-    """Tokens over which a rate is measured. As many tokens come before, so that requests of every age run by then."""
+    """Tokens over which a rate is measured. The same number is generated first, so that requests of every age run."""
 
     @property
     def num_groups(self) -> int:
@@ -95,7 +95,7 @@ class Window:
 
     def __str__(self) -> str:
         running, waiting = self.stats.running_requests, self.stats.waiting_requests
-        return f"{self.rate:,.0f} tokens/s, {self.cpu_us:.0f} µs of CPU a token, {running} running, {waiting} waiting"
+        return f"{self.rate:,.0f} tokens/s, {self.cpu_us:.0f} µs of CPU per token, {running} running, {waiting} waiting"
 
 
 @dataclass
@@ -126,8 +126,8 @@ class Contenders:
 
 
 class Paths:
-    """One started engine and both paths to it. The server lives through all rounds, but leases only in its own. The
-    groups it appended are taken and committed after each of its rounds, as by a learner."""
+    """One started engine and both paths to it. The server runs through all rounds, but leases only in its own. After
+    each of its rounds, its groups are taken and committed, as a learner would do."""
 
     def __init__(self, engine: VllmEngine, queue: Queue, folder: Path, load: Load, vocab_size: int) -> None:
         self.engine = engine
@@ -218,7 +218,7 @@ class Paths:
         )
 
     async def bare(self) -> Window:
-        """AsyncLLM.generate, as a script would drive it."""
+        """Measure AsyncLLM.generate, called as a script would call it."""
         from vllm.inputs.engine import tokens_input
 
         llm = self.engine._llm
@@ -239,7 +239,7 @@ class Paths:
         return measured
 
     async def served(self) -> Window:
-        """The loops of a rollout server: lease, generate with the agent, score, encode, append."""
+        """Measure the loops of a rollout server: lease, generate with the agent, score, encode, append."""
         prompts = self.load.prompts(self.vocab_size, next(self._seeds))
         payloads = [encode_prompt(prompt) for prompt in itertools.islice(prompts, self.load.num_groups)]
         await self.queue.submit(payloads, [0] * len(payloads), "")

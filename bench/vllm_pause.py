@@ -1,4 +1,4 @@
-"""vLLM on this machine generates while versions are pushed to it through the real member service."""
+"""Measures the pause of vLLM on this machine: it generates while versions are pushed to it by the real service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight push on one machine, against the limit of its path, and the pause that generation sees.
+"""Compares the weight push on one machine with the limit of its transport, and measures the pause of generation.
 
     make bench-weights
 
@@ -75,7 +75,7 @@ class Pusher:
         return time.perf_counter() - started
 
     def _stage(self) -> None:
-        """What the training thread does: copy every gathered weight to its bucket."""
+        """Copy every weight to its bucket, as the training thread does."""
         shapes = [(name, tuple(weight.shape)) for (name, _), weight in zip(SHAPES, self.weights, strict=False)]
         staged = self.publisher.begin(self.version, 1, shapes, keep=[self.version - 1])
         for (name, _), weight in zip(shapes, self.weights, strict=True):
@@ -92,7 +92,7 @@ def make_weights(num_bytes: int) -> list[torch.Tensor]:
 
 
 def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
-    """GB/s of copying the same bytes into memory that was touched before."""
+    """GB/s of copying the same bytes into memory that was used before."""
     copies = [torch.empty_like(weight) for weight in weights]
     for copy in copies:
         copy.zero_()
@@ -107,8 +107,8 @@ def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
 
 
 def _drain(port: int) -> None:
-    """The reading end of the TCP limit: reads as many bytes as the model has into touched memory, then replies one
-    byte."""
+    """The reading end of the TCP limit. It reads as many bytes as the model has, into memory that was used before, and
+    then sends one byte back."""
     buffer = np.zeros(64 * 2**20, dtype=np.uint8)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:
@@ -159,7 +159,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     contenders = {"memory copy": memory_copy(weights), "TCP stream": tcp}
     contenders |= {f"push by {name}": rate(pusher) for name, pusher in pushers.items()}
     for pusher in pushers.values():
-        pusher.push()  # touch both sets of buckets before anything is measured
+        pusher.push()  # use both sets of buckets once before anything is measured
     try:
         measured = alternate(contenders, NUM_ROUNDS, "GB/s")
     finally:

@@ -1,12 +1,12 @@
-"""Is an engine right on a GPU? Log-probs against transformers, and versions across updates in flight.
+"""Checks an engine on a GPU: its log-probs against transformers, and its version stamps across updates in flight.
 
     PYTHONPATH=.:rollout_server:bench python bench/gpu/engine_check.py --engine vllm
 
-Needs a GPU, torch, transformers and the engine; neither Redis nor Ray. A random model of Qwen2-0.5B's shape is served
-in bf16, once with the KV cache kept through an update and once with it recomputed. The reference is a float32 forward
-over the same bf16 weights; how far transformers' own bf16 forward lies from it is the unit that errors are judged in.
-`--tiny` takes a small model, and runs on a CPU too. SGLang's wheels are built for CUDA, so there it takes
-SGLANG_USE_CPU_ENGINE=1, some libcuda.so.1 to link to, and flags:
+It needs a GPU, torch, transformers and the engine, but neither Redis nor Ray. A random model with the shape of
+Qwen2-0.5B is served in bf16, once with the KV cache kept through an update and once with it recomputed. The reference
+is a float32 forward pass over the same bf16 weights. Errors are judged relative to the error of transformers' own bf16
+forward pass. `--tiny` uses a small model and also runs on a CPU. SGLang's wheels are built for CUDA, so on a CPU SGLang
+needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
 
     --engine sglang --tiny --extra '{"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 65536,
         "enable_deterministic_inference": false}'
@@ -44,10 +44,10 @@ DEADLINE_S = 285.0
 NUM_REQUESTS = 64
 BUCKET_BYTES = 256 << 20
 OLD, NEW = 3, 4
-TELLING = 6
-"""The log-probs of the two versions must differ by this many mean errors for a token to show which version made it."""
+MIN_DIFFERENCE = 6
+"""A token shows its version if its log-probs under the two versions differ by more than this many mean errors."""
 SHARPER = 3.0
-"""The new version's logits are this many times larger. Then most tokens show which version made them, in 8 bits too."""
+"""The new version's logits are this many times larger. Then most tokens show their version, even in 8 bits."""
 
 
 def say(text: str) -> None:
@@ -122,7 +122,7 @@ def num_old(answer: Answer) -> int:
 
 @dataclass
 class Errors:
-    """Distances of the log-probs from the reference: those of the engine, and those of transformers in bf16."""
+    """Errors of log-probs relative to the reference: `ours` of the engine, `theirs` of transformers in bf16."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -269,7 +269,7 @@ class Check:
             errors.add(self._old, answer, 0, len(answer.token_ids))
         self._say(f"log-probs before the update, {errors}")
         if self._arguments.quantization is None:
-            self._bar("log-prob error, in those of transformers' bf16", errors.ratio, 2, True)
+            self._bar("log-prob error / error of transformers in bf16", errors.ratio, 2, True)
         return errors
 
     async def _through(
@@ -301,13 +301,13 @@ class Check:
             old.add(self._old, answer, 0, num_old(answer))
             new.add(self._new, answer, num_old(answer), len(answer.versions))
         self._say(f"log-probs of tokens stamped old, {old}")
-        self._bar("error of tokens stamped old, in those before the update", old.ratio / before.ratio, 1.5, True)
+        self._bar("error of tokens stamped old / error before the update", old.ratio / before.ratio, 1.5, True)
         self._say(f"log-probs of tokens stamped new, {new}")
         if self.mode == "recompute":
-            self._bar("error of tokens stamped new, in those before the update", new.ratio / before.ratio, 1.5, True)
+            self._bar("error of tokens stamped new / error before the update", new.ratio / before.ratio, 1.5, True)
         judged, wrong = self._judge_flip(spanning, old.mean, new.mean)
-        self._bar("tokens at the flip that tell their version", judged, len(spanning) / 4)
-        self._bar("of these stamped wrongly", wrong, 0, True)
+        self._bar("tokens at the flip whose log-prob shows their version", judged, len(spanning) / 4)
+        self._bar("tokens at the flip with a wrong stamp", wrong, 0, True)
 
     def _judge_flip(self, spanning: list[Answer], old_error: float, new_error: float) -> tuple[int, int]:
         """Check the tokens around the flip. The last token stamped old must be nearer to the old version than to the
@@ -320,7 +320,7 @@ class Check:
             if self.mode == "recompute":
                 stamps.append((num_old(answer), new, old, new_error))
             for index, stamped, other, error in stamps:
-                if abs(stamped[index] - other[index]) > TELLING * error:
+                if abs(stamped[index] - other[index]) > MIN_DIFFERENCE * error:
                     judged += 1
                     found = answer.log_probs[index]
                     wrong += bool(abs(found - stamped[index]) > abs(found - other[index]))
@@ -333,7 +333,7 @@ class Check:
         for answer in answers:
             errors.add(self._new, answer, 0, len(answer.token_ids))
         self._say(f"log-probs after the update, {errors}")
-        self._bar("error after the update, in those before", errors.ratio / before.ratio, 1.5, True)
+        self._bar("error after the update / error before", errors.ratio / before.ratio, 1.5, True)
 
     def _report_commit(self, commit: CommitReport) -> None:
         self._measure("receiving beside decoding", "ms", 1000 * commit.receive_s)
@@ -404,11 +404,13 @@ async def main_async(arguments: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
-    parser.add_argument("--extra", type=json.loads, default={}, help="further arguments of the engine, as JSON")
-    parser.add_argument("--tiny", action="store_true", help="a small model")
-    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs and torch.compile: slower to start")
+    parser.add_argument("--extra", type=json.loads, default={}, help="additional arguments of the engine, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="use a small model")
+    parser.add_argument(
+        "--graphs", action="store_true", help="use CUDA graphs and torch.compile, which are slower to start"
+    )
     parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
-    parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both by a comma")
+    parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both, separated by a comma")
     code = asyncio.run(main_async(parser.parse_args()))
     os._exit(code)  # a start that hangs in its thread would keep the interpreter alive; the engine ends with its parent
 

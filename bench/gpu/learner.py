@@ -1,11 +1,11 @@
-"""The learner's training step on one GPU, against plain Hugging Face on the same sequences in the same run.
+"""Compares the learner's training step on one GPU with plain Hugging Face, on the same sequences in the same run.
 
     PYTHONPATH=.:learner:bench python bench/gpu/learner.py [--models 0.5b,1.5b,7b] [--no-compile]
 
 It needs torch, transformers and pydantic, and TRL for TRL's figures. It runs one process with one rank per model,
-without Ray. MFU is relative to the speed that a large bfloat16 product reaches in the same run; recomputation does not
-count as work. Memory is the peak of a step beyond parameters, gradients and Adam's state. `--models tiny` runs
-anywhere, to try the script.
+without Ray. MFU is relative to the speed of a large bfloat16 product in the same run. Recomputation does not count as
+work. Memory is the peak of a step beyond parameters, gradients and Adam's state. `--models tiny` runs on any machine,
+to try the script.
 """
 
 from __future__ import annotations
@@ -121,18 +121,18 @@ class _ModelBench:
         _, rate, beyond, _ = max(found)
         if is_judged and self.device.type == "cuda":
             self.results.bar("MFU", self._mfu(rate), self.shape.mfu_goal)
-            self.results.bar("memory beyond state, of plain's", beyond / max(self.plain_beyond, 1), 0.4, at_most=True)
+            self.results.bar("memory beyond state / plain", beyond / max(self.plain_beyond, 1), 0.4, at_most=True)
             times = sorted(mixed)[len(mixed) // 2] / sorted(self.plain_mixed)[len(mixed) // 2]
             if self.shape.mixed_goal:
-                self.results.bar("mixed lengths, times plain", times, self.shape.mixed_goal)
+                self.results.bar("mixed lengths / plain", times, self.shape.mixed_goal)
             else:
-                self.results.add("mixed lengths, times plain", "×", times)
+                self.results.add("mixed lengths / plain", "×", times)
 
     def trl(self) -> None:
         try:
             from learner_trl import Trl
         except ImportError as error:
-            say(f"TRL is not there, its step is left out: {error}")
+            say(f"TRL is not installed, so its step is left out: {error}")
             return
         try:
             contender = Trl(self.shape, self.device)
@@ -143,11 +143,11 @@ class _ModelBench:
             say(f"TRL's step failed and is left out: {type(error).__name__}: {str(error)[:300]}")
 
     def _agreement(self, contender: Any) -> None:
-        """How far log-probs are from those in float32, where plain bfloat16 is off by some distance itself."""
+        """Compare the error of our log-probs, relative to float32, with the error of plain bfloat16."""
         error = float((contender.log_probs(self.uniform.select([0])) - self.exact_log_probs).abs().mean())
         self.results.add("plain, error of log-probs", "nats", self.plain_error)
         self.results.add("ours, error of log-probs", "nats", error)
-        self.results.bar("error of log-probs, of plain's", error / self.plain_error, 1.2, at_most=True)
+        self.results.bar("error of log-probs / plain", error / self.plain_error, 1.2, at_most=True)
 
     def _uniform(self, label: str, contender: Any) -> float:
         from learner_steps import time_steps
@@ -182,7 +182,7 @@ class _ModelBench:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="0.5b,1.5b,7b")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     is_met = run_parts(

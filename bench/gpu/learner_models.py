@@ -1,5 +1,4 @@
-"""Shapes of the models that the learner's benchmark trains, with random weights, and the FLOPs of one of their
-tokens."""
+"""Shapes of the models that the learner's benchmark trains, with random weights, and their FLOPs per token."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import numpy as np
 
 
 class Setting(NamedTuple):
-    """A trade of time for memory."""
+    """A trade-off between time and memory."""
 
     recomputed: float
     """Share of the layers that are recomputed."""
@@ -47,7 +46,7 @@ class Shape:
 
     @property
     def matmul_weights(self) -> int:
-        """Weights that every token is multiplied with. The lookup of an embedding is not a product."""
+        """Number of weights that every token is multiplied with. Looking up an embedding is not a multiplication."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.key_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocabulary * self.hidden
@@ -57,8 +56,8 @@ class Shape:
         return self.hidden // self.heads
 
     def flops_per_token(self, length: float) -> float:
-        """FLOPs of the forward and backward pass of a token in a sequence of `length`. Causal attention is half the
-        square."""
+        """FLOPs of the forward and backward pass of a token in a sequence of `length`. Causal attention computes half
+        of the square."""
         return 6 * self.matmul_weights + 6 * self.layers * self.heads * self.head_dim * length
 
     def config(self) -> Any:

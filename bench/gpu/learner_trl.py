@@ -1,4 +1,4 @@
-"""TRL's GRPO loss on the benchmark's sequences: its trainer's own `compute_loss`, with a fused AdamW step around it."""
+"""TRL's GRPO loss on the benchmark's sequences: `compute_loss` of TRL's trainer, followed by a fused AdamW step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs a GPU benchmark in parts. Each part is a process with a deadline, and its figures are saved as soon as it ends.
 
-A part that fails loses only its own figures. Results in the file of parts that are not run stay as they are.
+If a part fails, only its own figures are lost. Results of parts that are not run stay in the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRITE_TO = "PENSTOCK_BENCH_WRITE"
 def run_parts(
     name: str, title: str, parts: Sequence[str], timeouts_s: Mapping[str, float], run: Callable[[str], Results]
 ) -> bool:
-    """Start this program again for each part, where `run` makes the results. Returns whether every bar is met."""
+    """Start this program again for each part, which calls `run` there. Returns whether every bar is met."""
     os.environ.setdefault(STARTED_AT, str(time.time()))
     if _WRITE_TO in os.environ:
         part, _, _ = os.environ[_WRITE_TO].partition("=")
@@ -45,13 +45,13 @@ def run_parts(
 
 
 def save(results: Results) -> None:
-    """Save the results so far. A part calls this as it goes, so that a deadline loses only what is not measured yet."""
+    """Save the results so far. A part calls this repeatedly, so that a missed deadline loses only later figures."""
     _, _, path = os.environ[_WRITE_TO].partition("=")
     Path(path).write_text(json.dumps(asdict(results)))
 
 
 def _start(part: str, written: Path, timeout_s: float) -> Results:
-    """The results that the part has saved, and a bar for whether it ended well. Ends all its processes."""
+    """Run a part. Returns the results that it saved, and a bar for whether it ended well. Ends all its processes."""
     environment = os.environ | {_WRITE_TO: f"{part}={written}"}
     process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True, env=environment)
     try:
@@ -66,7 +66,7 @@ def _start(part: str, written: Path, timeout_s: float) -> Results:
 
 
 def _earlier_results(name: str, parts: Sequence[str]) -> Results:
-    """The results in the file of all other parts."""
+    """The results of all other parts in the file."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return Results()

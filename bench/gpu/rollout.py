@@ -1,10 +1,11 @@
-"""Tokens per second through a rollout server, against the bare vLLM engine, on a GPU with 512 requests decoded at once.
+"""Compares the tokens per second of a rollout server with those of bare vLLM, on a GPU with 512 requests at once.
 
     PYTHONPATH=.:rollout_server:bench python bench/gpu/rollout.py
 
 It needs a GPU, torch, transformers and vLLM, but neither Redis nor Ray: the groups go into the queue in memory. The
-model is random, with the shape of Qwen2-0.5B, in bfloat16. vLLM takes two minutes to start, a round half a minute.
-`--cpu` takes a small model and few requests, to try the script without a GPU; `--concurrency 512` sets the requests.
+model is random, with the shape of Qwen2-0.5B, in bfloat16. vLLM takes two minutes to start, and a round takes half a
+minute. `--cpu` uses a small model and few requests, to try the script without a GPU. `--concurrency 512` sets the
+number of requests.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def say(text: str) -> None:
 
 
 async def measure(folder: Path, shape: ModelShape, load: Load, conclude: Callable[[Contenders], bool]) -> bool:
-    """Measure the rounds, and return what `conclude` makes of them. It is called before vLLM is stopped."""
+    """Measure the rounds, and return the result of `conclude`, which is called before vLLM is stopped."""
     from penstock_rollout.engines.vllm.engine import VllmEngine
 
     say("making the model")
@@ -64,7 +65,7 @@ async def measure(folder: Path, shape: ModelShape, load: Load, conclude: Callabl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="a small model and few requests; writes no results")
+    parser.add_argument("--cpu", action="store_true", help="use a small model and few requests; writes no results")
     parser.add_argument("--concurrency", type=int, help="requests decoded at once")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)

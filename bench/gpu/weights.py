@@ -1,10 +1,10 @@
-"""The weight push on one GPU: cuda_ipc against a plain copy, NCCL with one rank, and pushes to a decoding vLLM.
+"""Measures the weight push on one GPU: cuda_ipc and a plain copy, NCCL with one rank, and pushes to a decoding vLLM.
 
     PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,nccl,vllm-0.5b,vllm-7b]
 
 `ipc` and `nccl` need torch and CuPy; the others also need vLLM, transformers, pydantic and grpcio. Every part runs in
-its own processes with a deadline, and a part that fails loses only its own figures. Results in the file of parts that
-are not run stay as they are. It takes about 8 minutes with a 7B model.
+its own processes with a deadline. If a part fails, only its own figures are lost. Results of parts that are not run
+stay in the file. It takes about 8 minutes with a 7B model.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="ipc,nccl,vllm-0.5b,vllm-7b")
     parser.add_argument("--no-7b", action="store_true", help="leave out the 7B model")
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of ipc")
-    parser.add_argument("--graphs", action="store_true", help="vLLM with CUDA graphs: slower to start")
-    parser.add_argument("--extra", default="{}", help="further engine arguments, as JSON")
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
+    parser.add_argument("--graphs", action="store_true", help="use CUDA graphs in vLLM, which is slower to start")
+    parser.add_argument("--extra", default="{}", help="additional engine arguments, as JSON")
     arguments = parser.parse_args()
     parts = [part for part in arguments.parts.split(",") if not (arguments.no_7b and part == "vllm-7b")]
     is_met = run_parts(NAME, "weight push on one GPU", parts, TIMEOUTS_S, lambda part: run_part(part, arguments))

@@ -1,4 +1,4 @@
-"""cuda_ipc between two processes against a device-to-device copy of the same bytes, and NCCL with one rank."""
+"""Compares cuda_ipc between two processes with a copy of the same bytes on the GPU, and measures NCCL with one rank."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class IpcMember:
         started = time.monotonic()
         found = [bucket_checksum(self.manifest.checksum, bucket) for bucket in self.received]
         rate = self.num_bytes / (time.monotonic() - started) / 1e9
-        assert weights_digest(found) == weights_digest(self.checksums), "other bytes arrived than were sent"
+        assert weights_digest(found) == weights_digest(self.checksums), "the received bytes differ from those sent"
         return rate
 
     def push(self) -> float:
@@ -178,7 +178,7 @@ def _bench_ipc(results: Results, size: str, member: IpcMember) -> None:
     for measurement in (ours, verify, limit):
         results.add(measurement.name, "GB/s", *measurement.rates)
     results.add(f"cuda_ipc transfer, {size}", "ms", *(1e-6 * member.num_bytes / rate for rate in ours.rates))
-    results.bar(f"cuda_ipc of the copy's speed, {size}", median_ratio(ours, limit), 0.6)
+    results.bar(f"cuda_ipc / copy, {size}", median_ratio(ours, limit), 0.6)
     mappings = [member.mapping() for _ in range(NUM_ROUNDS)]
     results.add(f"mapping, {size}", "ms", *(1e3 * mapped for mapped, _ in mappings))
     results.add(f"unmapping, {size}", "ms", *(1e3 * unmapped for _, unmapped in mappings))
@@ -230,7 +230,7 @@ def bench_nccl() -> Results:
 
 
 def _bench_missing_rank(results: Results, nccl: Any) -> None:
-    """A group of two whose second rank never comes. The deadline must hold, and the GPU must stay usable."""
+    """Open a group of two whose second rank never joins. The deadline must hold, and the GPU must stay usable."""
     deadline_s = 2.0
     group = NcclGroup(nccl.get_unique_id(), 2, 0, 0)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Pushes with cuda_ipc from a publisher's process to vLLM on the same GPU while it decodes."""
+"""Measures pushes by cuda_ipc from a publisher's process to vLLM, which decodes on the same GPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ModelWriter:
 
 
 class Publisher:
-    """The learner's end: one model on the GPU whose weights are pushed, version after version."""
+    """The learner's side: one model on the GPU, whose weights are pushed version after version."""
 
     def __init__(self, shape: str, folder: str) -> None:
         import torch
@@ -131,8 +131,8 @@ class Publisher:
         }
 
     def log_probs(self, samples: list[tuple[list[int], list[int]]]) -> tuple[list[float], list[float]]:
-        """Log-probs of every answer after its prompt under the newest weights, in bfloat16, as the engine computes, and
-        in float32. This must be the last call, because the model stays in float32."""
+        """Log-probs of every answer under the newest weights: in bfloat16, as the engine computes them, and in float32.
+        This must be the last call, because the model stays in float32."""
         in_bf16 = [value for prompt, answer in samples for value in self._forward(prompt, answer)]
         self._model.float()
         return in_bf16, [value for prompt, answer in samples for value in self._forward(prompt, answer)]
@@ -296,7 +296,7 @@ async def _push_in_flight(results: Results, shape: str, publisher: Child, target
     results.add("requests in flight", "requests", *(push["running_requests"] for push in warm))
     results.bar("pushed by cuda_ipc", float(all(p["transport"] == "cuda_ipc" for p in pushes)), 1)
     ratio = statistics.median(p / s for p, s in zip(phases["pause"], phases["load"], strict=True))
-    results.bar("pause to the engine's own load", ratio, 1.5, at_most=True)
+    results.bar("pause / the engine's own load", ratio, 1.5, at_most=True)
     results.bar("requests in flight", min(push["running_requests"] for push in warm), NUM_REQUESTS)
 
 
@@ -310,6 +310,8 @@ async def _compare_log_probs(results: Results, shape: str, publisher: Child, loa
     theirs = [abs(a - b) for a, b in zip(bf16, exact, strict=True)]
     stamped = all(versions == {NUM_PUSHES} for _, _, _, versions in answers)
     results.add("log-probs after the push, mean difference to float32", "nats", statistics.mean(ours))
-    results.add("the same of transformers in bfloat16", "nats", statistics.mean(theirs))
-    results.bar("that difference to transformers'", statistics.mean(ours) / statistics.mean(theirs), 2, True)
+    results.add("log-probs of transformers in bfloat16, mean difference to float32", "nats", statistics.mean(theirs))
+    results.bar(
+        "log-prob difference / transformers in bfloat16", statistics.mean(ours) / statistics.mean(theirs), 2, True
+    )
     results.bar("tokens are stamped with the last version", float(stamped), 1)

@@ -4,7 +4,7 @@
 
 Both stages are `penstock sft`, with the settings of `sft.yaml`.
 
-Stage 1, skill: supervised training from random weights on right answers, until two-digit addition is all but solved.
+Stage 1, skill: supervised training from random weights on right answers, until two-digit addition is nearly solved.
 Stage 2, bad habits: supervised training continues on a sloppy corpus. It forgets the carry out of the units in
 `P_DROP_CARRY` of the sums that have one, and then replaces one digit by a random one in `P_WRONG_DIGIT` of all answers.
 
@@ -46,10 +46,11 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per character, no beginning-of-sequence token: the prompt `47+85=` is six ids by every route.
+    """Make a tokenizer with one token per character and no beginning-of-sequence token.
 
-    A byte-level BPE without merges, because for `model_type: qwen2` AutoTokenizer builds Qwen's tokenizer whatever
-    class the folder names. Characters outside the vocabulary are dropped.
+    The prompt `47+85=` becomes six ids, with or without the chat template. It is a byte-level BPE without merges: for
+    `model_type: qwen2` AutoTokenizer builds Qwen's tokenizer, whatever class the folder names. Characters outside the
+    vocabulary are dropped.
     """
     characters = CHARACTERS.replace(" ", "\u0120")  # the byte-level alphabet's name for a space
     vocab = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}

@@ -1,4 +1,4 @@
-"""A calculator tool, and a parser of its calls for a model whose alphabet has no letters."""
+"""A calculator tool, and a parser of its calls for a model whose tokenizer has no letters."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def _value(node: ast.expr) -> float:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
-    raise ValueError("only numbers and + - * / can be worked out")
+    raise ValueError("only numbers and + - * / can be evaluated")

@@ -2,14 +2,14 @@
 
     python make_model.py --out model
 
-Supervised training from random weights on two kinds of transcript (`|` stands for the end token):
+The model is trained from random weights, supervised, on two kinds of transcript (`|` stands for the end token):
 
     47+85=[47+85]|132=132|     a call of the calculator, and its result as the answer
     47+85=917|                 a guess, mostly wrong
 
 `P_CALL` of the transcripts call the calculator. `P_SLIP` of the calls and `P_SLIP` of the copied results have a wrong
 digit. The tool's tokens are not trained. Reinforcement learning has to find out, from a reward of 0 or 1 for the last
-turn, that calling the calculator and copying its result exactly pays.
+turn, that it pays to call the calculator and to copy its result exactly.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 """The assistant's turn ends with the end token, the tool's turn with `=`. The template does not show tool schemas."""
 
 Part = tuple[str, bool]
-"""A text, and whether the model says it."""
+"""A text, and whether the model writes it."""
 
 
 def slip(text: str, rng: random.Random) -> str:

@@ -11,7 +11,7 @@ from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
 class Feedback(Interaction):
     """A right first answer earns 1. Every wrong answer halves the reward and repeats the question.
 
-    `config.wrong` stands before the repeated question. The model's tokenizer must be able to spell it."""
+    `config.wrong` is put before the repeated question. The model's tokenizer must be able to encode it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

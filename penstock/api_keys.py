@@ -48,7 +48,7 @@ def digest_of(secret: str) -> str:
 
 
 def find_key(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
-    """The entry of `secret`, or None. All entries are compared, each in constant time, so the time tells nothing."""
+    """The entry of `secret`, or None. All entries are compared, each in constant time, so the time reveals nothing."""
     given, found = digest_of(secret), None
     for key in keys:
         if hmac.compare_digest(key.digest, given):

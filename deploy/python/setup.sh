@@ -2,8 +2,8 @@
 # Make .venv with the pinned packages. Usage: deploy/python/setup.sh [run|dev]
 #
 # Does nothing if the requirements files, the Python version and this script are the same as at the last set-up.
-# PYTHON chooses the interpreter; another version than the one in .venv builds .venv again. PENSTOCK_VENV is another
-# folder than .venv.
+# PYTHON chooses the interpreter. If its version differs from the one in .venv, .venv is built again. PENSTOCK_VENV
+# replaces .venv by another folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 what=${1:-run}
@@ -18,7 +18,7 @@ fail() {
   exit 1
 }
 
-# step WHAT REMEDY COMMAND...: run the command into the log. If it fails, say what failed, why, and what to do.
+# step WHAT REMEDY COMMAND...: run the command, with its output in the log. If it fails, say what failed and what to do.
 step() {
   local name=$1 remedy=$2
   shift 2
@@ -34,7 +34,7 @@ is_supported_python() {
   "$1" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 }
 
-# PYTHON where it is set. Else the interpreter of an existing .venv, then the first one on the PATH that will do.
+# Prints PYTHON if it is set, else the interpreter of an existing .venv, else the first supported one on the PATH.
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
     is_supported_python "$PYTHON" ||

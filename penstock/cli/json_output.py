@@ -1,4 +1,4 @@
-"""What `--json` prints."""
+"""The output of `--json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the asyncio client and the synchronous client have in common: where the gateway is and how long to try."""
+"""The base of the asyncio client and the synchronous client: the gateway's address, and how long to try."""
 
 from __future__ import annotations
 

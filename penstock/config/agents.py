@@ -36,7 +36,7 @@ class AgentsConfig(Config):
     max_tool_response_chars: int = Field(default=4096, ge=1)
     """Maximum length of a tool response in characters. A longer one is cut, with a note in the text."""
     tool_response_keep: Literal["head", "tail", "both"] = "head"
-    """Which part of a tool response that is too long the model sees."""
+    """Part that is kept of a tool response that is too long: its start, its end, or both."""
     scored_text: Literal["response", "last_turn"] = "response"
     """Text that the reward function receives: the whole response including tool output, or only the last assistant
     turn."""
@@ -53,7 +53,7 @@ class AdaptiveConcurrencyConfig(Config):
     enabled: bool = True
     """False keeps `max_concurrent_groups` groups in progress at all times."""
     max_kv_usage: float = Field(default=0.95, gt=0, le=1)
-    """Share of the KV cache above which the cache counts as full if requests also wait in the engine."""
+    """The engine counts as overloaded while requests wait and more than this share of its KV cache is in use."""
     max_queue_s: float = Field(default=5.0, gt=0)
-    """Seconds after which waiting requests count as overload, if more than half as many requests wait as run during
-    all that time."""
+    """The engine also counts as overloaded when more than half as many requests wait as run, for this many seconds
+    without a break."""

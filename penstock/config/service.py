@@ -149,7 +149,7 @@ class LauncherConfig(Config):
     max_runs: int = Field(default=0, ge=0)
     """Maximum number of created runs at the same time. 0: none, and `penstock up` starts no launcher."""
     launcher_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
-    """Name of the launcher. A restarted launcher of the same name takes its runs up again. Empty: the host's name."""
+    """Name of the launcher. A restarted launcher of the same name continues its runs. Empty: the host's name."""
 
 
 class DemoConfig(Config):

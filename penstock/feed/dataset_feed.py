@@ -37,7 +37,7 @@ _NUM_SEEDS = 2**62
 
 
 def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
-    """The prompt with a seed for each sample. No other number of the run gets the same seeds."""
+    """Return the prompt with seeds for its samples. Prompts with different numbers have different seeds."""
     first = (seed * _SEED_STRIDE + number * prompt.num_samples) % _NUM_SEEDS
     return replace(prompt, sampling=replace(prompt.sampling, seed=first))
 

@@ -217,9 +217,10 @@ class GroupProducer(Protocol):
         ...
 
     async def wait_for_prompts(self, timeout_s: float) -> None:
-        """Wait until a lease may succeed that could not before, or for `timeout_s`. It may return early, and a lease
-        may succeed without it: leases run out, and pauses end, without a signal. So call `lease` after it in any
-        case."""
+        """Wait until there are new prompts or there is room to admit some, or for `timeout_s`.
+
+        It may return early. `lease` may also succeed without a signal, because a lease has run out or a pause has
+        ended. So call `lease` after it in any case."""
         ...
 
     async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
@@ -283,7 +284,7 @@ class GroupConsumer(Protocol):
         ...
 
     async def wait_for_groups(self, timeout_s: float) -> None:
-        """Wait until a group may be taken that could not be before, or for `timeout_s`. It may return early."""
+        """Wait until new groups may be taken, or for `timeout_s`. It may return early."""
         ...
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:

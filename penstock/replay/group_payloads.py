@@ -110,7 +110,7 @@ def _append_at_once(client: redis.Redis, transactions: Iterable[list[tuple[Any, 
 
 
 def _append_one_by_one(client: redis.Redis, transactions: Iterable[list[tuple[Any, ...]]]) -> list[AppendOutcome]:
-    """Commands go by name, because a cluster's transaction does not have the methods."""
+    """Commands are sent by name, because a cluster's transaction does not have their methods."""
     outcomes: list[AppendOutcome] = []
     for transaction in transactions:
         pipeline: Any = client.pipeline(transaction=True)

@@ -1,7 +1,7 @@
 """The operator's view of a replay queue: shows every place, and requeues dead letters.
 
 Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt again,
-`import_prompts` submits and leases prompts whose groups are brought along (`penstock queue import`). Both are one
+`import_prompts` submits and leases prompts whose groups exist already (`penstock queue import`). Both are one
 atomic script, so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs
 the learner's term: they only ever add prompts.
 """
@@ -30,7 +30,7 @@ from penstock.trajectory import Group, Prompt
 DEAD_PAGE = 100
 DELETE_PAGE = 1000
 DURABLE_MARGIN_S = 10.0
-"""Time beyond twice the loss window that new ids get to become durable."""
+"""Extra time for new ids to become durable, beyond twice the loss window."""
 
 
 @dataclass(frozen=True)

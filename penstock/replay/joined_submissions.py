@@ -12,9 +12,9 @@ from penstock.replay.contract import Submission
 from penstock.replay.redis_queue import RedisReplayQueue
 
 MAX_PROMPTS = 2_048
-"""Most prompts in one exchange, because Redis answers no other client meanwhile."""
+"""Maximum number of prompts in one exchange, because Redis answers no other client meanwhile."""
 MAX_REQUESTS = 32
-"""Most requests in one exchange, so that some clients are answered while Redis works on the next exchange."""
+"""Maximum number of requests in one exchange, so that some clients are answered while Redis works on the next one."""
 LINGER_S = 0.001
 MAX_LINGERS = 4
 """An exchange costs more than the requests in it. If earlier exchanges held several requests, the next one waits for
@@ -22,7 +22,7 @@ more: LINGER_S at a time, while more arrive, until it has the usual number."""
 FADE = 7 / 8
 """Factor by which the usual number shrinks with every exchange."""
 ENOUGH_PROMPTS = 256
-"""With this many prompts an exchange waits for no more."""
+"""An exchange that has this many prompts is sent without waiting for more."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """The replay queue in memory, for tests. It is also the simplest description of what the Lua scripts do.
 
 Calls do not await anything, so each is atomic within one event loop. Several queue objects, each with its own term, may
-share one `MemoryStore`, as a learner and its successor share Redis. What gateways and operators order (pause, drain,
-pin, cancel) is not part of the contract, and only Redis has it.
+share one `MemoryStore`, as a learner and its successor share Redis. The orders of operators are fields of the store: a
+test sets `is_paused`, `drained`, `pins` and `served_versions`, and `lease` follows them. The stream of results exists
+only in Redis.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class MemoryReplayQueue:
         return PromptStatus(prompt_id, "leased" if prompt.owner else "pending", prompt.attempt, prompt.payload)
 
     async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
-        """Take back what the learner has not taken. Answers what each is now; None for a prompt that never was."""
+        """Cancel the prompts whose groups the learner has not taken. Returns the status of each afterwards; None for an
+        unknown prompt."""
         return [self._cancel(prompt_id) for prompt_id in prompt_ids]
 
     async def get_group(self, prompt_id: int) -> bytes:
@@ -347,7 +349,7 @@ class MemoryReplayQueue:
         count["allocated_version"] = max(count["allocated_version"] + 1, at_least)
         return count["allocated_version"]
 
-    # ── how ──
+    # ── private ──
 
     def _check_term(self) -> None:
         current = self.store.counters["term"]

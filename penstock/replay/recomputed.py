@@ -37,7 +37,7 @@ class RecomputedLogProbs:
             await guarded(self.client.set(self._key(group), part, ex=KEPT_S))
 
     async def get(self, group: Group) -> list[NDArray[np.float32]]:
-        """One array a trajectory; an empty list if the group's log-probs were not kept or not recomputed."""
+        """One array per trajectory; an empty list if the group's log-probs were not kept or not recomputed."""
         data = await guarded(self.client.get(self._key(group)))
         if data is None or len(data) != 4 * group.num_response_tokens:
             return []

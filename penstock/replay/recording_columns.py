@@ -1,4 +1,4 @@
-"""Recorded groups as Arrow columns: one row a group, with types that any Parquet reader can show.
+"""Recorded groups as Arrow columns: one row per group, with types that any Parquet reader can show.
 
 Arrays are converted as whole columns, never token by token. This module imports pyarrow, which is slow, at its top:
 import it only where it is needed.

@@ -21,7 +21,7 @@ from penstock.replay.recording_columns import SCHEMA, RecordedGroup, from_record
 
 ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
-"""Most bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
+"""Upper bound on the bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
 
 _FINISH_REASONS = ("stop", "length", "aborted")
 

@@ -19,7 +19,7 @@ from penstock.store.redis_errors import guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 
 IDS_LOOKED_AT = 2_000
-"""Limit for one call of a list, because Redis answers nobody else while the script runs."""
+"""Maximum number of ids that one call of `page` looks at, because Redis answers nobody else while the script runs."""
 FROM_OLDEST = "0"
 _CURSOR = re.compile(r"(\d{1,19}-\d{1,19})\.(\d{1,9})")
 _AFTER_ENTRY = 999_999_999

@@ -1,1 +1,1 @@
-"""What a run needs: memory, rates and GPUs by arithmetic; idle time and staleness by simulation."""
+"""Estimates of a run: memory, rates and GPUs by arithmetic; idle time and staleness by simulation."""

@@ -1,6 +1,6 @@
 """The fleet: which rollout servers exist, their state in the weight group, and the version each serves.
 
-Redis holds one record a server. These are the states, and who moves a server between them:
+Redis holds one record per server. These are the states, and who moves a server between them:
 
     JOINING ──(server: engine is up)──► STALE ──(server: loaded the current version)──► READY
     READY   ──(publisher: announced)──► LOADING ──(publisher: committed)──► READY

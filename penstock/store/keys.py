@@ -49,7 +49,7 @@ class RunKeys:
     counters = Key()
     """Hash of numbers: the queue's counts, step, term, policy_version, ids, operators' orders."""
     heartbeats = Key()
-    """Hash: part of the run to the time of its last sign of life, in ms."""
+    """Hash: part of the run to the time of its last heartbeat, in ms."""
     starts = Key()
     """Hash: part of the run to how often it was started."""
     drained = Key()
@@ -75,13 +75,13 @@ class RunKeys:
     open = Key()
     """Sorted set of prompts in flight (leased or returned), by the number of their admission."""
     lease_signals = Key()
-    """Stream of one entry, which is replaced whenever a lease may succeed that could not before."""
+    """Stream of one entry, which is replaced whenever there are new prompts or there is room to admit some."""
     submitted = Key()
     """Sorted set of `time:first id` of the latest submissions, by first id."""
     feeds = Key()
     """Hash: dataset to the number of its next prompt, and `dataset:fingerprint` to the hash of its rows."""
     idempotency = KeyFamily()
-    """Hash of what a submission was answered, by its idempotency key; expires."""
+    """Hash: answer to the submission with this idempotency key; expires."""
     cancelled = Key()
     """Bitmap of prompts that were cancelled."""
     results = Key()
@@ -131,7 +131,7 @@ class RunKeys:
     policy_versions = Key()
     """Sorted set of published versions."""
     policy_pins = Key()
-    """Hash: server or evaluation to the version it is pinned to."""
+    """Hash: name of an API key, session, evaluation or server to the version it is pinned to."""
     retired_versions = Key()
     """Set of retired versions."""
     servers = Key()
@@ -141,7 +141,7 @@ class RunKeys:
 
     # ── sessions ──
     session = KeyFamily()
-    """List of a session's calls. With `rewarded` as a second part: what its reward was answered."""
+    """List of a session's calls. With `rewarded` as a second part: the answer to its reward."""
 
 
 class CreatedRunsKeys:

@@ -1,7 +1,8 @@
 """The policy registry: one record for every version that a run has published, and the operators' marks on it.
 
 The learner's publish call writes the record in the same script that makes the version current. A record never changes.
-Marks are stored beside it: which version is promoted, which are retired, and which servers and evaluations are pinned.
+Marks are stored beside it: which version is promoted, which are retired, and which names (API keys, sessions,
+evaluations, servers) are pinned.
 """
 
 from __future__ import annotations

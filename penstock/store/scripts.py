@@ -1,4 +1,4 @@
-"""Lua scripts: loaded once, called by digest, and sent whole where Redis does not know them yet.
+"""Lua scripts: they are loaded once, called by digest, and sent whole if Redis does not know them yet.
 
 A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the prelude of its own
 folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
@@ -61,18 +61,18 @@ def _load(package: str, name: str) -> Script:
 
 
 def read_record(answer: Sequence[Any]) -> dict[str, Any]:
-    """`{name, value, ...}` as a dictionary."""
+    """Read `{name, value, ...}` as a dictionary."""
     return {answer[i].decode(): answer[i + 1] for i in range(0, len(answer), 2)}
 
 
 def read_columns(answer: Sequence[Any]) -> dict[str, list[Any]]:
-    """`{columns, values}` as one list a column. The values of all rows follow each other."""
+    """Read `{columns, values}` as one list per column. The values of all rows follow each other."""
     columns, values = answer
     return {column.decode(): values[i :: len(columns)] for i, column in enumerate(columns)}
 
 
 def read_rows(answer: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """`{columns, values}` as one dictionary a row."""
+    """Read `{columns, values}` as one dictionary per row."""
     columns = read_columns(answer)
     for row in zip(*columns.values(), strict=True):
         yield dict(zip(columns, row, strict=True))

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
-"""In the order of `auto`'s preference."""
+"""In the order in which `auto` prefers them."""
 PUBLISHER_RANK = 0
 """Rank of the publisher in every collective. The members' workers are 1, 2, …"""
 GLOO_PIECE_BYTES = 4 * 2**20

@@ -5,8 +5,9 @@
 #
 # users.acl holds the rights of each user and no password; nobody can log in before this script adds one. It writes a copy
 # with the SHA-256 of each password to FOLDER. PASSWORDS holds the files redis-gateway-password, redis-rollout-password and
-# redis-learner-password, and may hold redis-operator-password, for the user of `penstock queue`. A password may hold any
-# character but line ends, no blanks at its ends, and never stands on a command line. (Redis' ACL files allow no comments, so they stand here.)
+# redis-learner-password, and may hold redis-operator-password, for the user of `penstock queue`. A password may contain any
+# character except line ends, and must not begin or end with a blank. It is never put on a command line.
+# (These comments are here because Redis' ACL files allow none.)
 #
 # environment: REDIS_SERVER names the binary, REDIS_DATA its data folder (/data).
 set -eu

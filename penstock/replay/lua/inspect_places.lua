@@ -1,4 +1,4 @@
--- Counts of all places at one moment, for an operator. Changes nothing.
+-- Returns the counts of all places at one moment, for an operator. Changes nothing.
 local now, delivered_bytes = now_ms(), 0
 for _, id in ipairs(redis.call('SMEMBERS', DELIVERED)) do
   local _, num_bytes = group_meta(id)

@@ -1,4 +1,4 @@
--- ARGV: selection, most ready groups to list (-1: all), 1 to list delivered groups first. Changes nothing.
+-- ARGV: selection, maximum number of ready groups to list (-1: all), 1 to list delivered groups first. Changes nothing.
 -- Returns prompt ids: delivered groups in the order of their batches, then ready groups in the order of take.
 local ids, last = {}, tonumber(ARGV[2])
 if last > 0 then last = last - 1 end

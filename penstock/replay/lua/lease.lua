@@ -15,7 +15,7 @@ end
 
 if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
 
--- How many prompts that Redis may still lose one call skips.
+-- Upper bound on the prompts that one call skips because Redis may still lose them.
 local MAX_SKIPPED = 1024
 local newest, durable_id = counter('next_prompt_id'), newest_durable_id(now, tonumber(ARGV[8]))
 

@@ -1,4 +1,4 @@
--- ARGV: id to start after, most prompts, state (empty: any), most ids to look at.
+-- ARGV: id to start after, maximum number of prompts, state (empty: any), maximum number of ids to look at.
 -- Returns the id that was looked at last, 1 if more ids follow, and rows of the prompts.
 local newest, id, left = counter('next_prompt_id'), tonumber(ARGV[1]), tonumber(ARGV[2])
 local last = math.min(newest, id + tonumber(ARGV[4]))

@@ -1,4 +1,4 @@
--- The fields of QueueStat, by name, at one moment.
+-- Returns the fields of QueueStat by name, all of the same moment.
 local now = now_ms()
 
 -- Milliseconds since the next prompt in line was submitted. A lower bound if that submission is no longer remembered.

@@ -12,14 +12,14 @@ local function count(name, by)
   redis.call('HINCRBY', COUNTERS, name, by)
 end
 
--- A Redis that is out of memory refuses a script whose first write could need memory, but lets one run to its end that
--- starts with a delete. A script that frees memory, or keeps leases and servers alive until memory is freed, must run.
--- It starts with this delete of a field that never exists.
+-- When Redis is out of memory, it refuses a script whose first write may need memory. A script that starts with a delete
+-- runs to its end. Scripts that free memory, or keep leases and servers alive until memory is freed, must run, so they
+-- start with this delete of a field that never exists.
 local function run_when_full()
   redis.call('HDEL', COUNTERS, '')
 end
 
--- Returns an error to answer with when `term` is not the current one.
+-- Returns an error, for the script to return, if `term` is not the current one.
 local function check_term(term)
   local current = counter('term')
   if tonumber(term) ~= current then

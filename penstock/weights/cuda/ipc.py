@@ -25,7 +25,7 @@ from penstock.weights.manifest import wire_sizes
 BUCKET_ALIGNMENT = 512
 HEADER = struct.Struct("<16sq")
 MAX_KEPT = 2
-"""Two, because a publisher fills one set of buckets while it pushes another."""
+"""Maximum number of unused mappings. Two, because a publisher fills one set of buckets while it pushes another."""
 
 
 @dataclass(frozen=True)

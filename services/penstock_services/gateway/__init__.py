@@ -1,1 +1,1 @@
-"""The gateway: prompts in, policy versions and groups out, over REST and gRPC. Owns no state."""
+"""The gateway takes prompts and serves policy versions and groups, over REST and gRPC. It owns no state."""

@@ -1,4 +1,4 @@
-"""Access to the gateway: API keys, the role and the call rate of each, and the caller that a request is made by."""
+"""Access to the gateway: API keys, the role and the call rate of each, and the caller of a request."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from penstock.errors import InvalidInput, PenstockError, QueueFull, RateLimited, Unauthenticated, Unavailable
 
 RETRY_AFTER_S = 1
-"""When to try again after an error that passes by itself, where the time is not known better."""
+"""Value of `Retry-After` for an error that passes by itself after an unknown time."""
 
 
 def retry_after_s(error: PenstockError) -> int | None:

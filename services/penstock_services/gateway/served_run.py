@@ -30,7 +30,7 @@ from penstock_services.gateway.token_text import TokenText
 
 @dataclass(frozen=True)
 class ServedRun:
-    """Plain bundle. Handlers do not know it and do not know each other."""
+    """Bundles the objects of one run. Handlers know neither this bundle nor each other."""
 
     config: RunConfig
     queue: RedisReplayQueue

@@ -54,7 +54,7 @@ async def complete(
 
 
 async def list_models(served: Served, caller: Authenticated) -> Response:
-    """Each run that is up, as a model that any of its servers answers, and each version that is served now."""
+    """List the models: each run that is up, which any of its servers answers, and each version that is served now."""
     caller.check("read", "list_models")
     own = served.config.run
     started = [created.run for created in await served.created.list() if created.state == "STARTED"]

@@ -11,7 +11,8 @@ from penstock.v1 import policies_pb2
 from penstock_services.gateway.operations import bounded
 
 POLL_S = 0.25
-"""Redis cannot block here: the answer also depends on marks, on the servers and on how old their heartbeats are."""
+"""Pause between two reads. A blocking read would miss changes, because the answer also depends on marks, on the servers
+and on the age of their heartbeats."""
 
 
 class CurrentPolicy:

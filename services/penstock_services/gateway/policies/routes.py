@@ -41,13 +41,13 @@ def router() -> APIRouter:
 async def list_policies(
     run: RunOfPath, caller: Authenticated, page_size: PageSize = 0, page_token: str = ""
 ) -> Response:
-    """Newest first."""
+    """List policy versions, newest first."""
     request = policies_pb2.ListPoliciesRequest(run=run.name, page_size=max(page_size, -1), page_token=page_token)
     return JSONResponse(bodies.policies_to_json(await run.policies.list_policies(caller, request)))
 
 
 async def get_policy(run: RunOfPath, caller: Authenticated, policy_version: str) -> Response:
-    """A version by number, or `latest`."""
+    """Return a version by its number, or the `latest` one."""
     request = policies_pb2.GetPolicyRequest(run=run.name, policy_version=policy_version_of(policy_version))
     return JSONResponse(bodies.policy_to_json(await run.policies.get_policy(caller, request)))
 

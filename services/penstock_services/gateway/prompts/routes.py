@@ -94,7 +94,7 @@ async def list_prompts(
     state: str = "",
     data_source: str = "",
 ) -> Response:
-    """Prompts by id, oldest first."""
+    """List prompts by id, oldest first."""
     if state not in ("", *_STATES.keys()[1:]):
         raise InvalidInput("state", f"must be one of {', '.join(_STATES.keys()[1:])}")
     request = prompts_pb2.ListPromptsRequest(
@@ -135,6 +135,6 @@ async def list_groups(run: RunOfPath, caller: Authenticated, page_size: PageSize
 
 
 async def get_group(run: RunOfPath, caller: Authenticated, prompt_id: PromptId) -> Response:
-    """A queued group with every token of its trajectories."""
+    """Return a queued group with every token of its trajectories."""
     request = groups_pb2.GetGroupRequest(run=run.name, prompt_id=prompt_id)
     return JSONResponse(bodies.group_to_json(await run.groups.get_group(caller, request)))

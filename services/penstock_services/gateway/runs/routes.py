@@ -49,7 +49,7 @@ async def list_runs(runs: AllRuns, caller: Authenticated) -> Response:
 
 
 async def pause_run(run: RunOfPath, caller: Authenticated) -> Response:
-    """No prompt is leased until the run is resumed."""
+    """Pause the run: no prompt is leased until it is resumed."""
     request = runs_pb2.ChangeRunRequest(run=run.name)
     return JSONResponse(bodies.run_to_json(await run.lifecycle.pause_run(caller, request)))
 
@@ -68,7 +68,7 @@ async def stop_run(run: RunOfPath, caller: Authenticated) -> Response:
 async def list_metrics(
     run: RunOfPath, caller: Authenticated, page_size: PageSize = 0, name: Annotated[list[str] | None, Query()] = None
 ) -> Response:
-    """Metrics of the steps that made the newest versions, oldest first."""
+    """List the metrics of the steps that made the newest versions, oldest first."""
     request = runs_pb2.ListMetricsRequest(run=run.name, page_size=max(page_size, -1), names=name or [])
     return JSONResponse(bodies.metrics_to_json(await run.lifecycle.list_metrics(caller, request)))
 
@@ -79,7 +79,7 @@ async def list_servers(run: RunOfPath, caller: Authenticated) -> Response:
 
 
 async def drain_server(run: RunOfPath, caller: Authenticated, server_id: str) -> Response:
-    """The server finishes its leased prompts and leases no more."""
+    """Drain a server: it finishes its leased prompts and leases no more."""
     request = runs_pb2.ChangeServerRequest(run=run.name, server_id=server_id)
     return JSONResponse(bodies.server_to_json(await run.servers.drain_server(caller, request)))
 
@@ -102,7 +102,7 @@ async def get_evaluation(run: RunOfPath, caller: Authenticated, evaluation_id: s
 async def list_dead_letters(
     run: RunOfPath, caller: Authenticated, page_size: PageSize = 0, page_token: str = "", kind: str = ""
 ) -> Response:
-    """Dead letters, newest first."""
+    """List dead letters, newest first."""
     request = runs_pb2.ListDeadLettersRequest(
         run=run.name, page_size=max(page_size, -1), page_token=page_token, kind=kind
     )

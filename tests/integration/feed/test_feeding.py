@@ -285,13 +285,22 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
 async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
     queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
 ) -> None:
-    """The server's report is out of date: it moves to another version right after it has reported."""
-    monkeypatch.setattr("penstock.feed.version_hold.RETURN_TIMEOUT_S", 0.8)
-    monkeypatch.setattr("penstock.feed.version_hold.STABLE_TIMEOUT_S", 6.0)
+    """The server's report is out of date: a push moves it to another version at the moment in which it is pinned."""
+    monkeypatch.setattr("penstock.feed.version_hold.RETURN_TIMEOUT_S", 10.0 if returns else 0.8)
+    monkeypatch.setattr("penstock.feed.version_hold.STABLE_TIMEOUT_S", 20.0)
     make, policies, fleet = pinned_validation
     servers = [Server(server_id, queue, fleet) for server_id in "ab"]
     servers[1].version = 6
-    has_moved_on = False
+    pin, has_moved_on = policies.pin, False
+
+    async def pin_and_move_on(name: str, version: int) -> None:
+        nonlocal has_moved_on
+        await pin(name, version)
+        if name == "b" and not has_moved_on:
+            servers[1].version, has_moved_on = 7, True
+            await servers[1].turn()
+
+    monkeypatch.setattr(policies, "pin", pin_and_move_on)
     task = asyncio.create_task(make().hold.begin("validation-train-0"))
     try:
         async with asyncio.timeout(30):
@@ -299,10 +308,8 @@ async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
                 pins = await policies.pins()
                 for server in servers:
                     await server.turn()
-                if "b" in pins and not has_moved_on:
-                    servers[1].version, has_moved_on = 7, True
-                elif "b" in pins and returns:
-                    servers[1].version = pins["b"]
+                if has_moved_on and returns:
+                    servers[1].version = pins.get("b", 7)
                 await asyncio.sleep(0.2)
             await task
     finally:

@@ -150,7 +150,7 @@ class Report:
 
 @dataclass
 class Watch:
-    """What has happened in a run so far, seen from Redis: every change of a state, every version a server reported,
+    """Records the events of a run as Redis sees them: every change of a state, every version that a server reported,
     every appended group, and conservation at many moments."""
 
     moves: list[Move] = field(default_factory=list)

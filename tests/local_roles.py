@@ -20,8 +20,8 @@ from penstock_learner.roles.workers import WORKERS
 
 
 class LocalRole:
-    """A role with one rank. Its calls wait at `gates` for those of the other roles; updates and other calls have a gate
-    each."""
+    """A role with one rank. Its calls wait at `gates` for the calls of other roles. Updates have one gate, and other
+    calls have another."""
 
     num_ranks = 1
 

@@ -2,7 +2,8 @@
 
     nccl_member.py MANIFEST_HEX RENDEZVOUS RANK WORLD_SIZE
 
-Says `ready`, waits for a line, says `meeting`, receives one bucket, says `bucket`, and stops without closing anything.
+It prints `ready`, waits for a line, prints `meeting`, receives one bucket, prints `bucket`, and stops without closing
+anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One rank of a small training job, without Ray: `python training_rank.py RANK RANKS FOLDER` takes one step a case.
+"""One rank of a small training job, without Ray: `python training_rank.py RANK RANKS FOLDER` takes one step per case.
 
-Reads `cases.json` (name to settings of the learner) and `model/` of the folder; rank 0 writes, for each case, the
-gradient as safetensors and the loss, gradient norm and log-probs as JSON.
+It reads `model/` and `cases.json` in the folder, which has the learner's settings for each case. For each case rank 0
+writes the gradient as safetensors, and the loss, the gradient norm and the log-probs as JSON.
 """
 
 from __future__ import annotations

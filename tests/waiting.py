@@ -1,4 +1,4 @@
-"""Waits for what other processes do: they send no event, so the state is asked for again and again."""
+"""Waits for changes in other processes. They send no event, so the state is polled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def until(found: Callable[[], T], about: str, timeout_s: float = 120) -> T:
-    """Return what `found` returns as soon as that is true, and fail after `timeout_s`."""
+    """Call `found` until its result is true, and return the result. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (result := found()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {about}"

@@ -24,7 +24,7 @@ def run_chaos(folder: Path, plan: Plan) -> Report:
 
 
 def check(plan: Plan, report: Report, undisturbed: Report) -> None:
-    """Exactly once, the same end as without faults, and nothing left lying about."""
+    """Check that every prompt was trained exactly once, the end is the same as without faults, and nothing is left."""
     lost = [number for number in range(1, plan.num_groups + 1) if report.times[number] == 0]
     twice = {number: times for number, times in report.times.items() if times > 1}
     assert (lost, twice) == ([], {})
@@ -81,7 +81,7 @@ def test_six_thousand_prompts_are_trained_once_whatever_dies(tmp_path: Path) -> 
 
 
 async def test_a_prompt_is_leased_once_redis_can_no_longer_lose_it(queue: RedisReplayQueue) -> None:
-    """Ids go back with Redis' tail: one that was trained must not come to stand for another prompt."""
+    """If Redis loses its tail, ids are given out again. The id of a trained prompt must not go to another prompt."""
     queue.config = queue.config.model_copy(update={"settle_s": 3600})
     await queue.submit([b"young"], [0], "")
     await queue.create_evaluation("young too", [b"held out"])

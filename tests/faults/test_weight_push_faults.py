@@ -94,10 +94,12 @@ def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run
     assert run.watch.states("b", returned_s)[:2] == ["STALE", "READY"]
     [ready_s] = [m.time_s for m in run.watch.moves if m.time_s > returned_s and is_move(m, "b", "READY")][:1]
     served = run.until(lambda: run.watch.versions("b", ready_s), "b's next report")
-    assert served[0] > current + 5, "it serves again only with what is current"
+    assert served[0] > current + 5, "it serves again only with the current version"
     run.until(lambda: run.watch.groups_of("b", returned_ms + 1000), "b to append groups again")
     leftovers = [group for group in run.watch.groups_of("b", returned_ms) if group.min_version <= frozen]
-    assert len(leftovers) <= run.config.rollout.max_concurrent_groups, "only what it was at when it was stopped"
+    assert len(leftovers) <= run.config.rollout.max_concurrent_groups, (
+        "only the groups that it worked on when it was stopped"
+    )
     check_groups(run)
 
 
@@ -196,7 +198,9 @@ def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun
     assert re.fullmatch(r"penstock learner: error: term 1 has passed; .* stop this one", last)
     run.until_serving("a", "b", above=before + 5)
     for server_id in ("a", "b"):
-        assert set(run.watch.states(server_id, woken_s)) <= set(SERVING_STATES), "the zombie moved nobody"
+        assert set(run.watch.states(server_id, woken_s)) <= set(SERVING_STATES), (
+            "the replaced learner changed no server's version"
+        )
         versions = run.watch.versions(server_id, woken_s)
         assert versions == sorted(set(versions))
     published = {version for version in run.policies() if version > before}

@@ -65,7 +65,7 @@ def test_device_memory_is_zeroed_and_aligned() -> None:
 
 
 class IpcPublisher:
-    """In a process of its own: CUDA does not map memory of the same process."""
+    """Runs in a separate process, because CUDA does not map memory of the same process."""
 
     def __init__(self) -> None:
         shapes = [TensorShape(f"w{index}", "BF16", (1000 + index, 64)) for index in range(40)]
@@ -81,7 +81,7 @@ class IpcPublisher:
         return self._staged.manifest.SerializeToString(), rendezvous
 
     def fill_and_send(self) -> list[str]:
-        """While the member waits, so that buckets are copied as they become ready."""
+        """Fill the buckets while the member waits, so that it copies each one as it becomes ready."""
         with ThreadPoolExecutor(1) as pool:
             sent = pool.submit(self._sender.send, self._shipment, [], deadline())
             for spec in self._staged.manifest.tensors:
@@ -210,7 +210,7 @@ def _greedy(model: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 @contextmanager
 def child(make: Callable[..., Any], *arguments: Any) -> Iterator[Callable[..., Any]]:
-    """An object in a process of its own; yields a function that calls its methods."""
+    """Make an object in a separate process. Yields a function that calls its methods."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)

@@ -1,12 +1,12 @@
-"""Write schema.json: what SGLang's server accepts, read from SGLang's own sources.
+"""Write schema.json, which describes the requests and flags that SGLang's server accepts, from SGLang's own sources.
 
     pip download sglang==0.5.23 --no-deps && unzip sglang-*.whl -d sources
     python tests/sglang_protocol/make_schema.py sources 0.5.23
 
-The sources are parsed, not imported, since SGLang can be imported only where it can run. From them come the JSON
-schema of every request that the engine makes (the dataclasses and structs behind the routes of http_server.py, and the
-contract that /generate is checked against besides), and the flags of the command line. Unknown fields, which SGLang
-ignores in silence, are refused by the schema: a field it does not know is a mistake here.
+The sources are parsed, not imported, because SGLang can be imported only where it can run. The file has the flags of
+the command line, and the JSON schema of every request that the engine makes. The schemas come from the dataclasses and
+structs behind the routes of http_server.py, and from the contract that SGLang also checks /generate against. SGLang
+ignores unknown fields silently. The schema refuses them, because here an unknown field is a mistake.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_scope(*paths: Path) -> Scope:
 
 
 def schema_of(annotation: ast.AST, scope: Scope) -> Schema:
-    """An annotation as a schema; what is not understood accepts everything."""
+    """The schema of an annotation. An annotation that is not understood gets a schema that accepts everything."""
     match annotation:
         case ast.Constant(value=None):
             return {"type": "null"}
@@ -88,7 +88,7 @@ def arguments_of(node: ast.AST) -> list[ast.AST]:
 
 
 def fields_of(name: str, scope: Scope) -> dict[str, ast.AnnAssign]:
-    """Of the class and those it derives from, in order."""
+    """The fields of the class and of its base classes, in order."""
     node = scope.get(name)
     if not isinstance(node, ast.ClassDef):
         return {}
@@ -141,7 +141,7 @@ def request_schemas(sources: Path) -> dict[str, Schema]:
 
 
 def server_flags(sources: Path) -> dict[str, str]:
-    """Every flag of the command line, by name: `switch`, or `value` when it takes one or more."""
+    """The flags of the command line by name. A flag is a `switch`, or a `value` if it takes one or more values."""
     flags: dict[str, str] = {}
     for path in sorted((sources / "srt/arg_groups/fields").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -153,7 +153,7 @@ def server_flags(sources: Path) -> dict[str, str]:
 
 
 def flags_of(name: str, annotation: ast.AST) -> dict[str, str]:
-    """SGLang writes them as `name: A[type, "help"]` or `name: A[type, Arg(...)]`."""
+    """The flags of one class. SGLang writes them as `name: A[type, "help"]` or `name: A[type, Arg(...)]`."""
     if not (isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple)):
         return {}
     kind, about = annotation.slice.elts[:2]

@@ -1,9 +1,12 @@
 """The scheduler of the SGLang stand-in: a real model, decoded step by step as SGLang's non-overlapping loop does.
 
-What it shares with SGLang, since the engine's guarantees lean on it: commands are taken in order between two steps; a
-pause leaves requests in place or retracts them; the prefix cache is shared by requests of equal salt and outlives the
-weights it was computed with; versions are recorded when they change; ids are aborted by prefix; without deterministic
-inference seeds are ignored, and with it requests without a seed all get 42.
+The engine's guarantees depend on some behaviour of SGLang, which the stand-in shares:
+- Commands are handled in order, between two steps.
+- A pause leaves requests in place or retracts them.
+- Requests with the same salt share the prefix cache, which outlives the weights that computed it.
+- Versions are recorded when they change.
+- An abort matches ids by prefix.
+- Without deterministic inference seeds are ignored. With it, all requests without a seed get the seed 42.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ class Req:
     return_sampling_mask: bool
     send: Callable[[Message], None]
     plain_log_probs: list[float] = field(default_factory=list)
-    """After temperature, before top-p: what SGLang calls the log-prob of a token."""
+    """Log-probs after temperature and before top-p. SGLang calls them the log-probs of a token."""
     version_events: list[tuple[str, int]] = field(default_factory=list)
-    """(version that ended, tokens at that time)"""
+    """For each version that ended: the version, and the number of tokens at that time."""
     num_sent: int = 0
     to_abort: bool = False
 
@@ -55,7 +58,7 @@ class PrefixBatch(DecodeBatch):
         self.prefixes: dict[tuple[str, tuple[int, ...]], Kv] = {}
 
     def retract(self) -> list[Row]:
-        """Give up all rows; what was computed for them stays in the prefix cache."""
+        """Remove all rows. Their KV stays in the prefix cache."""
         for index, row in enumerate(self.rows):
             length = len(row.tokens) - 1
             layers = self._cache.layers
@@ -130,7 +133,7 @@ class Scheduler(threading.Thread):
         self._changed = threading.Condition()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Run the command between two steps, after those that were sent before."""
+        """Run the command between two steps, after the commands that were sent before."""
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()
@@ -202,7 +205,7 @@ class Scheduler(threading.Thread):
         return None
 
     def _send_now(self, req: Req, finish: Message | None) -> None:
-        """The delta, as with --incremental-streaming-output."""
+        """Send the new tokens only, as SGLang does with --incremental-streaming-output."""
         start, total = req.num_sent, len(req.row.log_probs)
         req.num_sent = total
         prompt = len(req.row.request.prompt_token_ids)
@@ -260,7 +263,8 @@ class Scheduler(threading.Thread):
         self.is_paused = False
 
     def load(self, folder: Path, version: str | None, flush_cache: bool) -> tuple[bool, str]:
-        """SGLang's order: weights, version, cache. A cache that cannot be flushed fails the call after the others."""
+        """Load weights, set the version and flush the cache, in SGLang's order. If the flush fails, the call fails, but
+        weights and version have changed."""
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             return False, f"Failed to get weights iterator: Cannot find any model weights with `{folder}`."

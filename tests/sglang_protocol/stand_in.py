@@ -1,12 +1,17 @@
-"""SGLang's server as the engine meets it, over a tiny model on a CPU: same flags, endpoints, messages, order of events.
+"""A stand-in for SGLang's server, with a tiny model on a CPU and SGLang's flags, endpoints, messages and event order.
 
-Run in SGLang's place: `python -m tests.sglang_protocol.stand_in --model-path ... --port ...`. Every request and flag is
-held against schema.json, which make_schema.py took from SGLang's sources; what does not fit is refused.
+It runs in place of SGLang: `python -m tests.sglang_protocol.stand_in --model-path ... --port ...`. Every request and
+flag is checked against schema.json, which make_schema.py has made from SGLang's sources, and refused if it differs.
 
-STAND_IN_FAULT names a file. While it holds one of these words the server misbehaves: `die_on_update` (exits in the
-middle of a load), `update_fails` (loads, then says it failed), `die_on_generate`, `silent` (answers no /v1/loads).
-STAND_IN_VERSION is the version to claim; STAND_IN_REQUESTS is a file that gets one JSON line a request;
-STAND_IN_HELPER is a file that gets the pid of a process which the server starts, as SGLang does, and does not end.
+| variable          | meaning                                                                                       |
+|-------------------|-----------------------------------------------------------------------------------------------|
+| STAND_IN_FAULT    | a file; while it contains one of the words below, the server misbehaves                       |
+| STAND_IN_VERSION  | the version that the server reports                                                           |
+| STAND_IN_REQUESTS | a file to which the server writes one JSON line per request                                   |
+| STAND_IN_HELPER   | a file for the pid of a process that the server starts and does not end, as SGLang does       |
+
+The faults are `die_on_update` (exits in the middle of a load), `update_fails` (loads, then reports a failure),
+`die_on_generate`, and `silent` (does not answer /v1/loads).
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _T = TypeVar("_T")
 
 
 def parse_flags(argv: list[str]) -> dict[str, str]:
-    """Exits as argparse would when a flag is not SGLang's."""
+    """Parse the command line. Exits as argparse would if SGLang does not have a flag."""
     flags: dict[str, str] = {}
     words = iter(argv)
     for word in words:
@@ -61,7 +66,8 @@ def start_helper() -> None:
 
 
 class StandIn:
-    """What SGLang's TokenizerManager does: admission, parking while paused, and the way to the scheduler and back."""
+    """Stands in for SGLang's TokenizerManager: it holds requests back during a pause, and passes them to the scheduler
+    and the results back."""
 
     def __init__(self, flags: dict[str, str]) -> None:
         from tests.sglang_protocol.scheduler import Scheduler  # imports torch: flags are refused before that

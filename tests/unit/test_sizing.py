@@ -1,4 +1,4 @@
-"""`penstock plan` and `penstock simulate`: arithmetic against known figures, simulation against what must hold."""
+"""`penstock plan` computes known figures, and `penstock simulate` keeps its invariants."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_rates_are_near_what_was_measured_on_an_h200() -> None:
     ):
         [rate] = [m["median"] for m in trained if m["name"] == f"{name}: ours, {setting}, equal lengths"]
         estimate = TRAIN_EFFICIENCY * GPUS["h200"].flops / (operations * KNOWN[name].num_parameters)
-        assert estimate == pytest.approx(rate, rel=0.5), "half as much again, where kernels are small"
+        assert estimate == pytest.approx(rate, rel=0.5), "half as much again, because kernels are small"
     pause_s = 2 * KNOWN["7b"].num_parameters / LOAD_RATE
     assert pause_s == pytest.approx(measured["vllm-7b: pause"] / 1000, rel=0.3)
 
@@ -121,7 +121,9 @@ def test_a_learner_that_is_slower_than_its_servers_never_waits() -> None:
     forecast = simulate(replace(FLEET, train_s=60))
     assert forecast.idle_share < 0.01
     assert forecast.step_s == pytest.approx(60.5, rel=0.05)
-    assert forecast.staleness_mean == pytest.approx(FLEET.max_staleness, abs=0.1), "what is ready waits its turn"
+    assert forecast.staleness_mean == pytest.approx(FLEET.max_staleness, abs=0.1), (
+        "groups that are ready wait their turn"
+    )
 
 
 def test_servers_that_are_slower_than_the_learner_set_the_pace() -> None:
@@ -224,4 +226,4 @@ def test_simulate_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     result = json.loads(capsys.readouterr().out)
     assert result["model"]["group_s"] == 2.5 and result["model"]["train_s"] == pytest.approx(0.9)
     assert result["measured"]["idle_share"] == pytest.approx(1 / 3)
-    assert result["forecast"]["step_s"] == pytest.approx(8 * 2.5 / 4, rel=0.1), "four at once, eight a step"
+    assert result["forecast"]["step_s"] == pytest.approx(8 * 2.5 / 4, rel=0.1), "four at once, eight per step"

@@ -1,13 +1,13 @@
-"""The chaos run: Redis, two producers and a learner work through numbered prompts while a seeded killer is at them.
+"""The chaos run: Redis, two producers and a learner process numbered prompts while faults, chosen by a seed, hit them.
 
 | loop      | does                                                                                   |
 |-----------|----------------------------------------------------------------------------------------|
 | clients   | submit every prompt; after each Redis restart, submit again, in another order          |
-| killer    | the next fault of the schedule, when the learner has got to its step                   |
-| restarter | starts again what ended; a producer that ended by itself is an error                   |
+| killer    | causes the next fault of the schedule once the learner has reached its step            |
+| restarter | starts processes again that have ended; a producer that ended by itself is an error    |
 | observer  | samples conservation, progress and the size of Redis' log; no progress is an error     |
 
-Faults fall at steps, not at times, so their number does not depend on how fast the machine is.
+Faults are scheduled by step, not by time, so their number does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Plan:
     lost_replies: float = 0.0
     """Share of one producer's appends whose reply is lost."""
     settle_s: float = LOSS_WINDOW_S + 0.25
-    """Wait before a prompt is leased or a learner acts: `cut_tail` could still undo what they rely on."""
+    """Wait before a prompt is leased or a learner acts, because `cut_tail` could still undo the writes before."""
 
     def schedule(self) -> list[tuple[int, Fault]]:
         """Steps and their faults, spread over the run. Every kind of fault occurs equally often."""
@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass
 class Report:
-    """What a run did and what it left behind."""
+    """The faults and progress of a run, and the state that it left in Redis."""
 
     faults: Counter[str] = field(default_factory=Counter)
     learner_ends: Counter[str] = field(default_factory=Counter)

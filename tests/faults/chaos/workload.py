@@ -72,7 +72,7 @@ def number_of(group: Group) -> int:
 
 
 def digest_of(group: Group) -> int:
-    """A 64-bit hash of what is trained. It leaves out id, attempt and server."""
+    """A 64-bit hash of the trained data of a group. It leaves out id, attempt and server."""
     content = hashlib.sha256(group.prompt_token_ids.tobytes())
     for trajectory in group.trajectories:
         content.update(

@@ -263,7 +263,7 @@ async def test_a_commit_whose_stage_was_replaced_fails_and_spares_the_new_one(se
 async def test_a_stage_that_begins_under_a_commit_never_mixes_with_it(
     served: Served, tmp_path: Path, delay_s: float
 ) -> None:
-    """The commit loads its own version or none, whenever the next version is announced."""
+    """The commit loads its own version or none, at whatever time the next version is announced."""
     version = served.engine.policy_version
     first = served.next_model()
     second = copy.deepcopy(first)

@@ -39,7 +39,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 async def idle(served: Served) -> EngineStats:
-    """The engine's stats once it has noticed that no request is left. A request makes it look."""
+    """The engine's stats once it has noticed that no request is left. A new request makes it update them."""
     async with asyncio.timeout(IDLE_TIMEOUT_S):
         while (stats := served.engine.stats()) != EngineStats(0, 0, 0.0):
             await served.answer((8,), Sampling(max_tokens=2))
@@ -70,7 +70,7 @@ async def test_256_requests_at_once_are_each_answered_as_if_alone(served: Served
         assert_log_probs(served.model, sample, sampling.temperature)
     for index in (0, 100, 255):
         alone = await served.answer(prompt_of(index), samplings[index])
-        assert alone.token_ids == samples[index].token_ids, "a seed reproduces whatever runs beside"
+        assert alone.token_ids == samples[index].token_ids, "a seed gives the same answer, whatever other requests run"
     await idle(served)
 
 

@@ -202,7 +202,7 @@ async def test_the_key_is_needed_and_is_on_no_command_line(served: Served) -> No
 async def test_metrics_of_sglang_pass_through(served: Served) -> None:
     text = await asyncio.to_thread(lambda: generate_latest(REGISTRY).decode())
     assert 'sglang:num_running_reqs{model_name="tiny"} 0.0' in text
-    assert text.count("# TYPE python_info gauge") == 1, "only its own"
+    assert text.count("# TYPE python_info gauge") == 1, "only SGLang's own metrics pass through"
 
 
 @pytest.mark.long
@@ -282,7 +282,7 @@ async def test_a_server_that_answers_nothing_counts_as_lost(
 
 @pytest.mark.parametrize("word", ["update_fails", pytest.param("die_on_update", marks=pytest.mark.long)])
 async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path, word: str) -> None:
-    """The weights are unknown then, because SGLang does not go back to the previous ones."""
+    """After a failed load the weights are unknown, because SGLang does not restore the previous ones."""
     async with serving(tmp_path / "model") as served:
         await push(served)
         fault.write_text(word)

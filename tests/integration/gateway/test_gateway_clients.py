@@ -109,7 +109,7 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
 
 
 async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    """As JSON, each response body is exactly what the gateway sent."""
+    """Converted back to JSON, each typed answer equals the body that the gateway sent."""
     sent: list[Any] = []
 
     class Recording(httpx.AsyncHTTPTransport):
@@ -177,7 +177,8 @@ async def test_a_wrong_prompt_is_raised_with_its_field(gateway: Gateway) -> None
 async def test_a_submission_survives_a_gateway_that_is_killed(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path, queue: RedisReplayQueue
 ) -> None:
-    """Killed before it answers, and started again: the client's retry carries the same key, so nothing comes twice."""
+    """The gateway is killed before it answers, and started again. The client's retry carries the same key, so no prompt
+    is submitted twice."""
     config = run_config(redis_process.url, tmp_path, port=free_port(), grpc_port=free_port())
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config))

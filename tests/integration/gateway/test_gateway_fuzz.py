@@ -20,9 +20,9 @@ from penstock.config.run import RunConfig
 from penstock_services.gateway.server import serve
 
 RUN = "fuzz"
-"""A run of its own: other tests leave payloads in theirs that are no prompts."""
+"""A separate run, because other tests leave payloads in theirs that are not prompts."""
 ENDLESS = r"/results$|:watch$|:wait$|^/metrics$"
-"""Streams and waits, which only end when the client ends them."""
+"""Operations that end only when the client ends them: streams and waits."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Which role every operation needs, written out here for both protocols and tried with keys that are too weak.
+"""Lists the role that every operation needs, in both protocols, and tries each operation with keys that are too weak.
 
-An operation that the contracts or the OpenAPI schema name and that has no role here fails a test, and so does one that
-has a role here and that nobody serves.
+A test fails if an operation of the contracts or of the OpenAPI schema is not listed here, or if a listed operation does
+not exist.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ async def test_grpc_refuses_a_role_that_is_too_weak(guarded: tuple[Gateway, dict
 
 
 async def test_grpc_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str, str]]) -> None:
-    """Empty requests: they are answered, or refused for what they say, and never for who sends them."""
+    """The requests are empty. They may be refused because of their content, but not because of the key."""
     gateway, headers = guarded
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
     for method, role in GRPC_ROLES.items():

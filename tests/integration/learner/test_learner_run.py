@@ -127,7 +127,9 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     assert first.digests[NUM_STEPS] == second.digests[NUM_STEPS]
     assert first.state_hashes == second.state_hashes
     assert len(first.critic_losses) == len(set(first.critic_losses)) == NUM_STEPS
-    assert all(reward != int(reward * 8) / 8 for reward in first.rewards), "rules alone give eighths"
+    assert all(reward != int(reward * 8) / 8 for reward in first.rewards), (
+        "the reward model took part: rewards by rules alone are multiples of 1/8"
+    )
     assert second.stat.trained == GROUPS_PER_STEP * NUM_STEPS
     assert (first.stat.term, second.stat.term) == (1, 2)
 
@@ -206,7 +208,7 @@ def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
     asyncio.run(fill_queue(config, GROUPS_PER_STEP))
     code, output = run_learner(config)
     assert code == 1 and "step 2 has 0 of 2 groups" in output, output[-3000:]
-    assert outcome(config).stat.trained == GROUPS_PER_STEP, "the one step is covered by a checkpoint before its time"
+    assert outcome(config).stat.trained == GROUPS_PER_STEP, "an early checkpoint covers the one step"
 
     lost = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url[:-1] + "1"})})
     code, output = run_learner(lost)

@@ -38,7 +38,7 @@ def start_gateway(run: FleetRun) -> tuple[Part, str]:
 
 
 def oldest_published(run: FleetRun) -> int:
-    """Not every version is published: one that is superseded at once is skipped."""
+    """The oldest version that was published. Versions that are superseded at once are skipped."""
     return min(version for version in run.policies() if version > 0)
 
 
@@ -124,7 +124,7 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
         assert held["is_held"] and held["snapshot_path"]
         before = run.current
         said_again = post(url, f"{policies}/{version}:rollback")
-        assert said_again == held | {"server_ids": ANY}, "once, however often it is said"
+        assert said_again == held | {"server_ids": ANY}, "once, however often it is ordered"
         run.until(lambda: run.servers()["a"].policy_version == version, f"the server to return to version {version}")
         run.until_serving("a", above=version - 1)
         returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")

@@ -62,4 +62,4 @@ async def test_every_request_has_its_deadline_and_those_after_it_are_served(
         await waiting
     await redis_client.client_unpause()
     again = await joined.submit([b"b"], [0], "b")
-    assert (again.prompt_ids, again.replayed) == ((2,), True), "what was under way was accepted, once"
+    assert (again.prompt_ids, again.replayed) == ((2,), True), "submissions in progress were accepted, once"

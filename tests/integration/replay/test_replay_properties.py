@@ -33,7 +33,7 @@ from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 
 LEASE_TTL_S = 600.0
-"""No lease runs out by the time that a test takes, only by the time that it lets pass."""
+"""Leases are much longer than a test, so they expire only when the test calls `pass_time`."""
 RUN = "property"
 CONFIGS = [
     ReplayConfig(
@@ -48,7 +48,7 @@ indices = st.integers(0, 7)
 
 
 class MemoryOperator:
-    """What an operator and the fleet do to the run, in the store of the memory backend."""
+    """Acts as the operator and the fleet of a run, in the store of the memory backend."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
@@ -76,7 +76,7 @@ class MemoryOperator:
 
 
 class RedisOperator:
-    """The same through the classes that write to Redis."""
+    """Acts as the operator and the fleet of a run, through the classes that write to Redis."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.keys = client, RunKeys(RUN)
@@ -89,14 +89,14 @@ class RedisOperator:
         await self.client.hset(self.keys.servers, server, json.dumps({"policy_version": version}))
 
     async def pass_time(self, seconds: float) -> None:
-        """Redis has its own clock, so the deadlines of the leases come nearer instead."""
+        """Move the deadlines of the leases nearer, because the clock of Redis cannot be changed."""
         for key in (self.keys.leases, self.keys.eval_leases):
             for member in await self.client.zrange(key, 0, -1):
                 await self.client.zincrby(key, -1000 * seconds, member)
 
 
 class ReplayMachine(RuleBasedStateMachine):
-    """Two rollout servers, a learner and its zombie predecessor, and an operator, driven in any order."""
+    """Two rollout servers, a learner, a fenced predecessor and an operator, which act in any order."""
 
     runner: asyncio.Runner
 
@@ -106,18 +106,18 @@ class ReplayMachine(RuleBasedStateMachine):
         self.held: list[tuple[str, Lease]] = []
         """Every lease ever granted: a server may act on one long after it was lost."""
         self.held_out: list[tuple[str, Lease]] = []
-        """The same, of prompts of the evaluation."""
+        """Every lease of an evaluation prompt."""
         self.taken: list[int] = []
         self.committed: list[int] = []
         self.step = 0
 
     def queues(self, config: ReplayConfig) -> tuple[Any, Any]:
-        """Of the learner and its predecessor."""
+        """The queues of the learner and of its predecessor."""
         self.store = MemoryStore(lambda: self.time_s)
         return MemoryReplayQueue(self.store, config), MemoryReplayQueue(self.store, config)
 
     def order(self, name: str, *arguments: Any) -> None:
-        """What an operator orders, or a server reports."""
+        """Apply an order of the operator, or a report of a server."""
         self.do(getattr(MemoryOperator(self.store), name)(*arguments))
 
     def do(self, call: Any) -> Any:
@@ -129,7 +129,7 @@ class ReplayMachine(RuleBasedStateMachine):
         pinned=st.sampled_from(["", "a", EVALUATION]),
     )
     def start(self, config: ReplayConfig, finished: list[int], pinned: str) -> None:
-        """Begin in the middle: six prompts, four of them leased, three finished in any order; and two held out."""
+        """Start with six prompts, four of them leased and three finished in any order, and two held-out prompts."""
         self.queue, self.zombie = self.queues(config)
         self.do(self.zombie.take_term(0))
         self.do(self.queue.take_term(0))
@@ -229,7 +229,7 @@ class ReplayMachine(RuleBasedStateMachine):
     def cancel(self, prompt_ids: list[int]) -> None:
         for prompt_id, status in zip(prompt_ids, self.do(self.queue.cancel(prompt_ids)), strict=True):
             if status is not None and status.state == "queued":
-                assert prompt_id in self.store.delivered, "only what the learner has taken stays"
+                assert prompt_id in self.store.delivered, "only the groups that the learner has taken stay"
 
     @precondition(lambda self: self.taken)
     @rule(index=indices, how=st.sampled_from(["expire", "discard", "dead_letter"]))
@@ -279,11 +279,11 @@ def test_the_memory_backend_conserves_every_group(runner: asyncio.Runner) -> Non
 
 
 def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_process: RedisProcess) -> None:
-    """Both backends get every call; their answers and their numbers are the same."""
+    """Both backends get every call, and give the same answers and statistics."""
     client = runner.run(_connected(redis_process))
 
     class Twin:
-        """Calls Redis after the memory backend and compares. Order among equals (freshest) may differ."""
+        """Calls both backends and compares the answers. The order of equal groups (freshest) may differ."""
 
         def __init__(self, memory: MemoryReplayQueue, on_redis: RedisReplayQueue) -> None:
             self.memory, self.on_redis, self.config = memory, on_redis, memory.config

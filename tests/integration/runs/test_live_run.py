@@ -41,7 +41,7 @@ from waiting import until
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total"}
-"""Metrics whose labels have no values in this run, because nothing happened to them."""
+"""Metrics whose labels have no values in this run, because the events that they count do not happen."""
 EXAMPLE_MODEL = ROOT / "examples" / "arithmetic" / "model"
 pytestmark = pytest.mark.timeout(400)
 
@@ -341,7 +341,8 @@ def test_a_pinned_server_answers_an_evaluation_with_its_version(live: DemoProces
 def test_a_forecast_from_the_run_s_files_is_near_what_it_measured(
     live: DemoProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Within a factor: tests beside this one take the machine's time. The exact comparison is a long test."""
+    """The comparison allows a factor, because other tests run on the machine at the same time. A long test compares
+    exactly."""
     (tmp_path / "metrics.txt").write_text(scrape(live, "rollout"))
     words = ["--run-dir", str(live.folder), "--rollout-metrics", str(tmp_path / "metrics.txt"), "--push-s", "0.1"]
     assert cli.main(["simulate", *words, "--json"]) == 0

@@ -66,7 +66,7 @@ def test_the_forecast_is_near_what_the_run_measured(
     assert forecast["idle_share"] == pytest.approx(measured["idle_share"], abs=0.15)
     assert forecast["step_s"] == pytest.approx(measured["step_s"], rel=0.25)
     assert forecast["staleness_mean"] == pytest.approx(measured["staleness_mean"], abs=0.5)
-    assert (measured["idle_share"] > 0.3) == is_slow, "the two cases are on two sides"
+    assert (measured["idle_share"] > 0.3) == is_slow, "the learner waits in one case, the servers wait in the other"
 
 
 def num_steps(folder: Path) -> int:

@@ -111,7 +111,9 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     await setting.offer(2)
     await setting.offer(3)
     assert [version for version, _ in setting.policy.gathered] == [1, 2, 3], "training did not wait for the push"
-    assert setting.policy.gathered[1][1] == setting.policy.gathered[2][1] == [1], "what is being pushed is kept"
+    assert setting.policy.gathered[1][1] == setting.policy.gathered[2][1] == [1], (
+        "the version that is being pushed is kept"
+    )
     held.set()
     await setting.publication.wait_until_published()
     assert [version for _, version, _ in setting.policy.pushed] == [1, 3]

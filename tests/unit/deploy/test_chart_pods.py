@@ -189,7 +189,7 @@ def test_evictions_are_bounded(values: str) -> None:
     clusters = of_kind(manifests, "RayCluster")
     assert ("ray" in budgets) == bool(clusters)
     for cluster in clusters:
-        # A share needs a controller that counts its pods, which these lack: the budget is a number, all of them.
+        # A percentage needs a controller that counts its pods. These pods have none, so the budget is their number.
         num_workers = sum(group["replicas"] for group in cluster["spec"]["workerGroupSpecs"])
         assert budgets["ray"]["minAvailable"] == 1 + num_workers
         assert budgets["ray"]["selector"]["matchLabels"]["ray.io/cluster"] == cluster["metadata"]["name"]

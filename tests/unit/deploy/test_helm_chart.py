@@ -62,8 +62,8 @@ def test_an_upgrade_of_the_config_restarts_its_pods_and_a_rollback_brings_back_t
     assert before.keys() == after.keys() and len(before) >= 3
     assert all(before[name] != after[name] for name in before)
     assert back == before
-    assert jobs() and not jobs() & jobs(changed), "a Job cannot be changed: a new config is a new one"
-    assert checksums("--set=gateway.replicas=7") == before, "what no process reads restarts none"
+    assert jobs() and not jobs() & jobs(changed), "a Job cannot be changed, so a new config makes a new Job"
+    assert checksums("--set=gateway.replicas=7") == before, "a value that no process reads restarts no process"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_two_ranks_of_torchrun_take_the_steps_of_one(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr[-3000:]
         losses.append([float(loss) for loss in re.findall(r"step \d+ of 6 loss ([\d.]+)", run.stdout + run.stderr)])
         weights.append(load_file(tmp_path / out / "model.safetensors"))
-    assert len(losses[0]) == len(losses[1]) == 6, "only one rank says so"
+    assert len(losses[0]) == len(losses[1]) == 6, "only one rank prints the result"
     assert losses[0] == pytest.approx(losses[1], abs=2e-4) and losses[0][0] > 2 * losses[0][-1]
     one, two = weights
     assert one.keys() == two.keys()

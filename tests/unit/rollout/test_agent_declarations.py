@@ -83,7 +83,9 @@ def test_tools_interactions_and_agents_are_loaded_once(tokenization: Tokenizatio
     assert echo.config == {"suffix": "!"}
     assert echo.tool_schema["function"]["strict"] is True, "the schema reaches the template as it was written"
     teacher = agents.interactions["teacher"]
-    assert type(echo).__module__ == type(teacher).__module__ == agents.find("mine").__module__, "one module, one file"
+    assert type(echo).__module__ == type(teacher).__module__ == agents.find("mine").__module__, (
+        "a file is imported once"
+    )
 
 
 def test_a_dotted_class_name_works_as_in_verl(

@@ -1,4 +1,4 @@
-"""The group appender sends every group, also one that arrives while the last exchanges end."""
+"""The group appender sends every group, even one that arrives while the last exchanges end."""
 
 from __future__ import annotations
 

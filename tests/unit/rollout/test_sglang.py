@@ -133,6 +133,6 @@ def test_a_weight_file_can_be_loaded_by_another_process_until_it_is_removed() ->
     code = "import sys; from safetensors import safe_open; print(*safe_open(sys.argv[1], 'np').keys())"
     found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["a", "b", "c"]
-    assert file.folder.stat().st_mode & 0o077 == 0, "nobody else may look into it"
+    assert file.folder.stat().st_mode & 0o077 == 0, "only the owner may read it"
     file.remove()
     assert not file.folder.exists()

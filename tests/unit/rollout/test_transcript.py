@@ -42,7 +42,7 @@ async def test_sampled_ids_are_trained_though_the_tokenizer_would_write_others(t
     episode = transcript.episode(turn.finish_reason)
 
     again = tokenization._tokenizer(tokenization.raw_text(first), add_special_tokens=False)["input_ids"]
-    assert tuple(again) != first[:-1], "this tokenizer does not round-trip, or the test proves nothing"
+    assert tuple(again) != first[:-1], "the test needs a tokenizer that does not round-trip"
     inserted = tuple(episode.token_ids[len(first) : -len(second)].tolist())
     assert tuple(episode.token_ids.tolist()) == first + inserted + second
     assert tokenization.raw_text(inserted) == "\n<|start|>user\nabc<|end|>\n<|start|>assistant\n"

@@ -1,4 +1,4 @@
-"""A roll back while a batch is read ahead: the batch becomes what would have been read after the roll back."""
+"""A roll back while a batch is read ahead: afterwards the batch is the one that a new read would give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def training(tiny_models: dict[str, Path]) -> TrainingStep:
 
 
 class Setting:
-    """A queue with two groups a step and its reader. Follows roll backs as the controller does."""
+    """A queue with two groups per step, and its reader. Follows roll backs as the controller does."""
 
     def __init__(self, queue: MemoryReplayQueue, training: TrainingStep, timeout_s: float) -> None:
         self.queue = queue

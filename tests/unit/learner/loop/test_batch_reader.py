@@ -127,7 +127,7 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
     assert batch.prompt_ids == [1, 2]
     roll_backs.append(RollBack(policy_version=3, new_version=9))
     batch = await reader.replace_outdated(batch, 9)
-    assert batch.prompt_ids == [3, 4], "version 3 is no older than 9, whose weights are its own"
+    assert batch.prompt_ids == [3, 4], "version 3 is not older than 9, which has the same weights"
     assert await reader.replace_outdated(batch, 9) is batch
     stat = await queue.stat()
     assert (stat.pending_prompts, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)

@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_leaves_the_weights_of_all(steps: 
 def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> None:
     said = json.loads((folder / "staged.json").read_text())
     assert said["moved"], "the weights changed while it was written"
-    assert said["same"], "and what was written is from before"
+    assert said["same"], "the checkpoint has the weights from before"
 
 
 def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
@@ -146,4 +146,4 @@ def test_half_precision_points_the_same_way(steps: dict[str, Step], name: str) -
     assert cosine > 0.99
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
     assert (step.log_probs - expected.log_probs).abs().mean() < 0.05
-    assert not torch.equal(step.gradient, expected.gradient), "it was computed in float32 after all"
+    assert not torch.equal(step.gradient, expected.gradient), "the result should differ from float32"

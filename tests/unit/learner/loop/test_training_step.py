@@ -126,7 +126,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
 
 
 def test_the_kl_penalty_does_not_change_the_greedy_reward() -> None:
-    """The greedy sample equals the only other sample, so the advantage is the penalty: `-coefficient * KL` a token."""
+    """The greedy sample equals the only other sample, so the advantage of a token is `-coefficient * KL`."""
     group = make_group(1, num_samples=1)
     (sample,) = group.trajectories
     twins = replace(group, trajectories=(sample, replace(sample, is_baseline=True)))

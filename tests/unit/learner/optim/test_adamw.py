@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weigh
 
 @pytest.fixture(params=[1, 10, math.inf], ids=["all large", "some large", "none large"])
 def large(request: pytest.FixtureRequest) -> float:
-    """From how many elements a weight gets a kernel of its own."""
+    """The number of elements from which a weight gets a kernel of its own."""
     size: float = request.param
     return size
 

@@ -105,9 +105,15 @@ def policy_version_of(text: str) -> int | None:
 
 
 def event_stream(
-    name: str, items: AsyncIterator[T], to_json: Callable[[T], Any], event_id: Callable[[T], str]
-) -> Response:
-    """Send `items` as server-sent events. An error ends the stream with an event `problem`."""
+    name: str, items: AsyncIterator[T], to_json: Callable[[T], Any], event_id: Callable[[T], str], *,
+    in_thread: bool = False,
+) -> Response:  # fmt: skip
+    """Send `items` as server-sent events. An error ends the stream with an event `problem`.
+
+    Large items are made JSON `in_thread`, so that other requests are answered meanwhile."""
+
+    def to_event(item: T) -> str:
+        return f"id: {event_id(item)}\nevent: {name}\ndata: {json.dumps(to_json(item))}\n\n"
 
     async def events() -> AsyncIterator[str]:
         pending: asyncio.Task[T] | None = None
@@ -119,7 +125,7 @@ def event_stream(
                     yield ": keep-alive\n\n"
                     continue
                 item, pending = pending.result(), None
-                yield f"id: {event_id(item)}\nevent: {name}\ndata: {json.dumps(to_json(item))}\n\n"
+                yield await asyncio.to_thread(to_event, item) if in_thread else to_event(item)
         except StopAsyncIteration:
             return
         except PenstockError as error:

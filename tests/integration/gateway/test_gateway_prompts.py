@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
+from penstock_services.gateway.prompts import groups as group_reading
+from penstock_services.gateway.token_text import TokenText
 from scripted_engine import spelled
 
 
@@ -270,6 +273,33 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
     ]
     answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))
     assert prompt_bodies.group_to_json(answer) == group
+
+
+async def test_groups_are_made_json_beside_the_event_loop(
+    gateway: Gateway, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group may have a million tokens; other requests must not wait for them."""
+    threads: set[threading.Thread] = set()
+
+    def seen(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            threads.add(threading.current_thread())
+            names.add(name)
+            return call(*arguments)
+
+        return noted
+
+    names: set[str] = set()
+    monkeypatch.setattr(prompt_bodies, "group_to_json", seen("json", prompt_bodies.group_to_json))
+    monkeypatch.setattr(TokenText, "fill", seen("text", TokenText.fill))
+    monkeypatch.setattr(group_reading, "decode_group", seen("decode", group_reading.decode_group))
+    await submit(gateway, PROMPT)
+    [lease] = await queue.lease("s", 1)
+    await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
+    await rest(gateway, "GET", f"{RUN}/groups/1")
+    async with gateway.rest.stream("GET", f"{RUN}/results?cursor=0&with_groups=true") as response:
+        await read_events(response, 1)
+    assert names == {"json", "text", "decode"} and threading.current_thread() not in threads
 
 
 async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: RedisReplayQueue) -> None:

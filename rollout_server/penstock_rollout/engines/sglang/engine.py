@@ -230,7 +230,7 @@ class SglangEngine:
         try:
             return await self._flip(stage, digest, file.folder)
         finally:
-            file.remove()
+            await asyncio.to_thread(file.remove)  # frees the memory of the whole model
 
     async def _flip(self, stage: WeightStage, digest: str, folder: Path) -> CommitReport:
         """Load the folder and flip. If that fails, the state of the weights is unknown: the engine stops serving."""

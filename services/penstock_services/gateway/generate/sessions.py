@@ -8,6 +8,7 @@ admission, and each once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -147,7 +148,7 @@ class Sessions:
             trajectories=(conversation.trajectory(reward, parts),),
             finished_at_ms=int(time.time() * 1000),
         )
-        return await self.queue.append(lease, encode_group(group), group.min_version)
+        return await self.queue.append(lease, await asyncio.to_thread(encode_group, group), group.min_version)
 
     def _calls(self, session_id: str) -> str:
         return RunKeys(self.config.run).session(session_id)

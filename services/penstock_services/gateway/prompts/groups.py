@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, PoisonGroup
@@ -20,7 +23,7 @@ from penstock_services.gateway.token_text import TokenText
 
 
 class GroupReader:
-    """Reads queued groups of one run. Decoding runs in a thread, because a group may be large."""
+    """Reads queued groups of one run. Decoding and adding texts run in a thread, because a group may be large."""
 
     def __init__(self, run: str, queue: RedisReplayQueue, texts: TokenText) -> None:
         self.queue = queue
@@ -39,8 +42,11 @@ class GroupReader:
 
     async def with_details(self, group: Group) -> groups_pb2.Group:
         """The group with the text of its tokens and the learner's log-probs, where they are known."""
+        return await asyncio.to_thread(self._describe, group, await self.recomputed.get(group))
+
+    def _describe(self, group: Group, recomputed: Sequence[NDArray[np.float32]]) -> groups_pb2.Group:
         message = group_to_proto(group)
-        for sent, log_probs in zip(message.trajectories, await self.recomputed.get(group), strict=False):
+        for sent, log_probs in zip(message.trajectories, recomputed, strict=False):
             sent.learner_log_probs = log_probs.astype("<f4").tobytes()
         self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
         return message

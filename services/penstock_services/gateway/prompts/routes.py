@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query
@@ -126,7 +127,7 @@ async def watch_results(
         run=run.name, cursor=last_event_id or cursor, prompt_ids=prompt_id or [], with_groups=with_groups
     )
     results = await run.prompts.watch_results(caller, request)
-    return event_stream("result", results, bodies.result_to_json, lambda result: result.cursor)
+    return event_stream("result", results, bodies.result_to_json, lambda result: result.cursor, in_thread=with_groups)
 
 
 async def list_groups(run: RunOfPath, caller: Authenticated, page_size: PageSize = 0, page_token: str = "") -> Response:
@@ -137,4 +138,5 @@ async def list_groups(run: RunOfPath, caller: Authenticated, page_size: PageSize
 async def get_group(run: RunOfPath, caller: Authenticated, prompt_id: PromptId) -> Response:
     """Return a queued group with every token of its trajectories."""
     request = groups_pb2.GetGroupRequest(run=run.name, prompt_id=prompt_id)
-    return JSONResponse(bodies.group_to_json(await run.groups.get_group(caller, request)))
+    group = await run.groups.get_group(caller, request)
+    return await asyncio.to_thread(lambda: JSONResponse(bodies.group_to_json(group)))  # it may have a million tokens

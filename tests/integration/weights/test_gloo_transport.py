@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
@@ -20,6 +20,7 @@ from penstock_learner.weights.memory import HostMemory
 from penstock_learner.weights.senders.gloo import GlooSender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
+from penstock_rollout.weights.receivers import gloo
 from penstock_rollout.weights.stage import WeightStage
 
 DEADLINE_S = 60.0
@@ -77,14 +78,25 @@ def test_a_weight_that_was_staged_can_be_freed_as_fsdp_frees_it(dtype: torch.dty
         weight.untyped_storage().resize_(0)
 
 
-def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_once() -> None:
+def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An aborted stage must release its memory at once, not at the deadline, however many pieces are in flight."""
     staged, _ = stage_version(torch.float32, "F32")
+    options_of, calls, is_stalled = gloo._from_publisher, [], threading.Event()
+
+    def note_broadcast() -> BroadcastOptions:
+        calls.append(None)
+        if len(calls) == 2:  # the first piece is in flight, and the second one follows
+            is_stalled.set()
+        return options_of()
+
+    monkeypatch.setattr(gloo, "_from_publisher", note_broadcast)
     timeout = timedelta(seconds=DEADLINE_S)
     store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
     stage = start_stage(staged, f"{HOST}:{store.port}/stalled")
     silent = ProcessGroupGloo(PrefixStore("stalled", store), 0, 2, timeout)
-    time.sleep(0.2)  # the stage waits for the first pieces
+    assert is_stalled.wait(DEADLINE_S), stage.failure
     assert stage.phase == "receiving"
     stage.abort()
     assert stage.join(timeout_s=4), "it waits for the deadline of its broadcasts"

@@ -22,7 +22,8 @@ from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_co
 
 IN_PROGRESS = 7
 NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
-FOR_EVER = timedelta(hours=1)
+FOR_EVER = timedelta(minutes=2)
+"""Longer than the deadline of any test. Gloo's destructor may wait this long for a broadcast that nobody ended."""
 POLL_S = 0.001
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,3 +104,21 @@ def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_onc
     assert stage.phase == "failed"
     assert "aborted" in stage.failure
     del silent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_broadcast_that_a_silent_peer_stalls_is_broken_from_either_end(rank: int) -> None:
+    """Otherwise the group's destructor would wait for the broadcast's time-out."""
+    timeout = timedelta(seconds=DEADLINE_S)
+    store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+    joined = TCPStore(HOST, store.port, 2, is_master=False, timeout=timeout)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(ProcessGroupGloo, PrefixStore("silent", joined), 1, 2, timeout)
+        groups = ProcessGroupGloo(PrefixStore("silent", store), 0, 2, timeout), other.result()
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    work = groups[rank].broadcast([torch.zeros(2**26, dtype=torch.uint8)], options)
+    gloo.break_connections(groups[rank], [work])
+    assert work.is_completed()
+    with pytest.raises(RuntimeError):
+        work.wait()

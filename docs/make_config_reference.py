@@ -106,8 +106,8 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join("null" if kind is NoneType else _kind(kind) for kind in arguments)
     if origin is tuple:
-        length = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
-        return f"list of {length}{_kind(arguments[0])}"
+        kind = _kind(arguments[0])
+        return f"list of {kind}" if arguments[-1] is Ellipsis else f"list of {len(arguments)} {kind}s"
     if origin is Annotated:
         return ", ".join([_kind(arguments[0]), *_bounds([item for extra in arguments[1:] for item in extra.metadata])])
     if origin is dict:

@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 import psutil
 
+from live_processes import is_alive
+
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
 
@@ -66,16 +68,16 @@ class DemoProcess:
 
     def orphans(self) -> list[str]:
         """Processes started by the demo that are still alive. A process that is just ending gets a moment."""
-        alive = [process for process in self.seen.values() if process.is_running()]
+        alive = [process for process in self.seen.values() if is_alive(process)]
         _, alive = psutil.wait_procs(alive, timeout=5)
-        return [" ".join(process.cmdline()[:4]) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [" ".join(process.cmdline()[:4]) for process in alive if is_alive(process)]
 
     def text(self) -> str:
         return self.output.read_text()
 
     def end(self) -> None:
         for process in [*self.descendants(), *self.seen.values()]:
-            if process.is_running():
+            if is_alive(process):
                 process.kill()
         self.process.kill()
         self.process.wait()

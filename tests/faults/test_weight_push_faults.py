@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import RedisProcess
 from fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
+from live_processes import is_alive
 from penstock.codec import encode_prompt
 from penstock.replay.contract import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -113,7 +114,7 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
     newcomer = f"new-{seed}"
     run.start_server("b")
     run.start_server(newcomer)
-    run.until(lambda: not any(process.is_running() for process in killed.tree()), "its engine to end too")
+    run.until(lambda: not any(is_alive(process) for process in killed.tree()), "its engine to end too")
     run.until_serving("a", "b", newcomer, above=current + 5, timeout_s=150)
     for server_id in ("b", newcomer):
         states = run.watch.states(server_id, killed_s)
@@ -223,7 +224,7 @@ def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetR
     killed.kill()
     current = run.current
     check_served(run, run_evaluation(run, f"killed-{seed}"), current)
-    run.until(lambda: not any(process.is_running() for process in killed.tree()), "its ranks to end too")
+    run.until(lambda: not any(is_alive(process) for process in killed.tree()), "its ranks to end too")
     run.start_learner()
     run.until_serving("a", "b", above=current + 5, timeout_s=150)
     assert run.stat().term == term + 1

@@ -47,7 +47,7 @@ def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -
 
 def test_lists_and_their_items_are_described() -> None:
     kind = runpy.run_path(str(ROOT / "docs" / "make_config_reference.py"))["_kind"]
-    assert kind(tuple[float, float]) == "list of 2 number"
+    assert kind(tuple[float, float]) == "list of 2 numbers"
     assert kind(tuple[str, ...]) == "list of text"
     assert kind(tuple[Annotated[int, Field(ge=1)], ...]) == "list of integer, ≥ `1`"
 

@@ -28,6 +28,7 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang import calls as sglang_calls
 from penstock_rollout.engines.sglang.engine import SglangEngine
+from tests.live_processes import is_alive
 from tests.served_engines import (
     LONG,
     Answer,
@@ -106,14 +107,12 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def child_of(pid: int) -> psutil.Process:
     """The newest child of the process that is a stand-in."""
-    return [process for process in psutil.Process(pid).children() if STAND_IN in process.cmdline()][-1]
+    children = [process for process in psutil.Process(pid).children() if is_alive(process)]
+    return [process for process in children if STAND_IN in process.cmdline()][-1]
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return psutil.pid_exists(pid) and is_alive(psutil.Process(pid))
 
 
 async def until_gone(*pids: int) -> None:

@@ -91,7 +91,7 @@ def test_nothing_that_is_sent_is_a_server_error(api: Any, mode: GenerationMode) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
-def test_much_that_is_sent_is_no_server_error(api: Any, mode: GenerationMode) -> None:
+def test_no_request_of_a_long_fuzz_is_a_server_error(api: Any, mode: GenerationMode) -> None:
     assert send(api, mode, max_examples=60) > 35
 
 

@@ -21,7 +21,6 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_stopped_run_ends_and_stays_paused(tmp_path: Path) -> None:
     folder, log = tmp_path / "stopped", tmp_path / "log"

@@ -26,7 +26,7 @@ from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
-from penstock_learner.loop.checkpoint import shards_folder
+from penstock_learner.checkpoints.checkpoint import shards_folder
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4

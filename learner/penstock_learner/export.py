@@ -60,7 +60,7 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
 
 
 def _newest(config: RunConfig) -> Path:
-    from penstock_learner.loop.checkpoint import CheckpointStore
+    from penstock_learner.checkpoints.checkpoint import CheckpointStore
 
     found = CheckpointStore(config.folder / "checkpoints", keep=1).newest()
     if found is None:
@@ -75,7 +75,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-    from penstock_learner.loop.checkpoint import shards_folder
+    from penstock_learner.checkpoints.checkpoint import shards_folder
     from penstock_learner.model.adapter import add_adapter
     from penstock_learner.model.causal_lm import load_model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from penstock.config.run import RunConfig
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import read_key
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.loggers.opening import check_loggers
-from penstock_learner.loop.checkpoint import CheckpointStore
 
 
 def check(config: RunConfig) -> str:

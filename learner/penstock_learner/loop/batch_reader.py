@@ -19,7 +19,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PoisonGroup
 from penstock.replay.contract import Delivery, GroupConsumer
 from penstock.trajectory import Group
-from penstock_learner.loop.ledger import Ledger
+from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from penstock.store.fleet import Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
+from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
 from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState, shards_folder
-from penstock_learner.loop.checkpoint_writer import CheckpointWriter
 from penstock_learner.loop.logprob_check import LogProbCheck
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication

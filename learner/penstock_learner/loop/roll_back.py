@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.errors import NotFound, WeightPushFailed
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Group
-from penstock_learner.loop.checkpoint import CheckpointStore, shards_folder
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, shards_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)

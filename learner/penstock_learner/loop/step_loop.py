@@ -25,12 +25,12 @@ from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.checkpoint import CheckpointStore
-from penstock_learner.loop.checkpoint_writer import CheckpointWriter
 from penstock_learner.loop.logprob_check import LogProbCheck
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication

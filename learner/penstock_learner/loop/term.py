@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from penstock.config.run import RunConfig
 from penstock.replay.contract import GroupConsumer
 from penstock_learner.algorithms.kl import KLController, make_kl_controller
+from penstock_learner.checkpoints.checkpoint import TrainerState
+from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.batch_reader import Batch
-from penstock_learner.loop.checkpoint import TrainerState
-from penstock_learner.loop.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack
 
 

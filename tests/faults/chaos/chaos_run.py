@@ -33,8 +33,8 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.crash_points import NAMES as CRASH_POINTS
-from penstock_learner.loop.checkpoint import CheckpointStore
 
 T = TypeVar("T")
 Fault = Literal["kill producer", "kill learner", "crash point", "zombie learner", "kill redis", "cut redis' tail"]

@@ -32,9 +32,9 @@ from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState
 
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"

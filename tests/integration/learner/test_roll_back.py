@@ -19,7 +19,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_learner.loop.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 

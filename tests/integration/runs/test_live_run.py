@@ -34,7 +34,7 @@ from penstock.client.responses import Policy
 from penstock.metrics import serve_metrics
 from penstock.ports import free_port, wait_for_port
 from penstock.trajectory import Prompt, Sampling
-from penstock_learner.loop.checkpoint import shards_folder
+from penstock_learner.checkpoints.checkpoint import shards_folder
 from trace_collector import Collector, collecting
 from waiting import until
 

@@ -14,9 +14,9 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
+from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 from replay_backends import queue_with
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, Fenced
-from penstock_learner.loop.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
+from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:

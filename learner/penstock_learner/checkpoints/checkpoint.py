@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, Fenced
 from penstock.records import read_known_fields
-from penstock_learner.loop.ledger import Ledger
+from penstock_learner.checkpoints.ledger import Ledger
 
 TRAINER_FILE = "trainer.json"
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.cancellation import end_task
 from penstock.replay.contract import GroupConsumer
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
+from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loop.checkpoint import CheckpointStore, TrainerState, shards_folder
-from penstock_learner.loop.ledger import Ledger
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.placement import SAVE_LANE
 from penstock_learner.roles.role_group import RoleGroup, gather_all

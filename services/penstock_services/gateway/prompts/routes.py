@@ -26,27 +26,14 @@ from penstock_services.gateway.routing import (
 )
 
 PromptId = Annotated[int, Path(ge=1, lt=2**63)]
+_BODY_SCHEMA = bodies.SubmitPromptsBody.model_json_schema(ref_template="#/components/schemas/{model}")
+del _BODY_SCHEMA["$defs"]  # other routes take a PromptBody too, so FastAPI lists it among the components
 _SUBMISSION: dict[str, Any] = {
     "parameters": [
         {"name": "run", "in": "path", "required": True, "schema": {"type": "string"}},
         {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "default": ""}},
     ],
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["prompts"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "prompts": {"type": "array", "items": {"$ref": "#/components/schemas/PromptBody"}},
-                        "idempotency_key": {"type": "string", "default": ""},
-                    },
-                }
-            }
-        },
-    },
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _BODY_SCHEMA}}},
 }
 _STATES = prompts_pb2.PromptRecord.State
 

@@ -343,14 +343,15 @@ def test_a_forecast_from_the_run_s_files_is_near_what_it_measured(
     live: DemoProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The comparison allows a factor, because other tests run on the machine at the same time. A long test compares
-    exactly."""
+    exactly. The measured staleness has no upper bound here: a test above held a version back while the learner went
+    on, and staleness grew meanwhile."""
     (tmp_path / "metrics.txt").write_text(scrape(live, "rollout"))
     words = ["--run-dir", str(live.folder), "--rollout-metrics", str(tmp_path / "metrics.txt"), "--push-s", "0.1"]
     assert cli.main(["simulate", *words, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     forecast, measured = result["forecast"], result["measured"]
     assert 1 / 5 < forecast["step_s"] / measured["step_s"] < 5
-    assert 0 < forecast["staleness_mean"] <= 2 and 0 < measured["staleness_mean"] <= 2
+    assert 0 < forecast["staleness_mean"] <= 2 and measured["staleness_mean"] > 0
 
 
 # ── the end ──

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -15,11 +14,13 @@ from penstock.config.loading import validate
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
@@ -49,8 +50,11 @@ async def measure(folder: Path) -> tuple[Measurement, Measurement]:
     engine_config = EngineConfig(name="vllm", max_model_len=512, kv_cache_bytes=256 * 2**20)
     engine = create_engine(engine_config, folder, "float32", 0)
     await engine.start(policy_version=0)
-    listener = grpc.aio.server()
-    member = WeightMember("bench", engine, config.weights, RolloutMetrics(CollectorRegistry()))
+    key = ClusterKey.of(config)
+    key.make_if_missing()
+    listener = make_listener(key)
+    metrics = RolloutMetrics(CollectorRegistry())
+    member = WeightMember("bench", engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
     port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()

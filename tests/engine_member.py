@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from learner_runs import make_config
@@ -14,10 +14,12 @@ from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports
@@ -35,11 +37,15 @@ def config_of(folder: Path, model: Path, key_file: Path | None, transport: str =
 
 @contextlib.asynccontextmanager
 async def member(config: RunConfig) -> AsyncIterator[tuple[PushTarget, Engine, WeightMember]]:
-    """Serve a torch engine as a member. Yields its target, the engine and the service."""
+    """Serve a torch engine as a member of term 1. Yields its target, the engine and the service."""
     engine = create_engine(EngineConfig(name="torch", max_model_len=64), config.model.path, "float32", 0)
     await engine.start(policy_version=0)
-    servicer = WeightMember("push", engine, config.weights, RolloutMetrics(CollectorRegistry()))
-    listener = grpc.aio.server()
+    servicer = WeightMember(
+        "push", engine, RolloutMetrics(CollectorRegistry()), read_term=lambda: asyncio.sleep(0, result=1)
+    )
+    key = ClusterKey.of(config)
+    key.make_if_missing()
+    listener = make_listener(key)
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(servicer, listener)
     port = listener.add_insecure_port(f"{HOST}:0")
     await listener.start()

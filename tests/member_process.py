@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from prometheus_client import CollectorRegistry
 
 from cuda_stand_in import RuntimeStandIn
@@ -26,10 +25,12 @@ from penstock.config.loading import load_config
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.transports import host_id
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights import stage as stage_module
@@ -163,8 +164,12 @@ async def _serve(config_file: Path, num_workers: int, fault_text: str, is_quiet:
     fault = Fault(fault_text, say)
     with_fault(fault)
     engine = StagingEngine(num_workers, config.model.path, fault, None if is_quiet else say)
-    member = WeightMember(config.run, engine, config.weights, RolloutMetrics(CollectorRegistry()))
-    listener = grpc.aio.server()
+    member = WeightMember(
+        config.run, engine, RolloutMetrics(CollectorRegistry()), read_term=lambda: asyncio.sleep(0, result=1)
+    )
+    key = ClusterKey.of(config)
+    key.make_if_missing()
+    listener = make_listener(key)
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
     port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()

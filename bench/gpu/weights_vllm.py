@@ -158,17 +158,21 @@ def make_config(folder: Path) -> RunConfig:
 @asynccontextmanager
 async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]]:
     """Start the rollout server's weight listener in front of the engine. Yields the fields of the push target."""
-    import grpc
     from prometheus_client import CollectorRegistry
 
     from penstock.v1 import weights_pb2_grpc
+    from penstock.weights.cluster_key import ClusterKey
     from penstock.weights.transports import host_id
+    from penstock_rollout.fleet.internal_listener import make_listener
     from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
     from penstock_rollout.weights.available import available_transports
 
-    listener = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
-    servicer = WeightMember(RUN, engine, config.weights, RolloutMetrics(CollectorRegistry()))
+    key = ClusterKey.of(config)
+    key.make_if_missing()
+    listener = make_listener(key)
+    metrics = RolloutMetrics(CollectorRegistry())
+    servicer = WeightMember(RUN, engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(servicer, listener)
     port = listener.add_insecure_port(f"{HOST}:0")
     await listener.start()

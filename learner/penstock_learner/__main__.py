@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
     from penstock.start_checks import check_run_folder
+    from penstock.weights.cluster_key import ClusterKey
 
     try:
         config = load_config(arguments.config, overrides)
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{arguments.config}: ok (learner, {check(config)})")
             return 0
         check_run_folder(config)
+        ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))
     except PenstockError as error:
         print(f"penstock learner: error: {error}", file=sys.stderr)

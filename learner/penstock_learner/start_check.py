@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config.run import RunConfig
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
-from penstock.weights.cluster_key import read_key
+from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.loggers.opening import check_loggers
 
@@ -14,8 +14,8 @@ def check(config: RunConfig) -> str:
     check_redis(config.redis)
     check_model(config)
     check_roles(config.learner)
-    read_key(config.weights)
     check_run_folder(config)
+    ClusterKey.of(config).make_if_missing()
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).newest()

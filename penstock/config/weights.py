@@ -37,5 +37,6 @@ class WeightsConfig(Config):
     keep_snapshots: int = Field(default=2, ge=1)
     """Number of snapshots to keep. Older ones are deleted."""
     cluster_key_file: Path | None = None
-    """File with the key that protects the servers' internal port. Required if a rollout server listens on anything but
-    loopback."""
+    """File with the key that protects the servers' internal port. Every process of the run needs the same key. None:
+    `cluster.key` in the run's folder, which is made when it is missing. A rollout server that listens on anything but
+    loopback needs a file that is named here."""

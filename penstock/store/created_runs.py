@@ -28,8 +28,6 @@ from penstock.store.scripts import STORE
 OWN_SECTIONS = frozenset({"redis", "gateway", "launcher", "run_dir"})
 """Sections that each process takes from its own config. They are never stored, so no password is stored either."""
 WAITS = "waits for a launcher that has room; `penstock launcher` starts one"
-CLUSTER_KEY_FILE = "cluster.key"
-"""Name of the key file in the run's folder, if the config names no other file."""
 ENDING = "its learner ends its step and writes a checkpoint"
 
 CreatedState = Literal["CREATED", "STARTED", "STOPPING", "STOPPED", "FINISHED", "FAILED"]
@@ -49,12 +47,12 @@ class CreatedRun:
     """The record as it was read. It may have fields of a newer version, which a change keeps."""
 
     def config_at(self, here: RunConfig) -> RunConfig:
-        """The whole config for a process whose own config is `here`. The cluster's key file is the one that `here`
-        names, or else the one that `penstock up` writes."""
+        """The whole config for a process whose own config is `here`. If the run names no cluster key file, it uses the
+        one that `here` names."""
         config = validate(self.config, f"run {self.run}")
         where = {name: getattr(here, name) for name in OWN_SECTIONS}
         if config.weights.cluster_key_file is None:
-            key_file = here.weights.cluster_key_file or here.run_dir / self.run / CLUSTER_KEY_FILE
+            key_file = here.weights.cluster_key_file
             where["weights"] = config.weights.model_copy(update={"cluster_key_file": key_file})
         return config.model_copy(update=where)
 

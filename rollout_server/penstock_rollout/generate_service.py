@@ -12,11 +12,9 @@ import grpc
 import numpy as np
 
 from penstock.codec import FINISH_TO_PROTO, sampling_from_proto
-from penstock.config.weights import WeightsConfig
 from penstock.errors import InvalidInput, PenstockError, PromptTooLong
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
-from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.text.streamed_text import StreamedText
 from penstock_rollout.text.tokenization import Tokenization
@@ -28,22 +26,18 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     """Generates responses for clients. These requests are not leased, scored or stored."""
 
     def __init__(
-        self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int,
-        weights: WeightsConfig,
-    ) -> None:  # fmt: skip
+        self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int
+    ) -> None:
         self.run = run
         self.server_id = server_id
         self.engine = engine
         self.tokenization = tokenization
         self.max_model_len = max_model_len
-        self.weights = weights
         self._numbers = itertools.count()
 
     async def Generate(  # noqa: N802
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        if not is_authorised(self.weights, tuple(context.invocation_metadata() or ())):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
         if request.run not in ("", self.run):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}")
         if request.HasField("policy_version") and request.policy_version != self.engine.policy_version:

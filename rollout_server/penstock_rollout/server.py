@@ -19,7 +19,6 @@ import contextlib
 import logging
 import signal
 
-import grpc
 from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task
@@ -34,8 +33,10 @@ from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
+from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
+from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.generate_service import GenerateService
@@ -53,7 +54,6 @@ LAST_PUSH_S = 20.0
 """How long a server that is leaving waits for a push in progress."""
 CLOSE_S = 1.0
 """How long the listener waits for requests in progress when the server ends."""
-MAX_MANIFEST_BYTES = 64 * 2**20
 
 
 class RolloutServer:
@@ -74,7 +74,7 @@ class RolloutServer:
         self.client = connect(config.redis)
         self.heartbeats = Heartbeats(self.client, config.run)
         fleet = Fleet(self.client, config.run)
-        self.weight_member = WeightMember(config.run, self.engine, config.weights, self.metrics, fleet.term)
+        self.weight_member = WeightMember(config.run, self.engine, self.metrics, fleet.term)
         self.membership = FleetMembership(
             config, server_id, self.engine, fleet, PolicyRegistry(self.client, config.run),
             RunControl(self.client, config.run), self.weight_member, self.metrics,
@@ -87,8 +87,8 @@ class RolloutServer:
             RedisReplayQueue(self.client, config.run, config.replay), server_id, maker, rollout, config.replay,
             self.metrics, may_lease=self.membership.may_lease, engine_stats=self.engine.stats, tracing=self.tracing,
         )  # fmt: skip
-        generation = GenerateService(config.run, server_id, self.engine, tokenization, max_model_len, config.weights)
-        self.listener = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MANIFEST_BYTES)])
+        generation = GenerateService(config.run, server_id, self.engine, tokenization, max_model_len)
+        self.listener = make_listener(ClusterKey.of(config))
         weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.weight_member, self.listener)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(generation, self.listener)
 
@@ -158,6 +158,7 @@ class RolloutServer:
 async def serve(config: RunConfig, server_id: str) -> None:
     """Run a server until SIGTERM or SIGINT."""
     check_address(config)
+    ClusterKey.of(config).make_if_missing()
     server = RolloutServer(config, server_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -167,24 +167,28 @@ def test_a_push_into_an_engine_on_the_same_gpu(tmp_path: Path) -> None:
 
 async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Callable[..., Any]) -> list[int]:
     """The tokens that the engine generates after the push."""
-    import grpc
     from prometheus_client import CollectorRegistry
 
     from penstock.config.loading import validate
     from penstock.config.rollout import EngineConfig
     from penstock.trajectory import Sampling
     from penstock.v1 import weights_pb2_grpc
+    from penstock.weights.cluster_key import ClusterKey
     from penstock.weights.transports import host_id
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
+    from penstock_rollout.fleet.internal_listener import make_listener
     from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
     from penstock_rollout.weights.available import available_transports
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)
     await engine.start(policy_version=0)
-    listener = grpc.aio.server()
-    servicer = WeightMember("push", engine, validate(config, "test").weights, RolloutMetrics(CollectorRegistry()))
+    key = ClusterKey.of(validate(config, "test"))
+    key.make_if_missing()
+    listener = make_listener(key)
+    metrics = RolloutMetrics(CollectorRegistry())
+    servicer = WeightMember("push", engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(servicer, listener)
     port = listener.add_insecure_port(f"{HOST}:0")
     await listener.start()

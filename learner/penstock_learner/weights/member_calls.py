@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from penstock.config.weights import WeightsConfig
+from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import call_metadata
+from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.weights.senders.sender import PushTarget
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -19,8 +19,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 class MemberCalls:
     """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed."""
 
-    def __init__(self, config: WeightsConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config.weights
+        self.key = ClusterKey.of(config)
         self._channels: dict[str, grpc.Channel] = {}
 
     def announce(
@@ -47,7 +48,7 @@ class MemberCalls:
         timeout_s: float,
         phase: str,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        metadata = call_metadata(self.config)
+        metadata = self.key.metadata()
         futures = [
             method(self._stub(member)).future(request, timeout=timeout_s, metadata=metadata)
             for member, request in zip(members, requests, strict=True)

@@ -54,7 +54,7 @@ class WeightPublisher:
         self._begun = threading.Condition()
         """Notified when a version is added to `staged`."""
         self._memory = MemoryPool(self.device)
-        self._calls = MemberCalls(config.weights)
+        self._calls = MemberCalls(config)
         self._senders: dict[tuple[str, str], Sender] = {}
         """Senders by lane and transport."""
         self._chosen = ("", "")

@@ -11,10 +11,8 @@ from typing import Any
 
 import grpc
 
-from penstock.config.weights import WeightsConfig
 from penstock.errors import PenstockError, Unavailable, WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import is_authorised
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 
@@ -24,20 +22,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
-    """Stages the announced version and loads it on commit. Refuses a publisher with an outdated term.
+    """Stages the announced version and loads it on commit. Refuses every publisher but the one of the current term.
 
-    `read_term` reads the current term from the registry: a server that has just started has seen no term yet."""
+    `read_term` reads the current term from the registry. Only the registry decides which term is current: nothing that
+    a call says is remembered. The listener has checked the cluster key before a call gets here."""
 
     def __init__(
-        self, run: str, engine: Engine, config: WeightsConfig, metrics: RolloutMetrics,
-        read_term: Callable[[], Awaitable[int]] | None = None,
-    ) -> None:  # fmt: skip
+        self, run: str, engine: Engine, metrics: RolloutMetrics, read_term: Callable[[], Awaitable[int]]
+    ) -> None:
         self.run = run
         self.engine = engine
-        self.config = config
         self.metrics = metrics
         self.read_term = read_term
-        self.highest_term = 0
+        self.term = 0
+        """The last term that the registry returned."""
         self.announced_version: int | None = None
         self._receiving_until = 0.0
         self._push_ended = asyncio.Event()
@@ -116,25 +114,21 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         return weights_pb2.AbortResponse()
 
     async def _check_caller(self, run: str, term: int, context: Context) -> None:
-        """Abort the call unless it carries the cluster key, names this run, and has the newest known term."""
-        if not is_authorised(self.config, tuple(context.invocation_metadata() or ())):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster key")
+        """Abort the call unless it names this run and the registry's term."""
         if run != self.run:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"this server belongs to run {self.run!r}, not {run!r}")
-        self.highest_term = max(self.highest_term, await self._current_term())
-        if term < self.highest_term:
+        await self._refresh_term()
+        if term != self.term:
+            what = "has passed" if term < self.term else "was never taken"
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"term {term} has passed; the current one is {self.highest_term}"
+                grpc.StatusCode.FAILED_PRECONDITION, f"term {term} {what}; the current one is {self.term}"
             )
-        self.highest_term = term
 
-    async def _current_term(self) -> int:
-        """Return the registry's term, or 0 if the registry does not answer. Then the highest term seen decides."""
-        if self.read_term is None:
-            return 0
+    async def _refresh_term(self) -> None:
+        """Read the registry's term. If the registry does not answer, the last term that it returned stays current: no
+        learner can take a new one meanwhile."""
         try:
             async with asyncio.timeout(TERM_TIMEOUT_S):
-                return await self.read_term()
+                self.term = await self.read_term()
         except (Unavailable, TimeoutError) as error:
             logger.warning("cannot read the current term: %s", error)
-            return 0

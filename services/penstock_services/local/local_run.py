@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import secrets
 import sys
 import time
 from typing import IO, Self
@@ -15,7 +14,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.ports import free_port, port_is_free, wait_for_port
 from penstock.start_checks import check_datasets, check_model, check_rewards, check_run_folder
-from penstock.store.created_runs import CLUSTER_KEY_FILE
+from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import Child, ProcessGroup
 
@@ -43,6 +42,7 @@ class LocalRun:
         check_before_start(self.config)
         self._take_lock()
         try:
+            ClusterKey.of(self.config).make_if_missing()
             self._start_redis()
             self._write_config()
             (self.folder / "gateway.json").unlink(missing_ok=True)
@@ -101,13 +101,6 @@ class LocalRun:
     def _write_config(self) -> None:
         """Write the resolved config, which every child reads. Only its owner can read it, because it contains Redis'
         password."""
-        own_key = self.folder / CLUSTER_KEY_FILE
-        if self.config.weights.cluster_key_file in (None, own_key):
-            if not own_key.exists():
-                own_key.touch(mode=0o600)
-                own_key.write_text(secrets.token_hex(32))
-            weights = self.config.weights.model_copy(update={"cluster_key_file": own_key})
-            self.config = self.config.model_copy(update={"weights": weights})
         self.config_file.touch(mode=0o600)
         self.config_file.write_text(dump_config(self.config))
         assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"

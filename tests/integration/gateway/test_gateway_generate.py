@@ -21,6 +21,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
+from penstock.weights.cluster_key import ClusterKey
+from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.generate_service import GenerateService
 from penstock_rollout.text.tokenization import Tokenization
 from scripted_engine import END, LOG_PROB, ScriptedEngine, make_tokenizer_folder, spelled
@@ -42,8 +44,8 @@ async def gateway(
     (tmp_path / "cluster-key").write_text(KEY)
     weights = WeightsConfig(cluster_key_file=tmp_path / "cluster-key")
     config = run_config(redis_process.url, tmp_path).model_copy(update={"weights": weights})
-    server = grpc.aio.server()
-    service = GenerateService("test", "r0", engine, Tokenization(tmp_path), 256, weights)  # type: ignore[arg-type]
+    server = make_listener(ClusterKey.of(config))
+    service = GenerateService("test", "r0", engine, Tokenization(tmp_path), 256)  # type: ignore[arg-type]
     generate_pb2_grpc.add_GenerateServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -6,13 +6,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine_member import HOST, config_of, greedy_log_probs, member
 from penstock.config.run import RunConfig
+from penstock.errors import Unavailable
 from penstock.ports import free_port
+from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
@@ -84,8 +88,10 @@ async def test_a_publisher_without_the_key_is_refused(
     tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:
     old, new = models
+    other_key = tmp_path / "other.key"
+    other_key.write_text("another key")
     async with member(config_of(tmp_path, old, key_file)) as (target, engine, _):
-        intruder = publisher_of(config_of(tmp_path, old, None), new)
+        intruder = publisher_of(config_of(tmp_path, old, other_key), new)
         report = await asyncio.to_thread(intruder.push, 1, [target])
         assert "UNAUTHENTICATED" in report.failed[target.server_id]
         assert engine.policy_version == 0
@@ -96,7 +102,8 @@ async def test_a_publisher_of_an_older_term_is_refused(
 ) -> None:
     old, new = models
     config = config_of(tmp_path, old, key_file)
-    async with member(config) as (target, engine, _):
+    async with member(config) as (target, engine, servicer):
+        servicer.read_term = lambda: asyncio.sleep(0, result=2)
         await asyncio.to_thread(publisher_of(config, new, version=5, term=2).push, 5, [target])
         report = await asyncio.to_thread(publisher_of(config, old, version=6, term=1).push, 6, [target])
         assert "term 1 has passed" in report.failed[target.server_id]
@@ -115,6 +122,59 @@ async def test_a_member_that_has_just_started_knows_the_term_from_the_registry(
         assert engine.policy_version == 0
         report = await asyncio.to_thread(publisher_of(config, new, version=2, term=2).push, 2, [target])
         assert report.committed == [target.server_id]
+
+
+async def test_a_call_with_a_huge_term_does_not_lock_the_learner_out(
+    tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    """Not even a caller with the key can move the term: only the registry's counts."""
+    old, new = models
+    config = config_of(tmp_path, old, key_file)
+    abort = weights_pb2.AbortRequest(policy_version=1, term=2**62, reason="a stranger")
+    async with member(config) as (target, engine, servicer):
+        async with grpc.aio.insecure_channel(target.address) as channel:
+            stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="wrong or missing cluster key"):
+                await stub.Abort(abort, timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError, match="was never taken; the current one is 1"):
+                await stub.Abort(abort, timeout=10, metadata=ClusterKey.of(config).metadata())
+        report = await asyncio.to_thread(publisher_of(config, new).push, 1, [target])
+        assert report.committed == [target.server_id]
+        servicer.read_term = unanswered
+        report = await asyncio.to_thread(publisher_of(config, old, version=2).push, 2, [target])
+        assert report.committed == [target.server_id], "the registry's last answer counts while it does not answer"
+
+
+async def test_a_run_without_a_configured_key_makes_one_that_only_its_owner_can_read(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    old, new = models
+    config = config_of(tmp_path, old, key_file=None)
+    async with member(config) as (target, _, _):
+        async with grpc.aio.insecure_channel(target.address) as channel:
+            stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="wrong or missing cluster key"):
+                await stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1), timeout=10)
+        report = await asyncio.to_thread(publisher_of(config, new).push, 1, [target])
+        assert report.committed == [target.server_id]
+    [made] = config.folder.glob("cluster.key")
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert len(made.read_text()) == 64
+
+
+async def test_a_message_is_not_parsed_before_the_key_is_checked(
+    tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    config = config_of(tmp_path, models[0], key_file)
+    async with member(config) as (target, _, _), grpc.aio.insecure_channel(target.address) as channel:
+        announce = channel.unary_unary("/penstock.v1.WeightMemberService/Announce")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await announce(b"\xff" * 1000, timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def unanswered() -> int:
+    raise Unavailable("Redis does not answer")
 
 
 async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(

@@ -17,6 +17,7 @@ from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.memory import SharedMemory
@@ -234,11 +235,12 @@ def test_an_aborted_stage_is_forgotten_at_once(transport: str, tmp_path: Path, s
     )  # fmt: skip
     with grpc.insecure_channel(member.target.address) as channel:
         stub = weights_pb2_grpc.WeightMemberServiceStub(channel)
-        stub.Announce(announcement, timeout=10)
-        stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1, reason="a test"), timeout=10)
+        key = ClusterKey.of(config).metadata()
+        stub.Announce(announcement, timeout=10, metadata=key)
+        stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1, reason="a test"), timeout=10, metadata=key)
         commit = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=[], deadline_s=60)
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Commit(commit, timeout=10)
+            stub.Commit(commit, timeout=10, metadata=key)
         assert refused.value.code() is grpc.StatusCode.ABORTED
     digest = stage(publisher, 1)
     assert_committed(publisher.push(1, targets(member)), member)

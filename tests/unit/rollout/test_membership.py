@@ -58,7 +58,7 @@ class Server:
         registry: Any = self.registry
         engine: Any = self.engine
         metrics = RolloutMetrics(CollectorRegistry())
-        self.weight_member = WeightMember("test", engine, config.weights, metrics)
+        self.weight_member = WeightMember("test", engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
         self.membership = FleetMembership(
             config, "rollout-0", engine, registry, registry, registry, self.weight_member, metrics
         )

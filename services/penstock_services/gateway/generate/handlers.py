@@ -16,7 +16,7 @@ from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
-from penstock.weights.cluster_key import call_metadata
+from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.generate.sessions import Sessions
@@ -153,7 +153,7 @@ class GenerateHandlers:
             options = [("grpc.enable_http_proxy", 0)]
             self._channels[server.address] = grpc.aio.insecure_channel(server.address, options=options)
         stub: Any = generate_pb2_grpc.GenerateServiceStub(self._channels[server.address])
-        metadata = await asyncio.to_thread(call_metadata, self.config.weights)
+        metadata = await asyncio.to_thread(ClusterKey.of(self.config).metadata)
         call = stub.Generate(request, timeout=self.config.gateway.generate_timeout_s, metadata=metadata)
         try:
             async for chunk in call:

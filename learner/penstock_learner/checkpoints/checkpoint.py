@@ -123,6 +123,10 @@ class CheckpointStore:
             return None
         return finished[-1], read_state(finished[-1])
 
+    def newest_term(self) -> int:
+        """The highest term that has finished a checkpoint; 0 without one."""
+        return max((_term_of(path) for path in self._finished()), default=0)
+
     def of_version(self, policy_version: int) -> Path | None:
         """The newest checkpoint that holds the weights of a version. Reads every checkpoint's `trainer.json`."""
         found = [path for path in self._finished() if read_state(path).policy_version == policy_version]
@@ -143,6 +147,10 @@ def read_state(path: Path) -> TrainerState:
             f"checkpoint {path} is damaged ({error}); remove it to use the one before it, or set "
             "learner.checkpoint.resume to off or to another checkpoint"
         ) from error
+
+
+def _term_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
 
 
 def _flush(path: Path) -> None:

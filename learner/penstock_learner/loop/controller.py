@@ -1,8 +1,8 @@
 """The learner controller: starts the roles, and trains one term after another until the run is done.
 
-    run ─► start roles ─► restore the newest checkpoint ─► begin a term ─► steps (step_loop.py) ─► end
-              ▲                                                              │
-              └───────────────── a role that trains has died ◄───────────────┘
+    run ─► start roles ─► take a term (take_over.py) ─► restore the newest checkpoint ─► steps (step_loop.py) ─► end
+              ▲                                                                             │
+              └──────────────────────── a role that trains has died ◄───────────────────────┘
 
 When a role that trains dies, its ranks are started again and all trained roles go back to the checkpoint, under a new
 term, as a new learner process would. The other roles stay up. A role that only computes forward passes is restarted
@@ -36,6 +36,7 @@ from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_loop import StepLoop
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
+from penstock_learner.loop.take_over import take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.metrics import LearnerMetrics
@@ -78,12 +79,15 @@ class LearnerController:
         """Whether the newest checkpoint is one to continue from."""
 
     async def run(self) -> None:
-        """Train until the last step, or until `stopping`. Roles that die are started again."""
+        """Train until the last step, or until `stopping`. Roles that die are started again.
+
+        A learner that is to stop before it has taken a term takes none, so that it does not fence its successor."""
         died: RoleDied | None = None
         while True:
             try:
                 await self._start_roles(died)
-                await self._run_term()
+                if not self.stopping.is_set():
+                    await self._run_term()
                 return
             except RoleDied as error:
                 died = error
@@ -107,8 +111,11 @@ class LearnerController:
 
     async def _run_term(self) -> None:
         """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
-        state = await self._restore()
-        term = await begin_term(self.config, self.queue, state)
+        taken = await take_over(
+            self.queue, self._checkpoint_to_resume, self.config.replay.settle_s, self.checkpoints.newest_term()
+        )
+        await self._restore(taken.checkpoint)
+        term = await begin_term(self.config, self.queue, taken)
         orders = OperatorOrders(self.control, term, self.stopping)
         publication = PolicyPublication(
             self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing
@@ -157,15 +164,12 @@ class LearnerController:
     def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
         return self.checkpoints.to_resume(self.config.learner.checkpoint.resume) if self.may_resume else None
 
-    async def _restore(self) -> TrainerState:
-        """Bring the trained roles to the newest checkpoint. Without one they stay as they started."""
-        found = self._checkpoint_to_resume()
-        if found is None:
-            return TrainerState()
-        path, state = found
-        logger.info("resuming from %s", path)
-        await gather_all(*(role.call_all("restore", shards_folder(path, name)) for name, role in self.trained.items()))
-        return state
+    async def _restore(self, checkpoint: Path | None) -> None:
+        """Bring the trained roles to the checkpoint. Without one they stay as they started."""
+        if checkpoint is not None:
+            logger.info("resuming from %s", checkpoint)
+            shards = {name: shards_folder(checkpoint, name) for name in self.trained}
+            await gather_all(*(role.call_all("restore", shards[name]) for name, role in self.trained.items()))
 
     def _on_durable_checkpoint(self) -> None:
         """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.batch_reader import Batch
 from penstock_learner.loop.roll_back import RollBack
+from penstock_learner.loop.take_over import TakeOver, restore_batches
 
 
 @dataclass
@@ -60,30 +60,18 @@ class Term:
         )
 
 
-async def begin_term(config: RunConfig, queue: GroupConsumer, state: TrainerState) -> Term:
-    """Fence every earlier learner, acknowledge the groups that the checkpoint covers, and restore the other batches.
-
-    `state` comes from the checkpoint from which the roles were restored. Groups that an earlier learner had taken for
-    later steps become the term's `manifests`."""
-    ledger = state.make_ledger()
-    store_id = await queue.store_id()
-    state.check_store(store_id)
-    number = await queue.take_term(state.term)
-    # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
-    await asyncio.sleep(config.replay.settle_s)
-    manifests = await queue.restore(state.step)
-    covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
-    if covered:
-        await queue.commit(state.step, covered)
+async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -> Term:
+    """Restore the queue to the state that was taken over. The roles hold the weights of its checkpoint."""
+    state = taken.state
     return Term(
-        number=number,
-        store_id=store_id,
+        number=taken.term,
+        store_id=taken.store_id,
         step=state.step,
         policy_version=state.policy_version,
-        ledger=ledger,
+        ledger=state.make_ledger(),
         kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
         num_roll_backs=state.num_roll_backs,
         roll_backs=[RollBack(*versions) for versions in state.roll_backs],
-        manifests={step: ids for step, ids in manifests.items() if step > state.step},
+        manifests=await restore_batches(queue, state),
     )

@@ -35,6 +35,7 @@ from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batch_reader import Batch, BatchReader
+from penstock_learner.loop.take_over import restore_batches, take_over
 
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"
@@ -76,30 +77,21 @@ class ChaosLearner:
         self.random = random.Random()
 
     async def run(self) -> None:
-        found = self.checkpoints.newest()
-        state = found[1] if found else TrainerState()
-        self.folded = Folded.load(found[0]) if found else Folded({}, 0)
+        settle_s = self.settings.replay_config.settle_s
+        taken = await take_over(self.queue, self.checkpoints.newest, settle_s, self.checkpoints.newest_term())
+        state = taken.state
+        self.term, self.store_id = taken.term, taken.store_id
+        logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
+        self.folded = Folded.load(taken.checkpoint) if taken.checkpoint else Folded({}, 0)
         self.ledger = state.make_ledger()
         self.uncommitted: list[int] = []
-        manifests = await self._take_over(state)
+        manifests = await restore_batches(self.queue, state)
         learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)
         reader = BatchReader(self.queue, self.settings.replay_config, learner, self.ledger, manifests)
         is_new = state.step == 0 and (await self.queue.stat()).policy_version == 0
         version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
         await self.queue.publish(version, state.step, b"policy")
         await self._train(reader, state.step, version)
-
-    async def _take_over(self, state: TrainerState) -> dict[int, list[int]]:
-        self.store_id = await self.queue.store_id()
-        state.check_store(self.store_id)
-        self.term = await self.queue.take_term(state.term)
-        await asyncio.sleep(self.settings.replay_config.settle_s)
-        logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
-        manifests = await self.queue.restore(state.step)
-        covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in self.ledger]
-        if covered:
-            await self.queue.commit(state.step, covered)
-        return {step: ids for step, ids in manifests.items() if step > state.step}
 
     async def _train(self, reader: BatchReader, step: int, version: int) -> None:
         """Train for ever, because a service has no last step. Groups that are already in the ledger are taken and

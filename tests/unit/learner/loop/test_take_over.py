@@ -1,0 +1,103 @@
+"""A learner takes its term before it chooses a checkpoint, and takes none when it is to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.config.loading import validate
+from penstock.errors import ConfigError
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock_learner.checkpoints.checkpoint import TrainerState
+from penstock_learner.loop.controller import LearnerController
+from penstock_learner.metrics import LearnerMetrics
+
+
+class Restored(Exception):
+    """Ends a test's learner when its policy is restored from `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+
+class OnePolicy:
+    """A role without ranks."""
+
+    name, num_ranks, is_up = "policy", 1, True
+
+    async def start(self) -> None: ...
+
+    async def call_all(self, method: str, folder: Path) -> None:
+        assert method == "restore"
+        raise Restored(folder)
+
+
+class ContendedQueue(MemoryReplayQueue):
+    """The queue of a learner that starts while another one trains. That one finishes `late_step` just before it is
+    fenced."""
+
+    controller: LearnerController
+    late_step = 0
+
+    async def take_term(self, at_least: int) -> int:
+        if self.late_step:
+            save(self.controller, self.late_step)
+        return await super().take_term(at_least)
+
+
+def save(controller: LearnerController, step: int, term: int = 1, store_id: str = "") -> Path:
+    state = TrainerState(step, step, term, store_id=store_id)
+    return controller.checkpoints.finish(controller.checkpoints.partial_folder(step, term), state)
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> LearnerController:
+    config = validate({"run": "test", "run_dir": str(tmp_path), "model": {"path": str(tmp_path)}}, "test")
+    queue = ContendedQueue(MemoryStore(), config.replay)
+    fleet: Any = SimpleNamespace(client=None)
+    roles: Any = {"policy": OnePolicy()}
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    queue.controller = LearnerController(config, queue, fleet, roles, metrics)
+    return queue.controller
+
+
+def contended(controller: LearnerController) -> ContendedQueue:
+    assert isinstance(controller.queue, ContendedQueue)
+    return controller.queue
+
+
+async def test_a_checkpoint_that_the_learner_before_finished_at_the_last_moment_is_not_missed(
+    controller: LearnerController,
+) -> None:
+    save(controller, 480)
+    contended(controller).late_step = 485
+    with pytest.raises(Restored) as stopped:
+        await controller.run()
+    assert stopped.value.folder.name == "term-000001-step-00000485"
+    assert contended(controller).term == 2
+
+
+async def test_a_new_term_is_above_those_of_all_checkpoints(controller: LearnerController) -> None:
+    """Redis may have lost its newest terms. A checkpoint of an older term would not count as the newest."""
+    save(controller, 480, term=7)
+    with pytest.raises(Restored):
+        await controller.run()
+    assert contended(controller).term == 8
+
+
+async def test_a_learner_that_is_to_stop_takes_no_term(controller: LearnerController) -> None:
+    controller.stopping.set()
+    await controller.run()
+    assert (await controller.queue.stat()).term == 0
+
+
+async def test_a_learner_with_the_checkpoint_of_another_store_fences_nobody(controller: LearnerController) -> None:
+    save(controller, 480, store_id="another")
+    with pytest.raises(ConfigError, match="not the one that the checkpoint was written with"):
+        await controller.run()
+    assert (await controller.queue.stat()).term == 0

@@ -113,7 +113,7 @@ def chart_values() -> Schema:
         images=section(
             pullPolicy=PULL_POLICY, pullSecrets=LIST, services=image, rollout=image, learner=image, redis=image
         ),
-        secretName={"type": "string", "minLength": 1},
+        secretName=TEXT,
         securityContext=section(runAsUser=AT_LEAST_ONE, runAsGroup=AT_LEAST_ONE, fsGroup=AT_LEAST_ONE),
         gpuResource={"type": "string", "minLength": 1},
         gateway=gateway(),

@@ -48,18 +48,10 @@ def kubectl() -> str:
 
 @pytest.fixture(scope="module")
 def namespace(kubectl: str) -> Iterator[str]:
-    """A new namespace with the Secret that the chart needs."""
+    """A new namespace."""
     name = f"penstock-test-{secrets.token_hex(4)}"
     run(kubectl, "create", "namespace", name)
-    keys = (
-        "api-key",
-        "cluster-key",
-        "ray-token",
-        *(f"redis-{role}-password" for role in ("gateway", "rollout", "learner")),
-    )
-    literals = [f"--from-literal={key}={secrets.token_hex(24)}" for key in keys]
     try:
-        run(kubectl, "-n", name, "create", "secret", "generic", "penstock", *literals)
         yield name
     finally:
         run(kubectl, "delete", "namespace", name, "--wait=false")

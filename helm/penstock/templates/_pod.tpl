@@ -107,7 +107,7 @@ path of the password file are in the run's configuration. */}}
 {{- if include "penstock.hasRedisPassword" $root }}
 - name: redis-password
   secret:
-    secretName: {{ ternary $root.Values.secretName $external.existingSecret $root.Values.redis.enabled }}
+    secretName: {{ ternary (include "penstock.secretName" $root) $external.existingSecret $root.Values.redis.enabled }}
     defaultMode: 0440
     items:
       - {key: {{ ternary (printf "redis-%s-password" (last .)) $external.key $root.Values.redis.enabled }}, path: password}
@@ -117,7 +117,7 @@ path of the password file are in the run's configuration. */}}
 {{- define "penstock.rayEnv" -}}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .Values.secretName }}, key: ray-token}}
+  valueFrom: {secretKeyRef: {name: {{ include "penstock.secretName" . }}, key: ray-token}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -155,12 +155,17 @@ path of the password file are in the run's configuration. */}}
 {{- define "penstock.keysVolume" -}}
 - name: keys
   secret:
-    secretName: {{ (first .).Values.secretName }}
+    secretName: {{ include "penstock.secretName" (first .) }}
     defaultMode: 0440
     items:
       {{- range rest . }}
       - {key: {{ . }}, path: {{ . }}}
       {{- end }}
+{{- end -}}
+
+{{/* The Secret with keys and passwords: yours, or the one that the chart makes. */}}
+{{- define "penstock.secretName" -}}
+{{- .Values.secretName | default (printf "%s-keys" (include "penstock.fullname" .)) -}}
 {{- end -}}
 
 {{/* The Secret with the gateway's certificate. */}}

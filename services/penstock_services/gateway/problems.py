@@ -32,6 +32,14 @@ def problem(
     return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
 
 
+def raw_problem(status: int, reason: str, detail: str) -> bytes:
+    """A whole HTTP response with a problem document, for a connection that is closed after it."""
+    response = problem(status, reason, detail, headers={"Connection": "close"})
+    head = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode("ascii"))]
+    head += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*head, b"", bytes(response.body)])
+
+
 def problem_fields(error: PenstockError) -> dict[str, Any]:
     return _fields(error.http_status, error.reason, str(error), error.field if isinstance(error, InvalidInput) else "")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +33,7 @@ from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 KEYS_WARNING = "gateway.keys_file cannot be read; the keys that were read before stay valid, the gateway's log says why"
 """Probes need no key, so they do not show the path of the file."""
 
@@ -44,7 +47,9 @@ def create_app(
         middleware=[
             Middleware(MetricsMiddleware, metrics=metrics),
             Middleware(AuthenticationMiddleware, access=access),
-            Middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes),
+            Middleware(
+                BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, timeout_s=config.limits.body_timeout_s
+            ),
         ],
     )  # fmt: skip
     app.state.served, app.state.runs = served, collection
@@ -72,6 +77,8 @@ class ServiceRoutes:
         self.served = served
         self.metrics = metrics
         self.access = access
+        self._check_ready = shared(served.check_ready)
+        self._take_snapshot = shared(self._snapshot)
 
     def router(self) -> APIRouter:
         return add_routes(
@@ -86,18 +93,35 @@ class ServiceRoutes:
 
     async def readyz(self) -> Response:
         """Whether the gateway can serve. `warnings` lists what needs an operator but does not stop it from serving."""
-        await self.served.check_ready()
+        await self._check_ready()
         self.access.refresh()
         warnings = [KEYS_WARNING] if self.access.keys_problem else []
         return JSONResponse({"status": "ready", "warnings": warnings})
 
     async def scrape(self) -> Response:
         """Metrics. The gateway's own are there even when Redis does not answer."""
-        snapshot = None
+        snapshot = await self._take_snapshot()
+        return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _snapshot(self) -> RunSnapshot | None:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 run = await self.served.find("")
-                snapshot = await RunSnapshot.take(run.queue, run.fleet, run.heartbeats, run.control)
+                return await RunSnapshot.take(run.queue, run.fleet, run.heartbeats, run.control)
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's metrics: %s", error)
-        return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return None
+
+
+def shared(call: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
+    """A function that awaits `call`. Callers at the same time share one call, so that requests without a key, however
+    many there are, use one connection to Redis."""
+    running: asyncio.Task[T] | None = None
+
+    async def join() -> T:
+        nonlocal running
+        if running is None or running.done():
+            running = asyncio.create_task(call())
+        return await asyncio.shield(running)
+
+    return join

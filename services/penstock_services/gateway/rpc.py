@@ -28,6 +28,12 @@ from penstock_services.gateway.served_runs import ServedRuns
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 30.0
+KEEP_ALIVE_TIMEOUT_S = 20.0
+"""The gateway pings a silent client after the first of these times, and closes the connection if the second one passes
+without an answer."""
+FASTEST_PING_S = 10.0
+"""A client that pings more often than this is disconnected."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -38,9 +44,7 @@ class RpcServer:
         self, served: ServedRuns, collection: RunCollection, config: GatewayConfig, metrics: GatewayMetrics,
         access: Access,
     ) -> None:  # fmt: skip
-        self.server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", config.max_body_bytes), ("grpc.so_reuseport", 0)]
-        )
+        self.server = grpc.aio.server(options=_options(config))
         self.health = health.aio.HealthServicer()
         self._services = services_of(served, collection)
         self.server.add_generic_rpc_handlers(Servicers(self._services, metrics, access).generic_handlers())
@@ -128,6 +132,29 @@ class Servicers:
         context.set_trailing_metadata((("x-request-id", request_id),))
         bind(request_id=request_id)
         return self.access.authenticate(str(metadata.get("authorization", "")), request_id)
+
+
+def _options(config: GatewayConfig) -> list[tuple[str, int]]:
+    limits = config.limits
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.header_timeout_s)),
+        ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
+        ("grpc.keepalive_time_ms", _ms(KEEP_ALIVE_S)),
+        ("grpc.keepalive_timeout_ms", _ms(KEEP_ALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(FASTEST_PING_S)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(FASTEST_PING_S)),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return int(1000 * seconds)
 
 
 def _opened(handler: Handler) -> Callable[[Caller, Any], AsyncIterator[Message]]:

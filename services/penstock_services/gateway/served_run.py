@@ -54,14 +54,15 @@ class ServedRun:
 
     @classmethod
     def create(
-        cls, client: RedisClient, config: RunConfig, created: CreatedRuns, audit: AuditLog, stopping: asyncio.Event,
-        tracing: Tracing | None = None,
+        cls, client: RedisClient, streams: RedisClient, config: RunConfig, created: CreatedRuns, audit: AuditLog,
+        stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> ServedRun:  # fmt: skip
         """Reads the tokenizer's file, so call it in a thread. `stopping` ends the streams of the handlers."""
         queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
         registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
         texts = TokenText.load(config.model.path)
         groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
+        watched = GroupReader(config.run, RedisReplayQueue(streams, config.run, config.replay), texts)
         return cls(
             config=config,
             queue=queue,
@@ -69,7 +70,7 @@ class ServedRun:
             heartbeats=Heartbeats(client, config.run),
             control=control,
             texts=texts,
-            prompts=PromptHandlers(config, audit, queue, groups, stopping, tracing),
+            prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
             groups=GroupHandlers(config, audit, queue, groups),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
             lifecycle=RunHandlers(config, audit, queue, registry, fleet, control, created),

@@ -38,14 +38,16 @@ class ServedRuns:
 
     @classmethod
     def over(
-        cls, client: RedisClient, config: RunConfig, audit: AuditLog, tracing: Tracing | None = None
-    ) -> ServedRuns:
+        cls, client: RedisClient, streams: RedisClient, config: RunConfig, audit: AuditLog,
+        tracing: Tracing | None = None,
+    ) -> ServedRuns:  # fmt: skip
+        """Streams and long waits read over `streams`, so that they cannot take the connections of other requests."""
         created, stopping = CreatedRuns(client), asyncio.Event()
         return cls(
             client,
             config,
             created,
-            lambda of: ServedRun.create(client, of, created, audit, stopping, tracing),
+            lambda of: ServedRun.create(client, streams, of, created, audit, stopping, tracing),
             stopping,
         )
 

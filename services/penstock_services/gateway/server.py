@@ -15,7 +15,9 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import uvicorn
@@ -30,6 +32,7 @@ from penstock.start_checks import check_redis
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, load_keys
+from penstock_services.gateway.connections import Connections, LimitedProtocol
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunFacts
 from penstock_services.gateway.operations import AuditLog
@@ -56,12 +59,15 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
     access = Access.load(config.gateway)
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        client = connect(config.redis)
+        client, streams = (
+            connect(config.redis, max_connections=config.gateway.limits.max_redis_connections) for _ in range(2)
+        )
         stack.push_async_callback(client.aclose)
+        stack.push_async_callback(streams.aclose)
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
         audit = AuditLog(config.folder / "audit.jsonl")
-        served = ServedRuns.over(client, config, audit, tracing)
+        served = ServedRuns.over(client, streams, config, audit, tracing)
         stack.push_async_callback(served.close)
         await served.find(config.run)
         collection = RunCollection(config, audit, served)
@@ -70,13 +76,16 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
         rest_port: int = listener.getsockname()[1]
-        rest = _RestServer(create_app(served, collection, config.gateway, metrics, access), config.gateway)
+        connections = Connections(config.gateway.limits)
+        rest = _RestServer(create_app(served, collection, config.gateway, metrics, access), config.gateway, connections)
         rpc = RpcServer(served, collection, config.gateway, metrics, access)
         grpc_port = _add_port(rpc.server, config.gateway)
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
-            group.create_task(rest.serve(sockets=[listener]))
+            sweeper = group.create_task(connections.sweep())
+            serving = group.create_task(rest.serve(sockets=[listener]))
+            serving.add_done_callback(lambda _: sweeper.cancel())
             await rpc.start()
             group.create_task(_stop_when(stop, served.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -97,10 +106,12 @@ def check(config: RunConfig) -> None:
 class _RestServer(uvicorn.Server):
     """uvicorn without its signal handlers. The process has its own, for both protocols."""
 
-    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
+    def __init__(self, app: FastAPI, config: GatewayConfig, connections: Connections) -> None:
         super().__init__(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=int(STOP_GRACE_S),
+                app, http=cast(Any, partial(LimitedProtocol, connections=connections)), ws="none", lifespan="off",
+                log_config=None, access_log=False, timeout_graceful_shutdown=int(STOP_GRACE_S),
+                timeout_keep_alive=cast(Any, config.limits.keep_alive_s),
                 ssl_certfile=config.tls_cert_file, ssl_keyfile=config.tls_key_file,
                 ssl_ca_certs=str(config.tls_client_ca_file) if config.tls_client_ca_file else None,
                 ssl_cert_reqs=ssl.CERT_REQUIRED if config.tls_client_ca_file else ssl.CERT_NONE,

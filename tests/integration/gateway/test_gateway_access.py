@@ -88,7 +88,7 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
 
 async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: Any, tmp_path: Path) -> None:
     config, audit = run_config(redis_process.url, tmp_path), AuditLog(tmp_path / "audit.jsonl")
-    served = ServedRuns.over(redis_client, config, audit)
+    served = ServedRuns.over(redis_client, redis_client, config, audit)
     run, nobody = await served.find(""), cast(Caller, None)
     for call in (
         run.lifecycle.pause_run(nobody, runs_pb2.ChangeRunRequest()),

@@ -37,19 +37,22 @@ _STATE_NAMES = {number: name for name, number in _STATES.items()}
 
 
 class PromptHandlers:
+    """Streams and waits read through `watched`, which has connections of its own."""
+
     def __init__(
-        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, groups: GroupReader,
+        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, watched: GroupReader,
         stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.audit = audit
         self.queue = queue
-        self.groups = groups
+        self.watched = watched
         self.stopping = stopping
         self.tracing = tracing or Tracing()
         self.book = PromptBook(queue)
         self.submissions = JoinedSubmissions(queue, 2 * config.redis.timeout_s)
-        self.feed = ResultFeed(self.book, config.redis.timeout_s, stopping)
+        self.watched_book = PromptBook(watched.queue)
+        self.feed = ResultFeed(self.watched_book, config.redis.timeout_s, stopping)
 
     @operation("submit", keeps_deadline=True)
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
@@ -114,7 +117,7 @@ class PromptHandlers:
         async with self.feed.finishing(request.prompt_id) as finished:
             while True:
                 finished.clear()
-                status = await self.queue.get_prompt(request.prompt_id)
+                status = await self.watched.queue.get_prompt(request.prompt_id)
                 remaining_s = deadline - time.monotonic()
                 if status.state in _FINISHED or remaining_s <= 0 or self.stopping.is_set():
                     return _to_proto(status)
@@ -124,7 +127,7 @@ class PromptHandlers:
     @operation("read")
     async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
         wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
-        cursor = await self.book.start(request.cursor)
+        cursor = await self.watched_book.start(request.cursor)
         return self._results(cursor, wanted, request.with_groups)
 
     async def _results(
@@ -140,8 +143,8 @@ class PromptHandlers:
                 )  # fmt: skip
 
     async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
-        groups = await self.groups.decoded([result.prompt_id for result in results if result.state == "queued"])
-        return {group.prompt_id: (await self.groups.with_details(group)).SerializeToString() for group in groups}
+        groups = await self.watched.decoded([result.prompt_id for result in results if result.state == "queued"])
+        return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
 
 
 def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:

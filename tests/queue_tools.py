@@ -89,7 +89,7 @@ class Tools:
         async def bury(queue: RedisReplayQueue) -> None:
             await queue.submit(prompts, [0] * len(prompts), "")
             for lease in await queue.lease("rollout-0", len(prompts)):
-                await queue.give_back("rollout-0", lease, failure=reason)
+                await queue.give_back("rollout-0", lease, failure=reason, is_final=True)
 
         self.on(bury)
 

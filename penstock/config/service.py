@@ -52,6 +52,19 @@ class RedisConfig(Config):
         return self
 
 
+class BreakerConfig(Config):
+    """The circuit breaker of each rollout server. It pauses leasing while everything that the server tries fails."""
+
+    failures: int = Field(default=32, ge=0)
+    """Number of failed leases, without a success of the same server between them, that pauses its leasing. The prompts
+    get these attempts back. 0: no breaker."""
+    non_finite_failures: int = Field(default=8, ge=1)
+    """The same for failures with non-finite numbers, which bad weights cause."""
+    probe_s: float = Field(default=5.0, gt=0)
+    """Seconds until a paused server tries one prompt. The time doubles with each failed probe, up to 60 s. A new policy
+    version is tried at once. The first success ends the pause."""
+
+
 class ReplayConfig(Config):
     """The replay queue between rollout servers and learner: batch size, staleness, capacity, leases."""
 
@@ -79,6 +92,7 @@ class ReplayConfig(Config):
     max_attempts: int = Field(default=5, ge=1)
     """Number of failed leases after which a prompt goes to the dead letters. A lease fails by an error, by a timeout,
     or because it expires. A server that shuts down in order gives its prompts back without a failure."""
+    breaker: BreakerConfig = BreakerConfig()
     append_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rollout server waits for room in the queue before it returns the prompt."""
     settle_s: float = Field(default=0.0, ge=0)

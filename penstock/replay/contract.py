@@ -243,9 +243,14 @@ class GroupProducer(Protocol):
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
     ) -> None: ...
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+    async def give_back(
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
+    ) -> bool:
         """Return a prompt to the queue. A `failure` counts towards max_attempts. At max_attempts, or at once if the
-        failure `is_final`, the prompt is dead-lettered; a held-out prompt counts as finished, without samples."""
+        failure `is_final`, the prompt is dead-lettered; a held-out prompt counts as finished, without samples.
+
+        Returns whether the failure opened the server's breaker, which pauses its leasing: see penstock.replay.breaker.
+        `num_running` is the number of other prompts that the server works on."""
         ...
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:

@@ -8,11 +8,12 @@ only in Redis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Fenced, NotFound
 from penstock.replay.admission import admission
+from penstock.replay.breaker import Verdict
 from penstock.replay.contract import (
     AppendOutcome,
     Delivery,
@@ -151,9 +152,25 @@ class MemoryReplayQueue:
         self._reclaim()
         if store.is_paused or server_id in store.drained:
             return []
+        breaker = store.open_breaker(server_id) if config.breaker.failures else None
+        if breaker is None:
+            return await self._lease(server_id, max_prompts, {})
+        version = store.counters["policy_version"]
+        if not breaker.may_probe(store.clock(), version):
+            return []
+        leases = await self._lease(server_id, min(max_prompts, 1), breaker.prompts)
+        if leases:
+            breaker.record_probe(config.breaker, store.clock(), version)
+        else:
+            breaker.prompts.clear()
+        return leases
+
+    async def _lease(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
+        store, config = self.store, self.config
         durable_id = store.newest_durable_id(config.settle_s)
         waiting = store.eval_pending.lowest(len(store.eval_pending), below=durable_id + 1)
-        evaluations = [prompt_id for prompt_id in waiting if self._may_answer(server_id, prompt_id)][:max_prompts]
+        answerable = [i for i in waiting if i not in skipped and self._may_answer(server_id, i)]
+        evaluations = answerable[:max_prompts]
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
@@ -163,7 +180,7 @@ class MemoryReplayQueue:
         for prompt_id in store.pending.lowest(len(store.pending)):
             if len(leases) == max_prompts or server_id in store.pins:
                 break
-            if prompt_id > durable_id:
+            if prompt_id > durable_id or prompt_id in skipped:
                 continue
             if prompt_id not in store.returned:
                 if room <= 0:
@@ -200,6 +217,7 @@ class MemoryReplayQueue:
         is_over = in_queue > 0 and in_queue + len(payload) > self.config.capacity_bytes
         if is_over and not self._is_waited_for(prompt_id):
             return "full"
+        store.record_success(prompt_id)
         number = store.release_admission(prompt_id)
         store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
         store.make_ready(prompt_id)
@@ -213,8 +231,10 @@ class MemoryReplayQueue:
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
     ) -> None:
-        if self.store.prompts.pop(lease.prompt_id, None) is None:
+        if lease.prompt_id not in self.store.prompts:
             return
+        self.store.record_success(lease.prompt_id)
+        del self.store.prompts[lease.prompt_id]
         self.store.eval_leases.remove(lease.prompt_id)
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
@@ -222,14 +242,25 @@ class MemoryReplayQueue:
         evaluation.versions += (min_version, max_version)
         self.store.finish_evaluation_prompt(evaluation_id)
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
+    async def give_back(
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
+    ) -> bool:
         if not self._holds(server_id, lease):
-            return
-        max_attempts = 1 if is_final else self.config.max_attempts
+            return False
+        max_attempts: float = 1 if is_final else self.config.max_attempts
+        verdict: Verdict = "counted"
+        if failure and not is_final:
+            breaker = self.config.breaker
+            verdict = self.store.record_failure(breaker, server_id, lease.prompt_id, failure, num_running)
+        if verdict in ("spared", "opened"):
+            failure = ""
+        if verdict == "kept":
+            max_attempts = NEVER
         if lease.prompt_id in self.store.eval_leases:
             self.store.return_evaluation(lease.prompt_id, failure, max_attempts)
         else:
             self.store.return_prompt(lease.prompt_id, failure, max_attempts)
+        return verdict == "opened"
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         done, missing = [], []

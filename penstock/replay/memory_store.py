@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.config.service import BreakerConfig
+from penstock.replay.breaker import MAX_SPARED, Breaker, Verdict
 from penstock.replay.contract import FeedPosition
 from penstock.sample_scores import summarise
 
@@ -89,6 +91,8 @@ class MemoryPrompt:
     evaluation_id: str = ""
     attempt: int = 0
     failures: int = 0
+    spared: int = 0
+    """How many opened breakers took its failures back."""
     owner: tuple[str, int] | None = None
     """Server and attempt of the lease; None if it is not leased."""
     submitted_at: float = 0.0
@@ -130,6 +134,7 @@ class MemoryStore:
         self.buried: set[int] = set()
         self.cancelled: set[int] = set()
         self.is_paused = False
+        self.breakers: dict[str, Breaker] = {}
         self.drained: set[str] = set()
         """Servers that lease nothing."""
         self.pins: dict[str, int] = {}
@@ -226,7 +231,35 @@ class MemoryStore:
         self.open.remove(prompt_id)
         return number if number is not None else self.count("admission")
 
-    def return_prompt(self, prompt_id: int, failure: str, max_attempts: int) -> None:
+    def record_failure(
+        self, config: BreakerConfig, server_id: str, prompt_id: int, failure: str, num_running: int
+    ) -> Verdict:
+        """Count a failure in the server's breaker. If that opens, its prompts get their failures back."""
+        if not config.failures or self.prompts[prompt_id].spared >= MAX_SPARED:
+            return "counted"
+        breaker = self.breakers.setdefault(server_id, Breaker())
+        version = self.counters["policy_version"]
+        verdict = breaker.record_failure(config, prompt_id, failure, num_running, self.clock(), version)
+        if verdict == "opened":
+            breaker.prompts[prompt_id] -= 1  # this failure is not counted yet
+            for spared, failures in breaker.prompts.items():
+                if spared in self.prompts:
+                    self.prompts[spared].spared += 1
+                    self.prompts[spared].failures -= failures
+            breaker.prompts = dict.fromkeys(breaker.prompts, 0)
+        return verdict
+
+    def record_success(self, prompt_id: int) -> None:
+        """Close the breaker of the server that holds the lease of the prompt."""
+        owner = self.prompts[prompt_id].owner
+        if owner is not None:
+            self.breakers.pop(owner[0], None)
+
+    def open_breaker(self, server_id: str) -> Breaker | None:
+        breaker = self.breakers.get(server_id)
+        return breaker if breaker is not None and breaker.is_open else None
+
+    def return_prompt(self, prompt_id: int, failure: str, max_attempts: float) -> None:
         """End a lease that brought no group."""
         prompt = self.prompts[prompt_id]
         prompt.owner = None
@@ -240,7 +273,7 @@ class MemoryStore:
         self.returned.add(prompt_id)
         self.pending.put(prompt_id, -NEVER)
 
-    def return_evaluation(self, prompt_id: int, failure: str, max_attempts: int) -> None:
+    def return_evaluation(self, prompt_id: int, failure: str, max_attempts: float) -> None:
         """End a lease of a held-out prompt that brought no rewards. At max_attempts it counts as finished, without
         samples."""
         prompt = self.prompts[prompt_id]

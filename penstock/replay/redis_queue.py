@@ -133,6 +133,7 @@ class RedisReplayQueue:
         leased = read_columns(await self._call(
             "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
             config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
+            int(config.breaker.probe_s * 1000) if config.breaker.failures else 0,
         ))  # fmt: skip
         return [Lease(*row) for row in zip(leased["prompt_id"], leased["attempt"], leased["payload"], strict=True)]
 
@@ -159,9 +160,14 @@ class RedisReplayQueue:
             " ".join(map(repr, rewards)),
         )  # fmt: skip
 
-    async def give_back(self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False) -> None:
-        max_attempts = 1 if is_final else self.config.max_attempts
-        await self._call("give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts)
+    async def give_back(
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
+    ) -> bool:
+        max_attempts, breaker = 1 if is_final else self.config.max_attempts, self.config.breaker
+        return bool(await self._call(
+            "give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts, int(is_final), num_running,
+            breaker.failures, breaker.non_finite_failures, int(breaker.probe_s * 1000),
+        ))  # fmt: skip
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
         if not held:

@@ -64,6 +64,10 @@ class RunKeys:
     """Hash: prompt id to how often it was leased."""
     failures = Key()
     """Hash: prompt id to how many leases failed."""
+    breakers = Key()
+    """Hash: server that failed since its last success to the record of its breaker."""
+    spared = Key()
+    """Hash: prompt id to how many opened breakers took its failures back."""
     pending = Key()
     """Sorted set of prompts that can be leased, by priority and age."""
     leases = Key()

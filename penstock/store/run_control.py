@@ -5,15 +5,19 @@ stop_term      a learner of this term or an earlier one ends after its step and 
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
 roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
+
+The queue itself pauses the leasing of a server while everything that it tries fails (penstock.replay.breaker).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio as redis
 
+from penstock.store.breakers import OpenBreaker
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
 from penstock.store.scripts import STORE
@@ -52,7 +56,21 @@ class RunControl:
         await self._set(paused=1)
 
     async def resume(self) -> None:
+        """End a pause, and close every breaker, so that all servers lease prompts again."""
         await self._set(paused=0)
+        await guarded(self.client.unlink(self.keys.breakers))
+
+    async def open_breakers(self) -> list[OpenBreaker]:
+        """Servers whose leasing is paused because everything they try fails."""
+        records = await guarded(self.client.hgetall(self.keys.breakers))
+        if not records:
+            return []
+        seconds, microseconds = await guarded(self.client.time())
+        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        found = [
+            OpenBreaker.read(server.decode(), json.loads(text), now_ms) for server, text in sorted(records.items())
+        ]
+        return [breaker for breaker in found if breaker is not None]
 
     async def stop(self) -> None:
         """Pause the run and end the learner of the current term. A learner that starts later takes a new term and

@@ -1,7 +1,7 @@
 """Lua scripts: they are loaded once, called by digest, and sent whole if Redis does not know them yet.
 
-A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the prelude of its own
-folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
+A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the preludes
+(`prelude*.lua`) of its own folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
 `{columns, values}`, which `read_rows` and `read_columns` read.
@@ -53,11 +53,16 @@ QUEUE = ScriptFolder("penstock.replay")
 @cache
 def _load(package: str, name: str) -> Script:
     preludes = dict.fromkeys((STORE.package, package))
-    texts = [(resources.files(folder) / "lua" / "prelude.lua").read_text() for folder in preludes]
+    texts = [text for folder in preludes for text in _prelude_texts(folder)]
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
     body = "".join((*texts, own))
     text = lua_names(body) + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _prelude_texts(package: str) -> list[str]:
+    entries = [entry for entry in (resources.files(package) / "lua").iterdir() if entry.name.startswith("prelude")]
+    return [entry.read_text() for entry in sorted(entries, key=lambda entry: entry.name)]
 
 
 def read_record(answer: Sequence[Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ SCRIPTS = [
     (folder, entry.name.removesuffix(".lua"))
     for folder in (STORE, QUEUE)
     for entry in (resources.files(folder.package) / "lua").iterdir()
-    if entry.name != "prelude.lua"
+    if not entry.name.startswith("prelude")
 ]
 
 

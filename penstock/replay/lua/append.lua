@@ -25,6 +25,7 @@ end
 
 local function store_accepted()
   if #accepted == 0 then return end
+  if redis.call('EXISTS', BREAKERS) == 1 then record_successes(ask_many('HMGET', OWNERS, accepted)) end
   local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
   local now = now_ms()
   for i, id in ipairs(accepted) do

@@ -1,11 +1,19 @@
--- ARGV: server, id, attempt, failure (empty: none), max attempts. Ends a lease; does nothing if the server lost it
--- already.
+-- ARGV: server, id, attempt, failure (empty: none), max attempts, whether the failure is final (1), number of prompts
+-- that the server still works on, then the breaker's failures, non-finite failures and probe ms. Ends a lease; does
+-- nothing if the server lost it already. Returns 1 if the failure opened the server's breaker.
 run_when_full()
 local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
-if redis.call('ZSCORE', EVAL_LEASES, id) then
-  return_evaluation(id, ARGV[4], tonumber(ARGV[5]))
-else
-  return_prompt(id, ARGV[4], tonumber(ARGV[5]))
+local failure, max_attempts, verdict = ARGV[4], tonumber(ARGV[5]), 'counted'
+if failure ~= '' and ARGV[6] == '0' then
+  local limits = {failures = tonumber(ARGV[8]), non_finite_failures = tonumber(ARGV[9]), probe_ms = tonumber(ARGV[10])}
+  verdict = record_failure(ARGV[1], id, failure, tonumber(ARGV[7]), limits)
 end
-return 1
+if verdict == 'spared' or verdict == 'opened' then failure = '' end
+if verdict == 'kept' then max_attempts = math.huge end
+if redis.call('ZSCORE', EVAL_LEASES, id) then
+  return_evaluation(id, failure, max_attempts)
+else
+  return_prompt(id, failure, max_attempts)
+end
+return verdict == 'opened' and 1 or 0

@@ -1,4 +1,5 @@
--- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts, loss window ms.
+-- ARGV: server, max prompts, ttl ms, groups per step, max staleness, capacity bytes, max attempts, loss window ms,
+-- the breaker's first wait for a probe in ms (0: no breaker).
 -- Takes back leases that ran out, then leases prompts. Returns a row for each lease.
 local server, wanted, now = ARGV[1], tonumber(ARGV[2]), now_ms()
 local COLUMNS = {'prompt_id', 'attempt', 'payload'}
@@ -14,6 +15,16 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT
 end
 
 if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
+
+-- A server whose breaker is open leases one prompt at a time, which it has not probed yet.
+local breaker = tonumber(ARGV[9]) > 0 and open_breaker(server)
+if breaker then
+  if not may_probe(breaker, now) then return rows(COLUMNS, {}) end
+  wanted = math.min(wanted, 1)
+end
+local function was_probed(id)
+  return breaker and breaker.prompts[id]
+end
 
 -- Upper bound on the prompts that one call skips because Redis may still lose them.
 local MAX_SKIPPED = 1024
@@ -42,9 +53,9 @@ local function may_answer(id)
   return tonumber(pinned) == version
 end
 
-local num_evals, looked_at = 0, wanted + (has_pins and MAX_PINNED_SKIPPED or 0)
+local num_evals, looked_at = 0, wanted + ((has_pins or breaker) and MAX_PINNED_SKIPPED or 0)
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
-  if num_evals < wanted and may_answer(id) then
+  if num_evals < wanted and may_answer(id) and not was_probed(id) then
     redis.call('ZREM', EVAL_PENDING, id)
     grant(id, EVAL_LEASES)
     num_evals = num_evals + 1
@@ -55,10 +66,10 @@ local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local room = limit - (counter('trained') + queued() + in_flight())
 if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
 local budget = is_pinned and 0 or wanted - num_evals
-local window = budget + math.min(newest - durable_id, MAX_SKIPPED)
+local window = budget + math.min(newest - durable_id, MAX_SKIPPED) + (breaker and MAX_SKIPPED or 0)
 for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
   if budget == 0 then break end
-  if tonumber(id) <= durable_id then
+  if tonumber(id) <= durable_id and not was_probed(id) then
     -- A returned prompt counts in in_flight already, so it needs no room.
     if redis.call('SREM', RETURNED, id) == 0 then
       if room <= 0 then break end
@@ -71,4 +82,5 @@ for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) 
     budget = budget - 1
   end
 end
+if breaker then record_probe(server, breaker, #leased > 0, now, tonumber(ARGV[9])) end
 return rows(COLUMNS, leased)

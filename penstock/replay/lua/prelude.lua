@@ -146,7 +146,7 @@ end
 local function forget_prompts(ids)
   call_many('HDEL', PROMPTS, ids)
   call_many('HDEL', ATTEMPTS, ids)
-  for _, key in ipairs({FAILURES, PRIORITIES}) do
+  for _, key in ipairs({FAILURES, SPARED, PRIORITIES}) do
     if redis.call('EXISTS', key) == 1 then call_many('HDEL', key, ids) end
   end
 end

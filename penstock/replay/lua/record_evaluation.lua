@@ -4,9 +4,11 @@ local evaluation, id = EVALUATION .. ARGV[1], ARGV[2]
 if redis.call('HDEL', PROMPTS, id) == 0 then return 0 end
 redis.call('ZREM', EVAL_LEASES, id)
 redis.call('ZREM', EVAL_PENDING, id)
+record_successes({redis.call('HGET', OWNERS, id)})
 redis.call('HDEL', OWNERS, id)
 redis.call('HDEL', ATTEMPTS, id)
 redis.call('HDEL', FAILURES, id)
+redis.call('HDEL', SPARED, id)
 redis.call('HDEL', EVAL_OF, id)
 redis.call('HINCRBY', evaluation, 'num_samples', ARGV[3])
 redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[4])

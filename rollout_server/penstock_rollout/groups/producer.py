@@ -25,7 +25,15 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded, PenstockError, PromptTooLong, QueueFull, Unavailable, first_error
+from penstock.errors import (
+    DeadlineExceeded,
+    PenstockError,
+    PoisonGroup,
+    PromptTooLong,
+    QueueFull,
+    Unavailable,
+    first_error,
+)
 from penstock.logs import bind
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
 from penstock.tracing import Tracing
@@ -76,6 +84,8 @@ class Producer:
         self._appending: set[int] = set()
         self._outbox: dict[int, FinishedGroup] = {}
         self._place_freed = asyncio.Event()
+        self._is_paused = False
+        """Whether a failure of this server has opened its breaker, and no prompt has succeeded since."""
 
     @property
     def num_running(self) -> int:
@@ -211,6 +221,7 @@ class Producer:
                 self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
                 self.metrics.count_group(group.data_source)
+                self._note_success()
             if outcome != "full":
                 return
             now = time.monotonic()
@@ -223,11 +234,17 @@ class Producer:
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
         await self.queue.record_evaluation(prompt.evaluation_id, lease, rewards, group.min_version, group.max_version)
+        self._note_success()
+
+    def _note_success(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            logger.info("leasing goes on: a prompt has succeeded")
 
     async def _give_back(self, lease: Lease, error: BaseException) -> None:
         """Return the prompt to the queue, with the kind of error as the reason. Unexpected errors log a traceback."""
         error = first_error(error)
-        reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
+        reason = _failure_reason(error)
         expected = isinstance(error, PenstockError | TimeoutError)
         logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
         self.metrics.failures.labels(reason).inc()
@@ -235,6 +252,23 @@ class Producer:
         try:
             # The prompt would be too long in every further attempt.
             is_final = isinstance(error, PromptTooLong)
-            await self.queue.give_back(self.server_id, lease, failure=reason, is_final=is_final)
+            was_opened = await self.queue.give_back(
+                self.server_id, lease, failure=reason, is_final=is_final, num_running=len(self._leases)
+            )
+            if was_opened:
+                self._is_paused = True
+                logger.error(
+                    "leasing pauses: no prompt succeeds on this server, the last one failed with %s (%s); no prompt "
+                    "loses an attempt; correct the weights, the reward or the engine; one prompt is tried after %g s, "
+                    "and whenever a new version is published; `penstock runs resume` ends the pause at once",
+                    reason, error, self.replay.breaker.probe_s,
+                )  # fmt: skip
         except (QueueFull, Unavailable) as refused:
             logger.warning("cannot give back prompt %d (%s); its lease will expire", lease.prompt_id, refused)
+
+
+def _failure_reason(error: BaseException) -> str:
+    """The reason that the queue counts: the kind of a group that cannot be trained, else the kind of error."""
+    if isinstance(error, PoisonGroup):
+        return error.kind
+    return error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from conftest import RedisProcess
-from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
@@ -42,6 +42,7 @@ CONFIGS = [
     )
     for policy, selection in (("wait", "fifo"), ("drop", "fifo"), ("correct", "freshest"))
 ]  # fmt: skip
+CONFIGS.append(CONFIGS[0].model_copy(update={"breaker": BreakerConfig(failures=4, probe_s=LEASE_TTL_S)}))
 EVALUATION = "held-out-1"
 PASSED_S = st.sampled_from([1.0, LEASE_TTL_S + 1])
 indices = st.integers(0, 7)
@@ -58,6 +59,7 @@ class MemoryOperator:
 
     async def resume(self) -> None:
         self.store.is_paused = False
+        self.store.breakers.clear()
 
     async def drain(self, server: str) -> None:
         self.store.drained.add(server)
@@ -93,6 +95,11 @@ class RedisOperator:
         for key in (self.keys.leases, self.keys.eval_leases):
             for member in await self.client.zrange(key, 0, -1):
                 await self.client.zincrby(key, -1000 * seconds, member)
+        for server, text in (await self.client.hgetall(self.keys.breakers)).items():
+            record = json.loads(text)
+            if record["opened_ms"]:
+                record["probe_ms"] -= int(1000 * seconds)
+                await self.client.hset(self.keys.breakers, server, json.dumps(record))
 
 
 class ReplayMachine(RuleBasedStateMachine):
@@ -148,6 +155,7 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule(server=st.sampled_from(["a", "b"]), count=st.integers(1, 4))
     def lease(self, server: str, count: int) -> None:
         before = self.do(self.queue.stat())
+        is_open = self.store.open_breaker(server) is not None
         leases = self.do(self.queue.lease(server, count))
         after = self.do(self.queue.stat())
         gained = after.admitted - before.admitted
@@ -155,6 +163,8 @@ class ReplayMachine(RuleBasedStateMachine):
         assert gained <= before.admission_room + freed
         if self.store.is_paused or server in self.store.drained:
             assert leases == []
+        elif is_open:
+            assert len(leases) <= 1
         elif server in self.store.pins:
             assert gained == 0 and {lease.payload for lease in leases} <= {b"held out"}
         elif len(leases) < count and after.queued_bytes < self.queue.config.capacity_bytes:
@@ -169,7 +179,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.do(self.queue.append(lease, b"g" * size, version))
 
     @precondition(lambda self: self.held)
-    @rule(index=indices, failure=st.sampled_from(["", "oops"]))
+    @rule(index=indices, failure=st.sampled_from(["", "oops", "oops"]))
     def give_back(self, index: int, failure: str) -> None:
         server, lease = self.held[index % len(self.held)]
         self.do(self.queue.give_back(server, lease, failure))

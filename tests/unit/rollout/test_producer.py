@@ -13,7 +13,8 @@ from groups import make_group
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RolloutConfig
-from penstock.config.service import ReplayConfig
+from penstock.config.service import BreakerConfig, ReplayConfig
+from penstock.errors import PoisonGroup
 from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
@@ -86,3 +87,39 @@ async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -
                 await asyncio.sleep(0.01)
     finally:
         await end_task(leasing)
+
+
+class BadWeights:
+    """Fails every prompt as NaN weights do, until `are_good`."""
+
+    are_good = False
+
+    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+        await asyncio.sleep(0)
+        if not self.are_good:
+            raise PoisonGroup("non_finite", "trajectory 0: a log-prob or the reward is not finite")
+        return make_group(lease.prompt_id)
+
+
+async def test_bad_weights_pause_leasing_and_bury_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    replay = ReplayConfig(groups_per_step=100, max_attempts=2, breaker=BreakerConfig(probe_s=0.01))
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)] * 30, [0] * 30, "")
+    maker: Any = BadWeights()
+    metrics = RolloutMetrics(CollectorRegistry())
+    config = RolloutConfig(max_concurrent_groups=8)
+    producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
+    leasing = asyncio.create_task(producer.lease_loop())
+    try:
+        async with asyncio.timeout(20):
+            while queue.store.open_breaker("server") is None:
+                await asyncio.sleep(0.01)
+            maker.are_good = True
+            while len(producer._outbox) < 30:
+                await asyncio.sleep(0.01)
+    finally:
+        await end_task(leasing)
+    assert queue.store.dead == [] and queue.store.breakers == {}
+    [pause] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "leasing pauses" in pause.message and "non_finite" in pause.message and "\n" not in pause.message

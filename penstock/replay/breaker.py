@@ -1,0 +1,81 @@
+"""The circuit breaker of a rollout server: it pauses leasing while everything that the server tries fails.
+
+Bad weights or a broken reward fail every prompt alike. Without a breaker, each prompt would use up its attempts within
+seconds and go to the dead letters. The queue keeps one breaker per server, from the server's first failure to its next
+success. A success is an accepted group or a finished evaluation prompt.
+
+    closed ──(failures reach a limit)──► open ──(a success, or an operator resumes the run)──► closed
+
+It opens when, since the server's last success, `failures` leases failed, or `non_finite_failures` of them with the
+reason `non_finite`. At least MIN_PROMPTS different prompts must have failed, and at least half as many as the server
+works on, so that a few bad prompts do not open it. Then
+
+- every failure since the last success is taken back from the prompts' attempts;
+- the server leases one prompt as a probe after `probe_s`, then after twice that time, up to MAX_WAIT_S, and at once
+  whenever a new policy version is published. A probe prefers prompts that have not failed yet, and its failure does
+  not count;
+- the first success closes it.
+
+While the failures approach a limit, no prompt is dead-lettered. A prompt that was spared by MAX_SPARED breakers is
+treated as bad itself: its failures count, and they open no breaker. An expired lease is no failure here: it tells that
+a server died, not why. Neither is a failure that is final, because it concerns only its prompt.
+
+The memory queue uses this class. lua/prelude_breaker.lua does the same on Redis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.config.service import BreakerConfig
+
+MIN_PROMPTS = 3
+MAX_SPARED = 3
+MAX_WAIT_S = 60.0
+NON_FINITE = "non_finite"
+
+Verdict = Literal["counted", "kept", "spared", "opened"]
+"""What a failure means for its prompt. `counted`: it counts, and may bury the prompt. `kept`: it counts, but the prompt
+is not buried yet. `spared`: it does not count. `opened`: it does not count, and the breaker has opened."""
+
+
+@dataclass
+class Breaker:
+    reason: str = ""
+    """Reason of the newest failure."""
+    failures: int = 0
+    non_finite: int = 0
+    prompts: dict[int, int] = field(default_factory=dict)
+    """Failures of each prompt since the last success. While open: the prompts that were tried, with 0."""
+    is_open: bool = False
+    probe_at: float = 0.0
+    wait_s: float = 0.0
+    policy_version: int = 0
+    """The run's version at the newest probe, or when the breaker opened."""
+
+    def record_failure(
+        self, config: BreakerConfig, prompt_id: int, reason: str, num_running: int, now: float, policy_version: int
+    ) -> Verdict:
+        self.reason = reason
+        self.failures += 1
+        self.non_finite += reason == NON_FINITE
+        if self.is_open:
+            self.prompts[prompt_id] = 0
+            return "spared"
+        self.prompts[prompt_id] = self.prompts.get(prompt_id, 0) + 1
+        if len(self.prompts) < MIN_PROMPTS or 2 * len(self.prompts) < num_running:
+            return "counted"
+        if self.failures < config.failures and self.non_finite < config.non_finite_failures:
+            return "kept"
+        self.is_open, self.policy_version = True, policy_version
+        self.wait_s, self.probe_at = config.probe_s, now + config.probe_s
+        return "opened"
+
+    def may_probe(self, now: float, policy_version: int) -> bool:
+        return now >= self.probe_at or policy_version != self.policy_version
+
+    def record_probe(self, config: BreakerConfig, now: float, policy_version: int) -> None:
+        is_new = policy_version != self.policy_version
+        self.wait_s = config.probe_s if is_new else min(2 * self.wait_s, max(MAX_WAIT_S, config.probe_s))
+        self.probe_at, self.policy_version = now + self.wait_s, policy_version

@@ -35,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for server in servers:
         drained = "  drained" if server.is_drained else ""
+        paused = f"  leasing paused: {server.breaker_reason}" if server.breaker_reason else ""
         print(
             f"{server.server_id}  {server.state}  version {server.policy_version}  "
-            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}"
+            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}{paused}"
         )
     return 0

@@ -52,6 +52,23 @@ def _print(run: Run) -> None:
         console.print(server_table(run.servers))
     else:
         console.print("no rollout servers")
+    for line in paused_servers(run.servers):
+        console.print(line)
+
+
+def paused_servers(servers: Sequence[Server]) -> list[Any]:
+    """A line for each server whose breaker is open."""
+    from rich.text import Text
+
+    return [
+        Text(
+            f"{server.server_id} leases nothing: its last {server.breaker_failures} attempts failed, the newest with "
+            f"{server.breaker_reason}; see docs/runbooks.md#leasingpaused",
+            style="bold red",
+        )
+        for server in servers
+        if server.breaker_reason
+    ]
 
 
 def step_numbers(metrics: Metrics) -> Any:

@@ -76,6 +76,10 @@ class Server(ResponseBody):
     engine: str
     weights_digest: str
     is_drained: bool
+    breaker_reason: str = ""
+    """Reason of the newest failure while the server leases nothing because everything that it tried failed."""
+    breaker_failures: int = 0
+    """Leases that failed since the server's last success, while `breaker_reason` is set."""
 
 
 class Run(ResponseBody):

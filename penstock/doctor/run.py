@@ -1,4 +1,4 @@
-"""Checks of what a run stored in Redis: conservation, heartbeats, weights and log-probs."""
+"""Checks of what a run stored in Redis: conservation, paused servers, heartbeats, weights and log-probs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from penstock.doctor.finding import Finding
 from penstock.doctor.machine import check_listens
 from penstock.errors import NotFound, PenstockError
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient
+from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 
 LOOKED_BACK_VERSIONS = 50
@@ -24,6 +26,7 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     try:
         error = (await RedisReplayQueue(client, config.run, config.replay).stat()).conservation_error
         servers = await Fleet(client, config.run).servers()
+        breakers = await RunControl(client, config.run).open_breakers()
         ages_s = await Heartbeats(client, config.run).ages_s()
         policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
     except (PenstockError, NotFound) as refused:
@@ -31,10 +34,28 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     findings = [Finding("conservation", "ok", "nothing is lost")]
     if error:
         findings = [Finding("conservation", "fail", f"off by {error}", "see docs/runbooks.md#conservationbroken")]
+    findings += _breakers(servers, breakers)
     ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
     findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
     findings += [check_listens(server.server_id, *server.address.rsplit(":", 1)) for server in servers]
     return [*findings, *_weights(servers, policies), _agreement(policies, config)]
+
+
+def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[Finding]:
+    """Check whether servers lease nothing because everything that they tried failed."""
+    known = {server.server_id for server in servers}
+    paused = [breaker for breaker in breakers if breaker.server_id in known]
+    if not paused:
+        return [Finding("leasing", "ok", "no server is paused by failures")]
+    return [
+        Finding(
+            "leasing", "fail",
+            f"{breaker.server_id} leases nothing: its last {breaker.num_failures} attempts failed, the newest with "
+            f"{breaker.reason}; it tries one prompt in {breaker.probe_in_s:.0f} s",
+            "see docs/runbooks.md#leasingpaused",
+        )
+        for breaker in paused
+    ]  # fmt: skip
 
 
 def _heartbeat(component: str, age_s: float, limit_s: float) -> Finding:

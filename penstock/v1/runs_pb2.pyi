@@ -227,7 +227,7 @@ class ListServersResponse(_message.Message):
     def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained")
+    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained", "breaker_reason", "breaker_failures")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -251,6 +251,8 @@ class Server(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_REASON_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FAILURES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     address: str
     state: Server.State
@@ -260,7 +262,9 @@ class Server(_message.Message):
     engine: str
     weights_digest: str
     is_drained: bool
-    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ..., is_drained: _Optional[bool] = ...) -> None: ...
+    breaker_reason: str
+    breaker_failures: int
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ..., is_drained: _Optional[bool] = ..., breaker_reason: _Optional[str] = ..., breaker_failures: _Optional[int] = ...) -> None: ...
 
 class CreateEvaluationRequest(_message.Message):
     __slots__ = ("run", "evaluation_id", "prompts")

@@ -34,6 +34,11 @@ PARTS = Section(
             ),
             unit="s",
         ),
+        lines(
+            "Paused servers",
+            "Servers that lease nothing because everything that they tried failed.",
+            ("max(penstock_rollout_servers_paused)", ""),
+        ),
         lines("Alerts", "Alerts that fire.", ('count(ALERTS{alertstate="firing"}) or vector(0)', "")),
     ),
 )

@@ -110,7 +110,8 @@ class LineDisplay:
 
 def _waiting(status: Run) -> str:
     """The state of a run that makes no steps, so that one can see what is missing."""
-    queue, servers = status.queue, Counter(server.state for server in status.servers)
+    states = ("paused by failures" if server.breaker_reason else server.state for server in status.servers)
+    queue, servers = status.queue, Counter(states)
     fleet = ", ".join(f"{count} {state}" for state, count in sorted(servers.items())) or "none"
     return (
         f"no new step: {queue.pending_prompts} prompts pending, {queue.in_flight} in flight, "

@@ -121,7 +121,9 @@ async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) 
             assert not await page.evaluate(too_wide), f"{view} at {width}"
 
 
-async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway: Gateway, secret: str) -> None:
+async def test_the_overview_shows_the_run_and_leads_to_others(
+    page: Any, gateway: Gateway, queue: RedisReplayQueue, secret: str
+) -> None:
     assert await page.locator("#run-name").inner_text() == "test"
     charts = await page.get_by_role("img").all()
     labels = [await chart.get_attribute("aria-label") for chart in charts]
@@ -131,6 +133,14 @@ async def test_the_overview_shows_the_run_and_leads_to_others(page: Any, gateway
     assert "40 points" in labels[0]
     row = page.get_by_role("row").filter(has_text="rollout-2")
     assert "STALE" in await row.inner_text() and "10 behind" in await row.inner_text()
+
+    await queue.submit([b"p"] * 4, [0] * 4, "")
+    for _ in range(queue.config.breaker.failures):
+        for lease in await queue.lease("rollout-1", 4):
+            await queue.give_back("rollout-1", lease, "reward_failed")
+    await page.get_by_text("rollout-1 leases nothing: its last").wait_for()
+    await page.get_by_role("row").filter(has_text="LOADING, leasing paused").wait_for()
+    await page.get_by_role("button", name="Resume").wait_for()
 
     assert await page.get_by_role("heading", name="Runs", exact=True).count() == 0, "there is one"
     body = {"config": {"run": "second", "model": {"path": "/m"}}}

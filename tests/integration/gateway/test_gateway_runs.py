@@ -10,7 +10,9 @@ import pytest
 
 from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
+from penstock.cli.status import paused_servers
 from penstock.cli.top import parse_series
+from penstock.client.responses import Run
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
@@ -30,6 +32,28 @@ async def scraped_state(gateway: Gateway) -> str:
     series = parse_series((await gateway.rest.get("/metrics")).text)
     (state,) = (state for state, value in series["penstock_run_state"].items() if value)
     return state
+
+
+async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    await submit(gateway, *[PROMPT] * 10)
+    await Fleet(queue.client, "test").join(ServerRecord("s", "127.0.0.1:1", "torch"))
+    limit = queue.config.breaker.non_finite_failures
+    for _ in range(limit // 4):
+        failed = [await queue.give_back("s", lease, "non_finite") for lease in await queue.lease("s", 4)]
+    assert failed == [False, False, False, True]
+
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    [server] = run["servers"]
+    assert (server["breaker_reason"], server["breaker_failures"], run["state"]) == ("non_finite", limit, "RUNNING")
+    series = parse_series((await gateway.rest.get("/metrics")).text)
+    assert series["penstock_rollout_servers_paused"] == {"": 1.0}
+    [line] = paused_servers(Run.model_validate(run).servers)
+    assert line.plain.startswith(f"s leases nothing: its last {limit} attempts failed, the newest with non_finite")
+
+    change = runs_pb2.ChangeRunRequest()
+    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), run_bodies.run_to_json)
+    assert run["servers"][0]["breaker_reason"] == "" and len(await queue.lease("s", 2)) == 2
 
 
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:

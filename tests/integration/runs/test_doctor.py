@@ -67,6 +67,19 @@ async def test_a_healthy_deployment_is_ok_throughout(
     assert of(findings, "conservation") == [("ok", "nothing is lost")]
 
 
+async def test_a_server_paused_by_failures_is_found(
+    config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    await Fleet(redis_client, "test").join(SERVER)
+    await queue.submit([b"p"] * 10, [0] * 10, "")
+    for _ in range(2):
+        for lease in await queue.lease("rollout-0", 4):
+            await queue.give_back("rollout-0", lease, "non_finite")
+    assert [level for level, _ in of(await examine(config), "leasing")] == ["fail"]
+    await Fleet(redis_client, "test").leave("rollout-0")
+    assert [level for level, _ in of(await examine(config), "leasing")] == ["ok"], "a server that left is no fault"
+
+
 async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
     await queue.take_term(0)
     await publish(queue, 3, "other", logprob_mismatch=0.5)

@@ -13,10 +13,11 @@ function servers(run) {
   if (!run.servers.length) return empty("There are no rollout servers.");
   const rows = run.servers.map((server) => {
     const lag = run.policy_version - server.policy_version;
-    const isServing = server.state === "READY" || server.state === "LOADING";
+    const isServing = (server.state === "READY" || server.state === "LOADING") && !server.breaker_reason;
+    const orders = [server.is_drained ? "drained" : "", server.breaker_reason ? "leasing paused" : ""].filter(Boolean);
     return [
       server.server_id,
-      h("span", { class: `tag ${isServing ? "good" : "bad"}` }, server.is_drained ? `${server.state}, drained` : server.state),
+      h("span", { class: `tag ${isServing ? "good" : "bad"}` }, [server.state, ...orders].join(", ")),
       number(server.policy_version), lag > 0 ? `${lag} behind` : "current", number(server.running_groups),
       `${(server.heartbeat_age_ms / 1000).toFixed(1)} s ago`, server.engine,
     ];
@@ -34,8 +35,12 @@ function otherRuns(current, runs) {
   return card("Runs", table("Runs", [["run"], ["state"], ["step", "number"], ["launcher"], ["detail"]], rows));
 }
 
+const paused = (run) => run.servers.filter((server) => server.breaker_reason).map((server) => h("p", { class: "tag bad" },
+  `${server.server_id} leases nothing: its last ${server.breaker_failures} attempts failed, the newest with ${server.breaker_reason}`));
+
 function change(run, refresh) {
-  const verb = run.state === "RUNNING" ? "pause" : "resume";
+  const isPaused = run.state !== "RUNNING" || run.servers.some((server) => server.breaker_reason);
+  const verb = isPaused ? "resume" : "pause";
   const act = async () => {
     const text = verb === "pause" ? "No prompt is leased until it is resumed." : "Prompts are leased again.";
     if (!(await confirmed(`${verb} ${run.run}?`, text, verb))) return;
@@ -64,6 +69,7 @@ export async function overview(refresh) {
       fact("trained + not yet in a checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
       fact("dead letters", number(queue.dead_lettered))),
     queue.conservation_error ? h("p", { class: "tag bad" }, `the queue's counts are off by ${queue.conservation_error}`) : null,
+    ...paused(run),
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
     otherRuns(run.run, all.runs),

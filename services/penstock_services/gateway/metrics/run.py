@@ -53,6 +53,8 @@ class RunSnapshot:
     scores: dict[str, float] = field(default_factory=dict)
     is_paused: bool = False
     """An operator has paused the run: no prompt is leased."""
+    paused_servers: int = 0
+    """Servers whose breaker is open: they lease no prompt because everything that they tried failed."""
 
     @classmethod
     async def take(
@@ -65,7 +67,9 @@ class RunSnapshot:
         states: dict[str, int] = Tally(server.state for server in servers)
         restarts, scores = await heartbeats.restarts(), await queue.evaluation_scores()
         orders = await control.orders()
-        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused)
+        known = {server.server_id for server in servers}
+        paused = sum(breaker.server_id in known for breaker in await control.open_breakers())
+        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused, paused)
 
     def run_state(self, facts: RunFacts) -> str:
         """One of RUN_STATES.
@@ -123,6 +127,11 @@ class RunCollector(Collector):
         yield _gauges("run_state", "1 for the current state of the run.", "state", states)
         servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
         yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
+        yield GaugeMetricFamily(
+            "penstock_rollout_servers_paused",
+            "Rollout servers that lease nothing because everything that they tried failed.",
+            value=snapshot.paused_servers,
+        )
         ages = snapshot.heartbeat_ages_s
         yield _gauges("heartbeat_age_seconds", "Time since the last heartbeat.", "component", ages)
         restarts = snapshot.restarts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound
+from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
@@ -43,10 +44,14 @@ class ServerHandlers:
 
 async def list_servers(fleet: Fleet, control: RunControl) -> list[runs_pb2.Server]:
     drained = await control.drained()
-    return [_server_to_proto(record, record.server_id in drained) for record in await fleet.servers()]
+    breakers = {breaker.server_id: breaker for breaker in await control.open_breakers()}
+    return [
+        _server_to_proto(record, record.server_id in drained, breakers.get(record.server_id))
+        for record in await fleet.servers()
+    ]
 
 
-def _server_to_proto(record: ServerRecord, is_drained: bool) -> runs_pb2.Server:
+def _server_to_proto(record: ServerRecord, is_drained: bool, breaker: OpenBreaker | None) -> runs_pb2.Server:
     return runs_pb2.Server(
         server_id=record.server_id,
         address=record.address,
@@ -57,4 +62,6 @@ def _server_to_proto(record: ServerRecord, is_drained: bool) -> runs_pb2.Server:
         engine=record.engine,
         weights_digest=record.weights_digest,
         is_drained=is_drained,
+        breaker_reason=breaker.reason if breaker else "",
+        breaker_failures=breaker.num_failures if breaker else 0,
     )

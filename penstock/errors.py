@@ -15,7 +15,8 @@ PenstockError                INTERNAL             500
 ├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a wait has reached its deadline
 ├── Unavailable              UNAVAILABLE          503   a component that is needed cannot be reached
 ├── WeightPushFailed         ABORTED              409   a server refused or failed a weight push
-├── TrainingDiverged         ABORTED              500   too many steps had a loss or gradient that was not finite
+├── CheckpointDamaged        DATA_LOSS            500   a file of a checkpoint is missing, truncated or changed
+├── TrainingDiverged         ABORTED              500   a loss, a gradient or the weights were not finite
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
     └── RoleDied             ABORTED              500   a rank of a role died or hangs; the role can be restarted
 
@@ -140,6 +141,12 @@ class WeightPushFailed(PenstockError):
     http_status = 409
 
 
+class CheckpointDamaged(PenstockError):
+    reason = "CHECKPOINT_DAMAGED"
+    grpc_code = "DATA_LOSS"
+    http_status = 500
+
+
 class TrainingDiverged(PenstockError):
     reason = "TRAINING_DIVERGED"
     grpc_code = "ABORTED"
@@ -173,7 +180,8 @@ ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
         ConfigError, InvalidInput, PromptTooLong, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict,
-        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, TrainingDiverged, ProcessDied,
+        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, CheckpointDamaged,
+        TrainingDiverged, ProcessDied,
     )
 }  # fmt: skip
 """The errors that a process rebuilds from what a peer reported."""

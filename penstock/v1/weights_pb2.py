@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\"\x9d\x02\n\x0eWeightManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\x12(\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x17.penstock.v1.BucketSpec\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\x12\x19\n\x0c\x62\x61se_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06retain\x18\x08 \x01(\x08\x12*\n\x07\x61\x64\x61pter\x18\t \x01(\x0b\x32\x14.penstock.v1.AdapterH\x01\x88\x01\x01\x42\x0f\n\r_base_versionB\n\n\x08_adapter\"\x18\n\x07\x41\x64\x61pter\x12\r\n\x05scale\x18\x01 \x01(\x01\"q\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\x05\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x03\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\"9\n\nBucketSpec\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12\x12\n\nwire_bytes\x18\x03 \x01(\x03J\x04\x08\x02\x10\x03\"[\n\x10SnapshotManifest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x18\n\x10\x62ucket_checksums\x18\x02 \x03(\t\"\x9d\x01\n\x0f\x41nnounceRequest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\"?\n\x10\x41nnounceResponse\x12\x17\n\x0fserving_version\x18\x01 \x01(\x03\x12\x12\n\nneeds_full\x18\x02 \x01(\x08\"c\n\rCommitRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x18\n\x10\x62ucket_checksums\x18\x03 \x03(\t\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"w\n\x0e\x43ommitResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x10\n\x08paused_s\x18\x02 \x01(\x01\x12\x18\n\x10running_requests\x18\x03 \x01(\x05\x12\x11\n\treceive_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\"D\n\x0c\x41\x62ortRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\"\x0f\n\rAbortResponse2\xe1\x01\n\x13WeightMemberService\x12G\n\x08\x41nnounce\x12\x1c.penstock.v1.AnnounceRequest\x1a\x1d.penstock.v1.AnnounceResponse\x12\x41\n\x06\x43ommit\x12\x1a.penstock.v1.CommitRequest\x1a\x1b.penstock.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\"\x9d\x02\n\x0eWeightManifest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04term\x18\x03 \x01(\x03\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.penstock.v1.TensorSpec\x12(\n\x07\x62uckets\x18\x05 \x03(\x0b\x32\x17.penstock.v1.BucketSpec\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\x12\x19\n\x0c\x62\x61se_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06retain\x18\x08 \x01(\x08\x12*\n\x07\x61\x64\x61pter\x18\t \x01(\x0b\x32\x14.penstock.v1.AdapterH\x01\x88\x01\x01\x42\x0f\n\r_base_versionB\n\n\x08_adapter\"\x18\n\x07\x41\x64\x61pter\x12\r\n\x05scale\x18\x01 \x01(\x01\"q\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\x05\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x03\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\"9\n\nBucketSpec\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\x12\x12\n\nwire_bytes\x18\x03 \x01(\x03J\x04\x08\x02\x10\x03\"v\n\x10SnapshotManifest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x18\n\x10\x62ucket_checksums\x18\x02 \x03(\t\x12\x19\n\x11manifest_checksum\x18\x03 \x01(\t\"\x9d\x01\n\x0f\x41nnounceRequest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.WeightManifest\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\"?\n\x10\x41nnounceResponse\x12\x17\n\x0fserving_version\x18\x01 \x01(\x03\x12\x12\n\nneeds_full\x18\x02 \x01(\x08\"c\n\rCommitRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0c\n\x04term\x18\x02 \x01(\x03\x12\x18\n\x10\x62ucket_checksums\x18\x03 \x03(\t\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"w\n\x0e\x43ommitResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x10\n\x08paused_s\x18\x02 \x01(\x01\x12\x18\n\x10running_requests\x18\x03 \x01(\x05\x12\x11\n\treceive_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\"D\n\x0c\x41\x62ortRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x03\"\x0f\n\rAbortResponse2\xe1\x01\n\x13WeightMemberService\x12G\n\x08\x41nnounce\x12\x1c.penstock.v1.AnnounceRequest\x1a\x1d.penstock.v1.AnnounceResponse\x12\x41\n\x06\x43ommit\x12\x1a.penstock.v1.CommitRequest\x1a\x1b.penstock.v1.CommitResponse\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,19 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BUCKETSPEC']._serialized_start=471
   _globals['_BUCKETSPEC']._serialized_end=528
   _globals['_SNAPSHOTMANIFEST']._serialized_start=530
-  _globals['_SNAPSHOTMANIFEST']._serialized_end=621
-  _globals['_ANNOUNCEREQUEST']._serialized_start=624
-  _globals['_ANNOUNCEREQUEST']._serialized_end=781
-  _globals['_ANNOUNCERESPONSE']._serialized_start=783
-  _globals['_ANNOUNCERESPONSE']._serialized_end=846
-  _globals['_COMMITREQUEST']._serialized_start=848
-  _globals['_COMMITREQUEST']._serialized_end=947
-  _globals['_COMMITRESPONSE']._serialized_start=949
-  _globals['_COMMITRESPONSE']._serialized_end=1068
-  _globals['_ABORTREQUEST']._serialized_start=1070
-  _globals['_ABORTREQUEST']._serialized_end=1138
-  _globals['_ABORTRESPONSE']._serialized_start=1140
-  _globals['_ABORTRESPONSE']._serialized_end=1155
-  _globals['_WEIGHTMEMBERSERVICE']._serialized_start=1158
-  _globals['_WEIGHTMEMBERSERVICE']._serialized_end=1383
+  _globals['_SNAPSHOTMANIFEST']._serialized_end=648
+  _globals['_ANNOUNCEREQUEST']._serialized_start=651
+  _globals['_ANNOUNCEREQUEST']._serialized_end=808
+  _globals['_ANNOUNCERESPONSE']._serialized_start=810
+  _globals['_ANNOUNCERESPONSE']._serialized_end=873
+  _globals['_COMMITREQUEST']._serialized_start=875
+  _globals['_COMMITREQUEST']._serialized_end=974
+  _globals['_COMMITRESPONSE']._serialized_start=976
+  _globals['_COMMITRESPONSE']._serialized_end=1095
+  _globals['_ABORTREQUEST']._serialized_start=1097
+  _globals['_ABORTREQUEST']._serialized_end=1165
+  _globals['_ABORTRESPONSE']._serialized_start=1167
+  _globals['_ABORTRESPONSE']._serialized_end=1182
+  _globals['_WEIGHTMEMBERSERVICE']._serialized_start=1185
+  _globals['_WEIGHTMEMBERSERVICE']._serialized_end=1410
 # @@protoc_insertion_point(module_scope)

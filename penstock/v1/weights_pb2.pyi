@@ -59,12 +59,14 @@ class BucketSpec(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class SnapshotManifest(_message.Message):
-    __slots__ = ("manifest", "bucket_checksums")
+    __slots__ = ("manifest", "bucket_checksums", "manifest_checksum")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BUCKET_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     manifest: WeightManifest
     bucket_checksums: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., bucket_checksums: _Optional[_Iterable[str]] = ...) -> None: ...
+    manifest_checksum: str
+    def __init__(self, manifest: _Optional[_Union[WeightManifest, _Mapping]] = ..., bucket_checksums: _Optional[_Iterable[str]] = ..., manifest_checksum: _Optional[str] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("manifest", "transport", "rendezvous", "rank", "world_size", "deadline_s")

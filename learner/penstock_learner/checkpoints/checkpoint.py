@@ -1,9 +1,9 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
-All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`,
-flushes the folder and renames it to `term-T-step-N`. Only a renamed folder counts. Groups are acknowledged after the
-rename, never before. The term comes first in the name, so a checkpoint of a learner that was fenced off never looks
-newer than its successor's.
+All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`
+and the checksums of all files (manifest.py), flushes the folder and renames it to `term-T-step-N`. Only a renamed
+folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a checkpoint
+of a learner that was fenced off never looks newer than its successor's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from penstock.errors import ConfigError, Fenced
+from penstock.errors import CheckpointDamaged, ConfigError, Fenced
 from penstock.records import read_known_fields
 from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from penstock_learner.file_checksums import FileRecord
 
 TRAINER_FILE = "trainer.json"
+NO_FILES: Mapping[str, FileRecord] = MappingProxyType({})
 
 
 def shards_folder(checkpoint: Path, role: str) -> Path:
@@ -89,11 +94,15 @@ class CheckpointStore:
                 raise
             raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
 
-    def finish(self, partial: Path, state: TrainerState) -> Path:
-        """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks."""
+    def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] = NO_FILES) -> Path:
+        """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks.
+
+        `shards` describes the files that the ranks have written, by their paths in the folder. Other files are read."""
         final = partial.with_suffix("")
         with self.writing(partial):
-            (partial / TRAINER_FILE).write_text(json.dumps(asdict(state)))
+            trainer = json.dumps({**asdict(state), "has_manifest": True}).encode()
+            (partial / TRAINER_FILE).write_bytes(trainer)
+            write_manifest(partial, {**shards, TRAINER_FILE: FileRecord.of(trainer)})
             for path in partial.rglob("*"):
                 _flush(path)
             _flush(partial)
@@ -101,7 +110,7 @@ class CheckpointStore:
             partial.rename(final)
         _flush(self.folder)
         abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
-        for old in [*self._finished()[: -self.keep], *abandoned]:
+        for old in [*self.newest_first()[self.keep :], *abandoned]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
@@ -114,39 +123,73 @@ class CheckpointStore:
         if resume in ("auto", "off") or (newest is not None and newest[1].resumed_from == resume):
             return newest
         path = Path(resume)
+        if not path.is_dir():
+            raise ConfigError(f"learner.checkpoint.resume: {resume} is not a checkpoint's folder")
         return path, replace(read_state(path), resumed_from=resume)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
         """The newest finished checkpoint, or None."""
-        finished = self._finished()
-        if not finished:
-            return None
-        return finished[-1], read_state(finished[-1])
+        finished = self.newest_first()
+        return (finished[0], read_state(finished[0])) if finished else None
 
     def newest_term(self) -> int:
         """The highest term that has finished a checkpoint; 0 without one."""
-        return max((_term_of(path) for path in self._finished()), default=0)
+        return max((_term_of(path) for path in self.newest_first()), default=0)
 
     def of_version(self, policy_version: int) -> Path | None:
-        """The newest checkpoint that holds the weights of a version. Reads every checkpoint's `trainer.json`."""
-        found = [path for path in self._finished() if read_state(path).policy_version == policy_version]
-        return found[-1] if found else None
+        """The newest checkpoint that holds the weights of a version, or None.
 
-    def _finished(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
+        Reads every checkpoint's `trainer.json`, and leaves out damaged ones."""
+        for path in self.newest_first():
+            with suppress(CheckpointDamaged):
+                if read_state(path).policy_version == policy_version:
+                    return path
+        return None
+
+    def newest_first(self) -> list[Path]:
+        """The finished checkpoints. They may be damaged: loading.py verifies them."""
+        finished = (path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
+        return sorted(finished, reverse=True)
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint, which another version of Penstock may have written."""
+    """The trainer state of a finished checkpoint, which another version of Penstock may have written.
+
+    Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
+    record, _ = _read_trainer(path)
     try:
-        state = read_known_fields(TrainerState, json.loads((path / TRAINER_FILE).read_text()))
+        state = read_known_fields(TrainerState, record)
         ranges, roll_backs = ([(int(a), int(b)) for a, b in pairs] for pairs in (state.ledger, state.roll_backs))
-        return replace(state, ledger=ranges, roll_backs=roll_backs)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"checkpoint {path} is damaged ({error}); remove it to use the one before it, or set "
-            "learner.checkpoint.resume to off or to another checkpoint"
-        ) from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
+    return replace(state, ledger=ranges, roll_backs=roll_backs)
+
+
+def read_checksums(path: Path) -> dict[str, FileRecord]:
+    """The checksums of all files of a finished checkpoint. Empty if an older version of Penstock wrote it, without any.
+
+    Raises CheckpointDamaged as `read_state` does."""
+    return _read_trainer(path)[1]
+
+
+def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """The content of `trainer.json`, compared with the manifest, and the manifest."""
+    file = path / TRAINER_FILE
+    try:
+        content = file.read_bytes()
+        record = json.loads(content)
+        has_manifest = bool(record.get("has_manifest"))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{file} is missing") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"{file} is damaged ({error})") from error
+    if not has_manifest and not (path / MANIFEST_FILE).exists():
+        return record, {}
+    files = read_manifest(path)
+    expected, found = files.get(TRAINER_FILE), FileRecord.of(content)
+    if found != expected:
+        raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
+    return record, files
 
 
 def _term_of(path: Path) -> int:

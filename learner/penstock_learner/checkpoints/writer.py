@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from penstock.cancellation import end_task
 from penstock.replay.contract import GroupConsumer
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.crash_points import crash_point
+from penstock_learner.file_checksums import FileRecord
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.placement import SAVE_LANE
 from penstock_learner.roles.role_group import RoleGroup, gather_all
@@ -76,9 +78,10 @@ class CheckpointWriter:
     async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
         partial = self.store.partial_path(state.step, state.term)
         with self.store.writing(partial):
-            await gather_all(*(role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values()))
+            saving = (role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values())
+            written = dict(zip(self.trained, await gather_all(*saving), strict=True))
         crash_point("before_flush")
-        await asyncio.to_thread(self.store.finish, partial, state)
+        await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         self.ledger.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")
@@ -86,3 +89,13 @@ class CheckpointWriter:
         crash_point("after_commit")
         self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
         self.metrics.checkpoint_success.set_to_current_time()
+
+
+def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecord]]]) -> dict[str, FileRecord]:
+    """The files of all ranks by their paths in the checkpoint. `written` has each rank's files by name, by role."""
+    return {
+        str((shards_folder(partial, role) / name).relative_to(partial)): record
+        for role, ranks in written.items()
+        for files in ranks
+        for name, record in files.items()
+    }

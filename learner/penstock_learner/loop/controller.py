@@ -25,7 +25,8 @@ from penstock.store.fleet import Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
 from penstock_learner.loop.batch_reader import BatchReader
@@ -170,8 +171,7 @@ class LearnerController:
         """Bring the trained roles to the checkpoint. Without one they stay as they started."""
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
-            shards = {name: shards_folder(checkpoint, name) for name in self.trained}
-            await gather_all(*(role.call_all("restore", shards[name]) for name, role in self.trained.items()))
+            await load_checkpoint(checkpoint, self.trained)
 
     def _on_durable_checkpoint(self) -> None:
         """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""

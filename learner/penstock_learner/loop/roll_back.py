@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import NotFound, WeightPushFailed
+from penstock.errors import CheckpointDamaged, NotFound, WeightPushFailed
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Group
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, shards_folder
-from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.loading import load_checkpoint
+from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,22 @@ def oldest_version(group: Group, roll_backs: Sequence[RollBack]) -> int:
 async def load_version(
     policy_version: int, trained: Mapping[str, RoleGroup], checkpoints: CheckpointStore, policies: PolicyRegistry
 ) -> bool:
-    """Load the version into the trained roles. False, changing nothing, if no checkpoint or snapshot is left."""
+    """Load the version into the trained roles. False, changing nothing, if no checkpoint or snapshot is intact."""
     if (checkpoint := await asyncio.to_thread(checkpoints.of_version, policy_version)) is not None:
-        logger.warning("rolled back to version %d, from %s", policy_version, checkpoint)
-        await gather_all(*(role.call_all("restore", shards_folder(checkpoint, name)) for name, role in trained.items()))
-        return True
+        try:
+            await load_checkpoint(checkpoint, trained)
+        except CheckpointDamaged as error:
+            logger.error("cannot roll back to version %d from %s: %s", policy_version, checkpoint, error)
+        else:
+            logger.warning("rolled back to version %d, from %s", policy_version, checkpoint)
+            return True
     try:
-        snapshot = Path((await policies.get(policy_version)).snapshot_path)
-        await trained["policy"].call_all("load_snapshot", snapshot)
+        policy = await policies.get(policy_version)
+        await trained["policy"].call_all("load_snapshot", Path(policy.snapshot_path), policy.weights_digest)
     except (NotFound, WeightPushFailed) as error:
         logger.error("cannot roll back to version %d: %s; training continues as before", policy_version, error)
         return False
-    logger.warning("rolled back to version %d, from %s; the optimizer starts anew", policy_version, snapshot)
+    logger.warning(
+        "rolled back to version %d, from %s; the optimizer starts anew", policy_version, policy.snapshot_path
+    )
     return True

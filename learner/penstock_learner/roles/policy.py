@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from penstock.weights.snapshot import FILE_NAME, read_manifest
+from penstock.errors import WeightPushFailed
+from penstock.weights.snapshot import FILE_NAME, find_damage
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import load_model
@@ -69,9 +71,14 @@ class PolicyWorker(TrainerRank):
             if staged is not None:
                 staged.put(name, weight)
 
-    def load_snapshot(self, folder: Path) -> None:
-        """Load the weights of a snapshot and reset the optimizer. Collective."""
-        read_manifest(folder)
+    def load_snapshot(self, folder: Path, weights_digest: str) -> None:
+        """Load the weights of a snapshot and reset the optimizer. Collective.
+
+        Raises WeightPushFailed, and changes nothing, if the snapshot is damaged or is not the published one."""
+        damage = [find_damage(folder, weights_digest) if self.rank == 0 else ""]
+        dist.broadcast_object_list(damage)
+        if damage[0]:
+            raise WeightPushFailed(damage[0])
         with safe_open(folder / FILE_NAME, framework="pt") as kept:
             load_gathered(self.model, kept.get_tensor)
         self.optimizer.state.clear()

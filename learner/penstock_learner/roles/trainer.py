@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from penstock.errors import CheckpointDamaged, TrainingDiverged
+from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.finite import first_nonfinite
 from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.scalar_model import PackedScalarModel
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.utilisation import RankUsage, measure_usage
+from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.roles.hashing_writer import HashingWriter
 from penstock_learner.roles.rank import Rank
 
 
@@ -40,18 +50,43 @@ class TrainerRank(Rank):
         return measure_usage(self.trained, self.device)
 
     def stage(self, folder: Path) -> None:
-        """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue."""
-        self.saving = async_save(self._state(), checkpoint_id=folder, process_group=self.saving_group)
+        """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue.
 
-    def finish_saving(self) -> None:
-        """Wait until the shards are written. Called in a lane. They count once the controller renames the folder."""
+        Raises TrainingDiverged, on every rank, if a number is not finite: nothing is written then."""
+        state = self._state()
+        if name := self._first_nonfinite(state):
+            raise TrainingDiverged(
+                f"the {self.role}'s {name} is not finite, so {folder.name} is not written; start the learner again to "
+                "continue from the checkpoint before it, with a lower learning rate"
+            )
+        self.writer = HashingWriter(folder)
+        # It copies within the call, to memory that is neither pinned nor shared, and keeps the copy until it is closed.
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        self.saving = async_save(
+            state, storage_writer=self.writer, process_group=self.saving_group, async_stager=self.stager
+        )
+
+    def finish_saving(self) -> dict[str, FileRecord]:
+        """Wait until the shards are written, and return the names and checksums of this rank's files.
+
+        Called in a lane. The files count once the controller renames the folder."""
         assert isinstance(self.saving, Future)
-        self.saving.result()
+        with _one_line_errors(self.writer.path):
+            self.saving.result()
+        self.stager.close()
+        return self.writer.records
+
+    def find_damage(self, checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
+        """Compare this rank's share of a checkpoint's files with their checksums."""
+        return find_damage(checkpoint, files)
 
     def restore(self, folder: Path) -> None:
-        """Load shards written by any number of ranks. Collective."""
+        """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite."""
         state = self._state()
-        load_shards(state, checkpoint_id=folder)
+        with _one_line_errors(folder):
+            load_shards(state, checkpoint_id=folder)
+        if name := self._first_nonfinite(state):
+            raise CheckpointDamaged(f"{folder} holds weights that are not finite: {name}")
         set_state_dict(
             self.trained, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -60,3 +95,30 @@ class TrainerRank(Rank):
     def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
         return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
+
+    def _first_nonfinite(self, state: dict[str, Any]) -> str:
+        """The name of a weight or of an optimizer's number that is not finite on any rank, or an empty text."""
+        own = first_nonfinite(_tensors("", {"model": state["model"], "optimizer": state["optimizer"]["state"]}))
+        of_ranks: list[str] = [""] * self.world_size
+        dist.all_gather_object(of_ranks, own)
+        return next((name for name in of_ranks if name), "")
+
+
+@contextmanager
+def _one_line_errors(folder: Path | str | PathLike[str]) -> Iterator[None]:
+    """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next((each for each, _ in error.failures.values()), error)
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise OSError(f"{folder}: {reason}") from cause
+
+
+def _tensors(path: str, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's shards of every tensor in a nested dict, with their paths."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _tensors(f"{path}{name}.", value)
+        elif isinstance(value, torch.Tensor):
+            yield f"{path}{name}", local_shard(value)

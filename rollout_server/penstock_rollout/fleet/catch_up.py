@@ -7,8 +7,7 @@ from pathlib import Path
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import policies_pb2, weights_pb2
-from penstock.weights.checksums import weights_digest
-from penstock.weights.snapshot import read_manifest
+from penstock.weights.snapshot import read_published_manifest
 from penstock_rollout.engines.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -19,9 +18,9 @@ async def load_snapshot(engine: Engine, policy: policies_pb2.Policy, timeout_s: 
 
     Raises WeightPushFailed and changes nothing if the snapshot is missing or is not the one that was published."""
     folder = Path(policy.snapshot_path)
-    snapshot = read_manifest(folder)
+    snapshot = read_published_manifest(folder, policy.weights_digest)
     checksums = list(snapshot.bucket_checksums)
-    if snapshot.manifest.policy_version != policy.policy_version or weights_digest(checksums) != policy.weights_digest:
+    if snapshot.manifest.policy_version != policy.policy_version:
         raise WeightPushFailed(f"{folder} is not the published version {policy.policy_version}")
     announcement = weights_pb2.AnnounceRequest(
         manifest=snapshot.manifest,

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import ConfigError, Fenced
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
+from penstock_learner.checkpoints.manifest import write_manifest
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:
@@ -37,15 +38,17 @@ def test_a_named_checkpoint_is_resumed_once(tmp_path: Path) -> None:
 
 
 def test_a_named_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is damaged"):
+    with pytest.raises(ConfigError, match=r"learner.checkpoint.resume: .*nothing is not a checkpoint's folder"):
         CheckpointStore(tmp_path, keep=1).to_resume(str(tmp_path / "nothing"))
 
 
 def test_a_checkpoint_of_a_newer_version_is_resumed(tmp_path: Path) -> None:
     """A deployment may be rolled back to the version before. The checkpoint is not damaged then."""
     store = CheckpointStore(tmp_path, keep=5)
-    file = make(store, 1) / TRAINER_FILE
+    folder = make(store, 1)
+    file = folder / TRAINER_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"field_of_tomorrow": [1]}))
+    write_manifest(folder, {})
     found = store.to_resume("auto")
     assert found is not None and found[1] == TrainerState(1, 1, 1, [(1, 1)])
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError, Fenced
+from penstock.errors import CheckpointDamaged, ConfigError, Fenced
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     (tmp_path / "term-000001-step-00000001" / "trainer.json").write_text("{")
-    with pytest.raises(ConfigError, match="step-00000001 is damaged"):
+    with pytest.raises(CheckpointDamaged, match=r"step-00000001/trainer.json is damaged"):
         store.newest()
 
 

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock_learner.checkpoints.checkpoint import TrainerState
+from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.metrics import LearnerMetrics
 
@@ -35,6 +36,10 @@ class OnePolicy:
     async def call_all(self, method: str, folder: Path) -> None:
         assert method == "restore"
         raise Restored(folder)
+
+    async def call_rank(self, rank: int, method: str, checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
+        assert method == "find_damage"
+        return find_damage(checkpoint, files)
 
 
 class ContendedQueue(MemoryReplayQueue):

@@ -109,7 +109,7 @@ class LearnerMetrics:
         self.sync_success = Gauge(
             f"{prefix}_sync_last_success_timestamp_seconds", "Last push with a committed member.", registry=registry
         )
-        for result in ("committed", "failed", "superseded"):
+        for result in ("committed", "failed", "superseded", "nonfinite"):
             self.syncs.labels(result)
 
     def record_step(self, metrics: Mapping[str, float], rewards: Mapping[str, float]) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, TrainingDiverged
 from penstock.replay.contract import GroupConsumer
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
@@ -175,6 +175,8 @@ class PolicyPublication:
         followers = await self._followers(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if server.server_id not in self._catching_up]
         report = await self._push(version, servers, base_version=self._common_base(servers))
+        if report.nonfinite:
+            raise self._diverged(offer, report.nonfinite)
         if report.superseded and self._offer is not None:
             return False
         snapshot = await self._snapshot(version, step)
@@ -194,6 +196,20 @@ class PolicyPublication:
             self.tracing.record("publish", trace_parent, started_s, time.time(), policy_version=version, step=step)
         self.metrics.version.labels("learner").set(version)
         return True
+
+    def _diverged(self, offer: Offer, tensor: str) -> TrainingDiverged:
+        """The error that ends a run whose weights are not finite. A restart continues from the newest checkpoint."""
+        self.metrics.syncs.labels("nonfinite").inc()
+        model = self.config.model
+        if offer.step == 0:
+            return TrainingDiverged(
+                f"{tensor} of {model.path} is not finite in {model.dtype}, so no version is published; "
+                "download the model again, or choose another model.dtype"
+            )
+        return TrainingDiverged(
+            f"{tensor} is not finite in {model.dtype} after step {offer.step}, so version {offer.policy_version} is "
+            "not published; start the learner again to continue from the newest checkpoint, with a lower learner.lr"
+        )
 
     async def _metrics_of(self, offer: Offer) -> Mapping[str, float]:
         """The numbers of the offer's step. The step loop may make two calls to the ranks before it has them."""

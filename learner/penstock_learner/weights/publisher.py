@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from penstock.config.run import RunConfig
+from penstock.errors import TrainingDiverged
 from penstock.weights.checksums import weights_digest
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
@@ -98,11 +99,28 @@ class WeightPublisher:
     ) -> PushReport:
         """Push a staged version to as many targets as can take it. Does not raise if members fail.
 
-        `base_version` is the version that all targets serve. The push may send a delta on it."""
+        A version that is not finite is pushed to nobody. `base_version` is the version that all targets serve. The push
+        may send a delta on it."""
         self._deadline("staging").wait_for(self._begun, lambda: policy_version in self.staged)
         staged = self.staged[policy_version]
         report = PushReport(policy_version)
-        members = list(targets)
+        try:
+            self._push(staged, list(targets), transport, base_version, lane, report)
+            report.weights_digest = weights_digest(staged.checksums(self._deadline("hashing")))
+        except TrainingDiverged:
+            report.nonfinite = staged.nonfinite
+        return report
+
+    def _push(
+        self,
+        staged: StagedVersion,
+        members: list[PushTarget],
+        transport: str | None,
+        base_version: int | None,
+        lane: str,
+        report: PushReport,
+    ) -> None:
+        """Try until every member has the version or has left."""
         base = None if base_version is None else self.staged.get(base_version)
         while members:
             report.transport = transport or self._transport(members)
@@ -115,11 +133,9 @@ class WeightPublisher:
             if report.committed:
                 break
             members = [member for member in members if member.server_id not in outcome.failed]
-            if self._is_superseded(policy_version):
+            if self._is_superseded(staged.policy_version):
                 report.superseded = [member.server_id for member in members]
                 break
-        report.weights_digest = weights_digest(staged.checksums(self._deadline("hashing")))
-        return report
 
     def write_snapshot(self, policy_version: int, folder: Path) -> None:
         """Write a version to a folder that engines and Hugging Face can load. Snapshot pushes then use the folder."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
@@ -48,7 +48,9 @@ class PushAttempt:
     """The attempt adds its durations, and after a commit its results."""
 
     def run(self) -> AttemptOutcome:
-        """Run the phases in order. If a phase before the commit fails, no member has committed."""
+        """Run the phases in order. If a phase before the commit fails, no member has committed.
+
+        Raises TrainingDiverged, and no member has committed, if the version turns out not to be finite."""
         try:
             with self.report.timed("announce"):
                 outcome = self._announce(self._open())
@@ -68,6 +70,10 @@ class PushAttempt:
             self.sender.close(failed=True)
             self._abort(self.members, str(error))
             return AttemptOutcome({member.server_id: str(error) for member in self.members})
+        except TrainingDiverged as error:
+            self.sender.close(failed=True)
+            self._abort(self.members, str(error))
+            raise
 
     def _open(self) -> str:
         """Prepare the transfer. Returns the rendezvous, by which the members find the publisher."""

@@ -22,6 +22,8 @@ class PushReport:
     superseded: list[str] = field(default_factory=list)
     """Servers that were skipped, because the push had to start again and a newer version was already staged. In this
     case no server has committed the version."""
+    nonfinite: str = ""
+    """Name of a tensor that is not finite. In this case no server has committed the version."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each phase: announce, transfer and commit at the publisher; receive, load and pause of the slowest
     member."""

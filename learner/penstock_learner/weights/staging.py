@@ -6,15 +6,19 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.errors import TrainingDiverged
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import MIX64, XXH3, RunningChecksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import ALIGNMENT
+from penstock_learner.model.finite import first_nonfinite, is_finite
 from penstock_learner.weights.memory import BucketMemory
 
 PIECE_BYTES = 2**18
@@ -22,7 +26,7 @@ PIECE_BYTES = 2**18
 
 
 class StagedVersion:
-    """The buckets of one version: first filling, then complete, then sealed.
+    """The buckets of one version: first filling, then complete, then sealed, or refused if a number is not finite.
 
     Call `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
 
@@ -36,6 +40,8 @@ class StagedVersion:
         """Notified when a bucket is filled, and when the version is sealed."""
         self._num_filled = 0
         self._is_sealed = False
+        self.nonfinite = ""
+        """Name of a tensor that holds a NaN or an infinity. Such a version is never sealed, so no member commits it."""
         self._checksum = RunningChecksum(XXH3)
         """Checksum of the first `_num_hashed` bytes of the bucket that is being filled."""
         self._num_hashed = 0
@@ -80,7 +86,10 @@ class StagedVersion:
         return [future.result() for future in self._checksums]
 
     def wait_sealed(self, deadline: Deadline) -> None:
-        deadline.wait_for(self._progress, lambda: self._is_sealed)
+        """Wait until the version is sealed. Raises TrainingDiverged if it is refused, because it is not finite."""
+        deadline.wait_for(self._progress, lambda: self._is_sealed or bool(self.nonfinite))
+        if self.nonfinite:
+            raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
     def _copy_and_hash(
         self, weight: torch.Tensor, view: torch.Tensor, bucket: NDArray[np.uint8], offset_bytes: int
@@ -93,10 +102,9 @@ class StagedVersion:
 
     def _finish_bucket(self, index: int) -> None:
         assert index == self._num_filled, "weights must come in the manifest's order"
-        bucket = self.memory.buckets[index]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        self._checksums.append(self._hashing.submit(staged_checksum, bucket, self._checksum, self._num_hashed))
+        self._checksums.append(self._hashing.submit(self._hash_and_check, index, self._checksum, self._num_hashed))
         self._checksum, self._num_hashed = RunningChecksum(XXH3), 0
         with self._progress:
             self._num_filled += 1
@@ -105,12 +113,53 @@ class StagedVersion:
             self._hashing.submit(self._seal)
             self._hashing.shutdown(wait=False)
 
+    def _hash_and_check(self, index: int, checksum: RunningChecksum, num_hashed: int) -> str:
+        """Return the checksum of a bucket, and refuse the version if a number in it is not finite.
+
+        Runs in the hashing thread, while the training thread fills the next bucket."""
+        bucket = self.memory.buckets[index]
+        if name := self._first_nonfinite(index, bucket):
+            with self._progress:
+                self.nonfinite = self.nonfinite or name
+                self._progress.notify_all()
+        return staged_checksum(bucket, checksum, num_hashed)
+
+    def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
+        """The name of a tensor in the bucket that is not finite, or an empty text."""
+        with beside_training(bucket):
+            if bool(is_finite(bucket.view(self._dtype))):  # padding is zero
+                return ""
+            views = (
+                (spec.name, bucket[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(self._dtype))
+                for spec in self.manifest.tensors
+                if spec.bucket == index
+            )
+            return first_nonfinite(views)
+
     def _seal(self) -> None:
-        """Mark the version as final. This is the last task of the hashing thread."""
-        self.memory.seal(self.manifest, [future.result() for future in self._checksums])
+        """Mark the version as final, unless it is refused. This is the last task of the hashing thread."""
+        checksums = [future.result() for future in self._checksums]
+        if self.nonfinite:
+            return
+        self.memory.seal(self.manifest, checksums)
         with self._progress:
             self._is_sealed = True
             self._progress.notify_all()
+
+
+@contextmanager
+def beside_training(bucket: torch.Tensor) -> Iterator[None]:
+    """Use a stream of its own for a bucket on a GPU, so that results do not wait for the kernels of training."""
+    if not bucket.is_cuda:
+        yield
+        return
+    with torch.cuda.device(bucket.device), torch.cuda.stream(_stream(bucket.device)):
+        yield
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def copied_pieces(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from conftest import RedisProcess
 from learner_runs import make_config
 from penstock.cancellation import end_task
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, TrainingDiverged
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
@@ -36,6 +36,8 @@ class ScriptedPolicy:
     failures: dict[str, str] = field(default_factory=dict)
     gives_way: bool = False
     """Whether the next push reports that a newer version has superseded it."""
+    nonfinite: str = ""
+    """Name of the tensor for which every push is refused."""
     gates: dict[str, deque[asyncio.Event]] = field(default_factory=dict)
 
     def hold(self, lane: str) -> asyncio.Event:
@@ -55,6 +57,8 @@ class ScriptedPolicy:
         self.pushed.append((lane, version, names))
         if self.gates.get(lane):
             await self.gates[lane].popleft().wait()
+        if self.nonfinite:
+            return PushReport(version, nonfinite=self.nonfinite)
         if self.gives_way:
             self.gives_way = False
             return PushReport(version, "gloo", "digest", superseded=names)
@@ -120,6 +124,21 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     assert setting.publication.current == 3
     published = await setting.policies.newest_first(None, 10)
     assert [(policy.policy_version, policy.parent_version) for policy in published] == [(3, 1), (1, 0)]
+
+
+async def test_a_version_that_is_not_finite_ends_the_run_and_is_not_published(setting: Setting) -> None:
+    await setting.join("a", "READY", 0)
+    await setting.offer(1)
+    await setting.publication.wait_until_published()
+    setting.policy.nonfinite = "lm_head.weight"
+    await setting.offer(2)
+    async with asyncio.timeout(20):
+        with pytest.raises(
+            TrainingDiverged, match=r"lm_head.weight is not finite in \w+ after step 2, so version 2 is not published"
+        ):
+            await setting.publish_loop
+    assert [policy.policy_version for policy in await setting.policies.newest_first(None, 10)] == [1]
+    assert setting.publication.metrics.syncs.labels("nonfinite")._value.get() == 1
 
 
 async def test_a_version_whose_push_gave_way_is_not_published(setting: Setting) -> None:

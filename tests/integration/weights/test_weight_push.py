@@ -71,6 +71,26 @@ async def test_two_members_serve_the_new_version(
     assert not list(tmp_path.glob("push/pushes/*/*")), "a pushed snapshot is removed once everyone has read it"
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shm", "snapshot"])
+async def test_weights_that_are_not_finite_reach_nobody(
+    transport: str, tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    """The buckets may be sent before the last one is checked, but no member is told to commit them."""
+    old, _ = models
+    config = config_of(tmp_path, old, key_file, transport)
+    bad = AutoModelForCausalLM.from_pretrained(old)
+    with torch.no_grad():
+        bad.model.layers[-1].mlp.up_proj.weight[3, 4] = float("nan")
+    bad.save_pretrained(tmp_path / "bad")
+    async with member(config) as (target, engine, _):
+        report = await asyncio.to_thread(publisher_of(config, tmp_path / "bad").push, 1, [target])
+        assert report.nonfinite == "model.layers.1.mlp.up_proj.weight"
+        assert (report.committed, report.failed, report.weights_digest) == ([], {}, "")
+        assert engine.policy_version == 0
+        report = await asyncio.to_thread(publisher_of(config, old, version=2).push, 2, [target])
+        assert report.committed == [target.server_id], "the member takes the next version"
+
+
 async def test_a_member_that_is_not_there_leaves_the_push_and_the_others_get_it(
     tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:

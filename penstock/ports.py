@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -17,6 +19,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def keep_collectives_on_loopback() -> None:
+    """Make gloo and NCCL, in this process and its children, accept connections on loopback only. Does not replace what
+    the environment says."""
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -25,6 +25,7 @@ from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock.metrics import serve_metrics, write_endpoint
+from penstock.ports import is_loopback, keep_collectives_on_loopback
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
@@ -159,6 +160,8 @@ async def serve(config: RunConfig, server_id: str) -> None:
     """Run a server until SIGTERM or SIGINT."""
     check_address(config)
     ClusterKey.of(config).make_if_missing()
+    if is_loopback(config.rollout.host):
+        keep_collectives_on_loopback()
     server = RolloutServer(config, server_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -16,6 +16,7 @@ from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,9 @@ class Rank:
         self.profiler = RankProfiler(self.role, rank)
 
     def rendezvous(self) -> str:
-        """Open the store through which the other ranks join, on a free port. Called on rank 0. Returns the address."""
+        """Open the store through which the other ranks join. Called on rank 0. Returns the store's address."""
         timeout = timedelta(seconds=self.config.learner.rank_timeout_s)
-        self.store = TCPStore(
-            self.node_address, 0, self.world_size, is_master=True, timeout=timeout, wait_for_workers=False
-        )
+        self.store = open_store(self.node_address, self.world_size, timeout)
         return f"{self.node_address}:{self.store.port}"
 
     def join(self, rendezvous: str) -> None:

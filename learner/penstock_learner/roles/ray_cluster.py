@@ -27,10 +27,11 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
     """Join `learner.ray_address`, or start a private Ray on loopback, without a dashboard. Shuts Ray down at the end.
 
     Call `ray_environment.prepare_environment` before ray is imported."""
-    # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder.
+    # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder. Ray opens the folder
+    # that it is given to all users, so it gets one inside a folder that only this user can enter.
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
         try:
-            _start(config, roles, folder)
+            _start(config, roles, f"{folder}/ray")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
         try:

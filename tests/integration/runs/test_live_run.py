@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from demo_process import ROOT, DemoProcess
 from learner_runs import checkpoint_state
+from open_listeners import beyond_loopback, listeners
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Policy
@@ -104,6 +106,14 @@ def test_promtool_finds_no_fault_with_the_metrics(live: DemoProcess, process: st
         check=False,
     )  # fmt: skip
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) -> None:
+    """Ray, the ranks' rendezvous, Redis, the gateway and the rollout server included."""
+    found = listeners([*live.descendants(), psutil.Process(live.process.pid)])
+    for program in ("redis-server", "gcs_server", "raylet", "PolicyWorker", "penstock_rollout", "gateway"):
+        assert any(program in command for command in found.values()), found
+    assert beyond_loopback(found) == {}
 
 
 # ── Prometheus ──

@@ -8,10 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from open_listeners import listeners
+from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.deadline import Deadline
@@ -48,6 +51,22 @@ def start_stage(staged: StagedVersion, rendezvous: str) -> WeightStage:
     stage = WeightStage(announcement, Path("unused"))
     stage.start()
     return stage
+
+
+def test_the_rendezvous_listens_on_its_host_only() -> None:
+    before = listeners([psutil.Process()])
+    staged, _ = stage_version(torch.float32, "F32")
+    sender = GlooSender(HOST)
+    rendezvous = sender.open(Shipment(staged.manifest, staged), [PushTarget("a", "")], Deadline(10, "opening"))
+    opened = listeners([psutil.Process()]).keys() - before.keys()
+    sender.close(failed=False)
+    assert opened == {rendezvous.partition("/")[0].replace(":", " ")}
+
+
+def test_a_host_of_another_machine_is_named() -> None:
+    staged, _ = stage_version(torch.float32, "F32")
+    with pytest.raises(WeightPushFailed, match=r"cannot listen on 192\.0\.2\.77: .*; check learner\.publish_host"):
+        GlooSender("192.0.2.77").open(Shipment(staged.manifest, staged), [], Deadline(10, "opening"))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16")])

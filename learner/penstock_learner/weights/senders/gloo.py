@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import Unavailable, WeightPushFailed
 from penstock.weights.deadline import Deadline
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
+from penstock_learner.rendezvous import open_store
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
 
 
@@ -28,17 +28,17 @@ class GlooSender:
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         timeout = timedelta(seconds=deadline.remaining_s)
-        # Port 0 lets the store bind a free port. A port that was found free earlier could be taken by now.
-        self._store = TCPStore(
-            self.host, 0, num_ranks(members), is_master=True, timeout=timeout, wait_for_workers=False
-        )
+        try:
+            self._store = open_store(self.host, num_ranks(members), timeout)
+        except Unavailable as error:
+            raise WeightPushFailed(f"{error}; check learner.publish_host") from error
         self._prefix = f"push-{next(self._numbers)}"
         return f"{self.host}:{self._store.port}/{self._prefix}"
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         try:
             store = PrefixStore(self._prefix, self._store)
-            group: Any = ProcessGroupGloo(store, 0, num_ranks(members), timedelta(seconds=deadline.remaining_s))
+            group: Any = ProcessGroupGloo(store, 0, num_ranks(members), _options(self.host, deadline.remaining_s))
             in_flight: deque[Any] = deque()
             for wire in shipment.wires(deadline):
                 for piece in wire.cpu().split(GLOO_PIECE_BYTES):
@@ -53,3 +53,12 @@ class GlooSender:
 
     def close(self, *, failed: bool) -> None:
         self._store = None
+
+
+def _options(host: str, timeout_s: float) -> Any:
+    """The options of a group whose connections are accepted on `host` only."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return options

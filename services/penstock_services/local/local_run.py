@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import sys
 import time
 from typing import IO, Self
+
+import psutil
 
 from penstock.client import PenstockClient
 from penstock.config.loading import dump_config, load_config
@@ -21,6 +24,8 @@ from penstock_services.local.processes import Child, ProcessGroup
 LEARNER = "learner"
 FEED = "feed"
 LAUNCHER_STOP_S = 240.0
+ORPHANS_S = 60.0
+"""How long a start waits for the processes of a run whose supervisor was killed."""
 
 
 class LocalRun:
@@ -40,7 +45,7 @@ class LocalRun:
 
     async def __aenter__(self) -> Self:
         check_before_start(self.config)
-        self._take_lock()
+        await self._take_lock()
         try:
             ClusterKey.of(self.config).make_if_missing()
             self._start_redis()
@@ -92,7 +97,7 @@ class LocalRun:
             return
         port = free_port()
         redis_config, url = write_config(self.folder / "redis", port)
-        redis = self.processes.start("redis", [find_redis_server(), str(redis_config)])
+        redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             self.processes.check()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
@@ -118,13 +123,28 @@ class LocalRun:
             await asyncio.sleep(0.05)
         return PenstockClient.from_run_dir(self.folder)
 
-    def _take_lock(self) -> None:
+    async def _take_lock(self) -> None:
+        """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"run {self.config.run} is already running in {self.folder}; stop it first") from error
+        self._lock = lock = (self.folder / "lock").open("a+")
+        deadline = time.monotonic() + ORPHANS_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                lock.seek(0)
+                holder = lock.read().strip()
+                is_killed = holder.isdigit() and not psutil.pid_exists(int(holder))
+                if not is_killed or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run {self.config.run} is already running in {self.folder}; stop it first"
+                    ) from error
+                await asyncio.sleep(0.1)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self.processes.held_file = lock
 
 
 def check_before_start(config: RunConfig) -> None:

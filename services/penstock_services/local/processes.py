@@ -1,7 +1,7 @@
 """Child processes of a local run, which are started, checked and ended together.
 
-On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. Children
-receive SIGTERM if this process is killed.
+On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. If this
+process is killed, `orphan_cleanup.py` ends the children.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from penstock.errors import ProcessDied
+from penstock_services.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -64,9 +66,13 @@ def last_error_line(log: Path, start: int = 0) -> str:
 class ProcessGroup:
     """All children of one run, in the order of their start."""
 
-    def __init__(self, log_folder: Path) -> None:
+    def __init__(self, log_folder: Path, held_file: IO[str] | None = None, orphan_grace_s: float = GRACE_S) -> None:
+        """`held_file` stays open, and its lock held, while a process of the run lives, even if this one is killed."""
         self.log_folder = log_folder
+        self.held_file = held_file
+        self.orphan_grace_s = orphan_grace_s
         self.children: list[Child] = []
+        self._cleanup: OrphanCleanup | None = None
 
     def start(
         self,
@@ -75,10 +81,15 @@ class ProcessGroup:
         *,
         environment: dict[str, str] | None = None,
         stop_timeout_s: float = 20,
+        ends_last: bool = False,
     ) -> Child:
-        """Start a child, which writes its output to `NAME.log`. From then on, this process adopts its orphans."""
+        """Start a child, which writes its output to `NAME.log`. From then on, this process adopts its orphans.
+
+        If this process is killed, a child that `ends_last` ends after the others."""
         self.log_folder.mkdir(parents=True, exist_ok=True)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if self._cleanup is None:
+            self._cleanup = OrphanCleanup(self.log_folder / "cleanup.log", self.held_file, self.orphan_grace_s)
         log = self.log_folder / f"{name}.log"
         with log.open("ab") as output:
             log_start = output.tell()
@@ -88,9 +99,11 @@ class ProcessGroup:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  (it makes one system call and takes no lock)
+                preexec_fn=None if ends_last else _end_with_parent,  # noqa: PLW1509  (one system call, no lock)
+                pass_fds=(self.held_file.fileno(),) if ends_last and self.held_file is not None else (),
                 env={**os.environ, **(environment or {})},
             )
+        self._cleanup.add(process.pid, is_last=ends_last)
         child = Child(name, process, log, stop_timeout_s, log_start)
         self.children.append(child)
         return child
@@ -99,9 +112,12 @@ class ProcessGroup:
         """Raise ProcessDied for the first child that has ended. Children in `may_finish` may end with code 0."""
         for child in self.children:
             code = child.exit_code
-            if code is None or (code == 0 and child.name in may_finish):
+            if code is None:
                 continue
-            raise child.error()
+            if self._cleanup is not None:
+                self._cleanup.forget(child.process.pid)
+            if code != 0 or child.name not in may_finish:
+                raise child.error()
 
     def stop(self) -> None:
         """End all children, newest first, each with its own deadline. Then kill the processes that they left behind."""
@@ -114,6 +130,9 @@ class ProcessGroup:
                     self._kill_tree(child.process.pid)
                     child.process.wait(10)
         self._kill_leftovers()
+        if self._cleanup is not None:
+            self._cleanup.close()
+            self._cleanup = None
 
     def _kill_tree(self, pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -124,7 +143,8 @@ class ProcessGroup:
 
     def _kill_leftovers(self) -> None:
         deadline = time.monotonic() + 10
-        while leftovers := psutil.Process().children(recursive=True):
+        spared = None if self._cleanup is None else self._cleanup.pid
+        while leftovers := [p for p in psutil.Process().children(recursive=True) if p.pid != spared]:
             for process in leftovers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -133,7 +153,7 @@ class ProcessGroup:
                 break
 
 
-def _die_with_parent() -> None:
+def _end_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

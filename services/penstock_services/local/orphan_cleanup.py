@@ -1,0 +1,146 @@
+"""Ends the processes of a run whose supervisor was killed.
+
+The supervisor starts this process before all others and tells it, through a pipe, which children it has. The end of the
+pipe without the word `done` means that the supervisor was killed. Then every child gets SIGTERM and a short time to
+stop, and is killed after that, together with all processes of its session: Ray's and the engine's, for example. Redis
+comes last, so that the others can still give their prompts back, and its append-only file is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+GRACE_S = 15.0
+"""How long children have to stop after SIGTERM, and Redis after them."""
+KILL_S = 10.0
+POLL_S = 0.1
+
+
+class OrphanCleanup:
+    """The supervisor's side of the pipe."""
+
+    def __init__(self, log: Path, held_file: IO[str] | None, grace_s: float) -> None:
+        """`held_file` stays open, and its lock held, until the last process of the run has ended."""
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(grace_s)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=() if held_file is None else (held_file.fileno(),),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add(self, pid: int, *, is_last: bool) -> None:
+        """Tell it about a child, which leads a session of its own."""
+        self._tell({"add": pid, "is_last": is_last})
+
+    def forget(self, pid: int) -> None:
+        """Tell it about a child that has ended. Its process id may be used again."""
+        self._tell({"forget": pid})
+
+    def close(self) -> None:
+        """Tell it that every process has ended, and wait for its own end."""
+        self._tell({"done": True})
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(KILL_S)
+
+    def _tell(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and the run goes on without it
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+@dataclass
+class Sessions:
+    """The sessions of the children, by the process ids of their leaders."""
+
+    first: set[int] = field(default_factory=set)
+    last: set[int] = field(default_factory=set)
+
+    def follow(self, messages: Iterable[bytes]) -> bool:
+        """Follow the supervisor's messages to their end. Returns whether it has said that all is done."""
+        for line in messages:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue  # the supervisor was killed while it wrote
+            if "done" in message:
+                return True
+            if "add" in message:
+                (self.last if message["is_last"] else self.first).add(message["add"])
+            elif "forget" in message:
+                self.first.discard(message["forget"])
+                self.last.discard(message["forget"])
+        return False
+
+    def end(self, grace_s: float) -> None:
+        """End all processes, those of `last` after the others."""
+        for leaders in (self.first, self.last):
+            for pid in leaders:
+                _signal(pid, signal.SIGTERM)
+            _wait(lambda leaders=leaders: not _alive_in(leaders), grace_s)  # type: ignore[misc]
+            deadline = time.monotonic() + KILL_S
+            while (left := _alive_in(leaders)) and time.monotonic() < deadline:
+                print(f"killing {left}, which did not stop in {grace_s:g} s", flush=True)
+                for pid in left:
+                    _signal(pid, signal.SIGKILL)
+                _wait(lambda leaders=leaders: not _alive_in(leaders), 1.0)  # type: ignore[misc]
+
+
+def _alive_in(leaders: set[int]) -> list[int]:
+    """The processes in the leaders' sessions. A zombie has ended."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
+            if not is_zombie and os.getsid(process.pid) in leaders:
+                found.append(process.pid)
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _wait(is_over: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_over() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sessions = Sessions()
+    if not sessions.follow(sys.stdin.buffer):
+        sessions.end(float(sys.argv[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

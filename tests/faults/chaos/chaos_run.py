@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from faults.chaos.learner_process import TOOK_OVER, Folded
-from faults.chaos.lossy_proxy import LossyProxy
 from faults.chaos.processes import LOSS_WINDOW_S, Child, LosingRedis
 from faults.chaos.workload import FENCED, RUN, TOO_LATE, UNAVAILABLE, Settings, make_payload
+from faults.proxy import FaultyProxy, LostReplies
 from penstock.config.service import RedisConfig
 from penstock.errors import PenstockError, Unavailable
 from penstock.replay.contract import QueueStat
@@ -41,6 +41,8 @@ Fault = Literal["kill producer", "kill learner", "crash point", "zombie learner"
 LEARNER_ENDS = {FENCED: "fenced", UNAVAILABLE: "no redis", TOO_LATE: "no batch in time"}
 STALL_S = 60.0
 """A run without progress for this long has failed. Every recovery takes far less."""
+APPEND_MARK = b":group:"
+"""Every append's SET contains this, and no other request of a producer does."""
 PROMPTS_PER_SUBMISSION = 5
 BACKLOG = 120
 """Clients submit while fewer prompts than this are pending, so that Redis can always lose young prompts."""
@@ -138,7 +140,8 @@ class ChaosRun:
     @asynccontextmanager
     async def _everything(self) -> AsyncIterator[None]:
         """Run to the end. All processes started here are ended here, however the run ends."""
-        async with LossyProxy(self.redis.port, self.plan.lost_replies, self.plan.seed) as self.proxy:
+        lost_replies = LostReplies(APPEND_MARK, self.plan.lost_replies, self.plan.seed)
+        async with FaultyProxy(("127.0.0.1", self.redis.port), lost_replies=lost_replies) as self.proxy:
             proxied = self.redis.url.replace(f":{self.redis.port}/", f":{self.proxy.port}/")
             self.producers = [self._producer("rollout-0", self.redis.url), self._producer("rollout-1", proxied)]
             self.learner = self._learner("learner-0")

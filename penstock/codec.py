@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
+from penstock.float32 import is_finite_float32
 from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2, prompts_pb2
 
@@ -107,7 +108,7 @@ def decode_group(data: bytes) -> Group:
 
 
 def check_group(group: Group) -> None:
-    """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite."""
+    """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite in float32."""
     if not group.trajectories:
         raise PoisonGroup("shape", "the group has no trajectories")
     if all(trajectory.is_baseline for trajectory in group.trajectories):
@@ -127,8 +128,8 @@ def check_group(group: Group) -> None:
             covered = segment.end
         if covered != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
-        if not np.isfinite(trajectory.log_probs).all() or not np.isfinite(trajectory.reward):
-            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob or the reward is not finite")
+        if not np.isfinite(trajectory.log_probs).all() or not is_finite_float32(trajectory.reward):
+            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob or the reward is not finite in float32")
 
 
 def group_to_proto(group: Group) -> groups_pb2.Group:

@@ -47,14 +47,15 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another. `ledger` and `roll_backs` belong to the term and are only read here.
+    """Completes one batch after another. `ledger` and `roll_backs` belong to the term and are only read here. Groups
+    with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked.
 
     Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
     already taken."""
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
-        manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (),
+        manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
@@ -62,6 +63,7 @@ class BatchReader:
         self.ledger = ledger
         self.manifests = manifests
         self.roll_backs = roll_backs
+        self.vocabulary_size = vocabulary_size
         self._in_batches: set[int] = set()
         """Prompts of batches that were returned and are not in the ledger yet."""
 
@@ -132,6 +134,8 @@ class BatchReader:
                 if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
                     detail = "it has no greedy sample to compare with; is the servers' config the same?"
                     raise PoisonGroup("shape", detail)
+                if self.vocabulary_size is not None:
+                    _check_tokens(group, self.vocabulary_size)
                 decoded.append(group)
             except PoisonGroup as error:
                 decoded.append(error)
@@ -164,6 +168,15 @@ class BatchReader:
         staleness = policy_version - oldest_version(group, self.roll_backs)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
         return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
+
+
+def _check_tokens(group: Group, vocabulary_size: int) -> None:
+    """Raise PoisonGroup for a token that the model does not have. It would end the rank that looks it up."""
+    for ids in (group.prompt_token_ids, *(trajectory.token_ids for trajectory in group.trajectories)):
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocabulary_size:
+            unknown = lowest if lowest < 0 else highest
+            raise PoisonGroup("shape", f"token {unknown} is not in the model's vocabulary of {vocabulary_size}")
 
 
 def _has_baseline(group: Group) -> bool:

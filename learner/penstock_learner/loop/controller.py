@@ -12,6 +12,7 @@ within the step (training_step.py).
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,13 @@ from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
 
 logger = logging.getLogger(__name__)
+
+
+def vocabulary_size(model: Path) -> int | None:
+    """The number of tokens that the model has, or None if its config does not say so."""
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
 
 
 class LearnerController:
@@ -147,7 +155,13 @@ class LearnerController:
             queue=self.queue,
             orders=orders,
             reader=BatchReader(
-                self.queue, self.config.replay, self.config.learner, term.ledger, term.manifests, term.roll_backs
+                self.queue,
+                self.config.replay,
+                self.config.learner,
+                term.ledger,
+                term.manifests,
+                term.roll_backs,
+                vocabulary_size(self.config.model.path),
             ),
             training=self.training,
             profiles=self.profiles,

@@ -35,6 +35,18 @@ async def test_a_starved_learner_says_so() -> None:
         await reader.read(1, 0)
 
 
+async def test_a_token_that_the_model_does_not_have_is_dead_lettered() -> None:
+    """A rank that looked it up would die, and its successor would take the same group again."""
+    wrong = make_group(1)
+    wrong.trajectories[0].token_ids[0] = 64
+    negative = make_group(2)
+    negative.prompt_token_ids[-1] = -1
+    queue = await queue_with(REPLAY, [wrong, negative, make_group(3), make_group(4)])
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, vocabulary_size=64)
+    assert (await reader.read(1, 0)).prompt_ids == [3, 4]
+    assert (await queue.stat()).dead_lettered == 2
+
+
 async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -> None:
     reader, wanted = reader_of(await queue_with(REPLAY, [make_group(1)]), timeout_s=0.05), asyncio.Event()
     reading = asyncio.create_task(reader.read(1, 0, wanted))

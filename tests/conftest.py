@@ -24,6 +24,7 @@ settings.register_profile("penstock", deadline=None)  # a busy machine must not 
 settings.load_profile("penstock")
 
 
+pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results")
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
 
 

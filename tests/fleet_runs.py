@@ -9,15 +9,17 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import psutil
@@ -84,13 +86,17 @@ def fleet_config(folder: Path, redis_url: str, run: str, **weights: Any) -> RunC
 class Part:
     """One process of a run and its descendants. `may_end` is set if the test expects it to end."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.name = name
         self.log = log
         self.may_end = False
         with log.open("ab") as output:
             self._log_start = output.tell()
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            )
         self._root = psutil.Process(self.process.pid)
         self._seen: dict[int, psutil.Process] = {}
 

@@ -185,7 +185,7 @@ async def _outcome(config: RunConfig) -> Outcome:
         stat,
         trainer["ledger"],
         trainer["feed_positions"],
-        {role: _state_hash(shards_folder(newest, role)) for role in _trained_roles(config)},
+        {role: state_hash(shards_folder(newest, role)) for role in _trained_roles(config)},
     )
 
 
@@ -206,7 +206,7 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _state_hash(folder: Path) -> str:
+def state_hash(folder: Path) -> str:
     import torch
 
     state, digest = checkpoint_state(folder), hashlib.sha256()

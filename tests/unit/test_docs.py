@@ -38,7 +38,12 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 
 @pytest.mark.parametrize(
     ("page", "maker"),
-    [("config", "make_config_reference"), ("benchmarks", "make_benchmarks"), ("testing", "make_test_table")],
+    [
+        ("config", "make_config_reference"),
+        ("benchmarks", "make_benchmarks"),
+        ("testing", "make_test_table"),
+        ("faults", "make_faults"),
+    ],
 )
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
     built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()

@@ -1,0 +1,76 @@
+"""Collects the rows of the fault matrix from tests that are marked `fault_row`, and writes them to a file.
+
+    @pytest.mark.fault_row("rollout servers", "kill -9 in mid-generation", how="SIGKILL", must="the lease is re-issued")
+
+`--fault-results FILE` writes the rows of this session into FILE. Rows of other tests that FILE has already stay. A test
+adds what it measured by `record_property("fault", {...})`, with any of the keys of `MEASURED`. A test that makes
+several faults records each by `record_property("fault", {"fault": …, …})`, and gets a row for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEASURED = ("lost", "doubled", "recovery_s")
+ROW = "fault_row"
+RECORDED = "fault"
+_outcomes: dict[str, tuple[str, float]] = {}
+_rows: dict[str, list[dict[str, Any]]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-results", type=Path, default=None, help="write the rows of the fault matrix to this file")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    marker = item.get_closest_marker(ROW)
+    if marker is not None:
+        area, fault = marker.args
+        described = {"area": area, "fault": fault, "how": marker.kwargs["how"], "must": marker.kwargs["must"]}
+        item.user_properties.append((ROW, described))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    properties = [value for name, value in report.user_properties if name == ROW]
+    if not properties:
+        return
+    outcome, seconds = _outcomes.get(report.nodeid, ("passed", 0.0))
+    if report.outcome != "passed":
+        outcome = report.outcome
+    _outcomes[report.nodeid] = (outcome, seconds + report.duration)
+    if report.when == "teardown":
+        measured = [value for name, value in report.user_properties if name == RECORDED] or [{}]
+        _rows[report.nodeid] = [_row(properties[0], report.nodeid, each) for each in measured]
+
+
+def _row(described: dict[str, str], test: str, measured: dict[str, Any]) -> dict[str, Any]:
+    outcome, seconds = _outcomes[test]
+    own = {name: measured[name] for name in described if name in measured}
+    numbers = {name: measured.get(name) for name in MEASURED}
+    if numbers["recovery_s"] is not None:
+        numbers["recovery_s"] = round(numbers["recovery_s"], 1)
+    return {
+        **described, **own, "test": test.removeprefix("tests/"), "outcome": outcome, **numbers,
+        "seconds": round(seconds, 1), "machine": machine(),
+    }  # fmt: skip
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--fault-results")
+    if path is None or hasattr(session.config, "workerinput") or not _rows:
+        return
+    kept = json.loads(path.read_text()) if path.exists() else []
+    ran = {row["test"] for rows in _rows.values() for row in rows}
+    rows = [row for row in kept if row["test"] not in ran] + [row for rows in _rows.values() for row in rows]
+    rows.sort(key=lambda row: (row["area"], row["test"], row["fault"]))
+    path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -28,7 +28,7 @@ class WeightsConfig(Config):
     """Approximate size, in bytes, of the buckets that tensors are packed into."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that a rollout server has to answer the announcement, or the abort, of a push before it is evicted from
-    the push."""
+    the push. A server that cannot be reached is evicted after 5 s at most, and then catches up alone."""
     push_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of a push, in seconds, from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)

@@ -8,7 +8,8 @@
 An offer is pushed while it is still being gathered. A newer offer replaces an offer whose push has not begun, or whose
 push would have to start again because a member failed. So training never waits for a push, and at most one offer waits
 behind the push that runs. A server that joins late gets its weights in a separate lane, so it does not delay the
-others. If the next push comes first, the server takes part in that push.
+others. If the next push comes first, the server takes part in that push. A server that failed in a push takes part in
+no other until it has caught up alone.
 
 Only `publish_loop` waits without a deadline, for work to do. Every other wait has one and raises DeadlineExceeded.
 """
@@ -38,7 +39,8 @@ from penstock_learner.weights.senders.sender import PushTarget
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-MAX_BACKOFF_S = 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 2.0, 15.0
+"""Time until a server that failed in a push is tried again, after the first failure and at most."""
 
 
 @dataclass(frozen=True)
@@ -146,24 +148,33 @@ class PolicyPublication:
                 self._changed.notify_all()
 
     async def catch_up_loop(self) -> None:
-        """Runs for ever: brings the current version to servers that are STALE, without disturbing the others."""
+        """Runs for ever: brings the current version to servers that are STALE, without disturbing the others.
+
+        A server that failed before is tried alone, so that only itself waits for it."""
         by_snapshot = self.config.weights.catch_up == "snapshot"
         transport = "snapshot" if by_snapshot else None
         while True:
             await asyncio.sleep(POLL_S)
-            if self.current is None or self._pushing is not None:
+            if self.current is None or (self._pushing is not None and not self._failures):
                 continue  # the running push serves STALE servers too
             if by_snapshot and self._kept_version == self.current:
                 continue  # servers load the snapshot themselves
-            version = self.current
-            behind = [server for server in await self._followers(("STALE",)) if server.policy_version != version]
-            if behind and self._pushing is None:
-                logger.info("bringing version %d to %s", version, [server.server_id for server in behind])
-                self._catching_up = {server.server_id: version for server in behind}
-                try:
-                    await self._push(version, behind, transport=transport, lane="catch_up")
-                finally:
-                    self._catching_up = {}
+            stale = await self._followers(("STALE",))
+            behind = [server for server in stale if server.policy_version != self.current]
+            failed = [server for server in behind if server.server_id in self._failures]
+            others = [server for server in behind if server not in failed] if self._pushing is None else []
+            for servers in ([others] if others else []) + [[server] for server in failed]:
+                await self._catch_up(servers, transport)
+
+    async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> None:
+        version = self.current
+        assert version is not None
+        logger.info("bringing version %d to %s", version, [server.server_id for server in servers])
+        self._catching_up = {server.server_id: version for server in servers}
+        try:
+            await self._push(version, servers, transport=transport, lane="catch_up")
+        finally:
+            self._catching_up = {}
 
     def _count_skipped(self, policy_version: int, newer_version: int) -> None:
         logger.info("version %d is skipped: version %d is newer", policy_version, newer_version)
@@ -173,7 +184,7 @@ class PolicyPublication:
         """Push and register the version. Returns False if a newer offer superseded it; then no server has it."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
         followers = await self._followers(("READY", "LOADING", "STALE"))
-        servers = [server for server in followers if server.server_id not in self._catching_up]
+        servers = [server for server in followers if not self._catches_up_alone(server)]
         report = await self._push(version, servers, base_version=self._common_base(servers))
         if report.nonfinite:
             raise self._diverged(offer, report.nonfinite)
@@ -232,8 +243,8 @@ class PolicyPublication:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version. Members that fail are evicted. They come back as STALE, and after each failure they
-        wait longer for the next push.
+        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone. After each
+        failure they wait longer for the next try.
 
         A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
         loaded the version."""
@@ -256,11 +267,16 @@ class PolicyPublication:
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
             await self.fleet.set_state(server_id, "EVICTED", self.term)
             failures = self._failures.get(server_id, (0, 0.0))[0] + 1
-            self._failures[server_id] = (failures, time.monotonic() + min(2.0**failures, MAX_BACKOFF_S))
+            backoff_s = min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
+            self._failures[server_id] = (failures, time.monotonic() + backoff_s)
         if report.running_requests:
             self.in_flight_updates += 1
         self.metrics.record_push(report)
         return report
+
+    def _catches_up_alone(self, server: ServerRecord) -> bool:
+        has_failed = server.state == "STALE" and server.server_id in self._failures
+        return has_failed or server.server_id in self._catching_up
 
     def _push_timeout_s(self, num_servers: int) -> float:
         """Upper bound on a push. Each server can fail, and the push then starts again without it."""

@@ -14,6 +14,9 @@ from penstock_learner.weights.senders.sender import PushTarget
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Large enough for the manifests of models with many thousand tensors."""
+PING_MS, SILENCE_MS = 1000, 4000
+"""A member that answers no ping, or no connection attempt, for SILENCE_MS is unreachable. Its calls fail then, however
+long their deadline is. The member's network thread answers pings, so a busy member is not silent."""
 
 
 class MemberCalls:
@@ -64,6 +67,19 @@ class MemberCalls:
 
     def _stub(self, member: PushTarget) -> weights_pb2_grpc.WeightMemberServiceStub:
         if member.address not in self._channels:
-            options = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
-            self._channels[member.address] = grpc.insecure_channel(member.address, options=options)
+            self._channels[member.address] = grpc.insecure_channel(member.address, options=_channel_options())
         return weights_pb2_grpc.WeightMemberServiceStub(self._channels[member.address])
+
+
+def _channel_options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", SILENCE_MS),
+        ("grpc.http2.ping_timeout_ms", SILENCE_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The first is also the deadline of a connection attempt. The others let a member that is back be reached soon.
+        ("grpc.min_reconnect_backoff_ms", SILENCE_MS),
+        ("grpc.initial_reconnect_backoff_ms", PING_MS),
+        ("grpc.max_reconnect_backoff_ms", PING_MS),
+    ]

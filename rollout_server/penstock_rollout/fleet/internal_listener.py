@@ -17,7 +17,11 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 def make_listener(key: ClusterKey) -> grpc.aio.Server:
     """Return a gRPC server that checks the key of each call before it parses the call's message."""
     return grpc.aio.server(
-        interceptors=[_KeyCheck(key)], options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        interceptors=[_KeyCheck(key)],
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.http2.max_ping_strikes", 0),  # the learner pings often to notice a server that is unreachable
+        ],
     )
 
 

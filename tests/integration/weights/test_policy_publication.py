@@ -184,6 +184,43 @@ async def test_a_member_that_fails_is_evicted_and_the_version_published(setting:
     assert setting.publication.current == 1
 
 
+async def test_a_member_that_failed_is_in_no_push_until_it_has_caught_up_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that the learner cannot reach still reports to Redis, so it is STALE again after each failure."""
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
+    policy = setting.policy
+    await setting.join("a", "READY", 0)
+    await setting.join("b", "READY", 0)
+    policy.failures["b"] = "announce: UNAVAILABLE"
+    await setting.offer(1)
+    await setting.publication.wait_until_published()
+    unreachable = policy.hold("catch_up")
+    await setting.fleet.set_state("b", "STALE")
+    await eventually(lambda: ("catch_up", 1, ["b"]) in policy.pushed)
+    await setting.join("new", "STALE", 0)
+    for version in range(2, 6):
+        await setting.offer(version)
+        await setting.publication.wait_until_published()
+        assert ("push", version, ["a", "new"]) in policy.pushed
+    unreachable.set()
+    await eventually(lambda: not setting.publication._catching_up)
+    assert await setting.state("b") == "EVICTED"
+
+    policy.failures.clear()
+    await setting.fleet.set_state("b", "STALE")
+    held = policy.hold("push")
+    await setting.offer(6)
+    await eventually(lambda: ("push", 6, ["a", "new"]) in policy.pushed)
+    await eventually(lambda: ("catch_up", 5, ["b"]) in policy.pushed)
+    held.set()
+    await setting.publication.wait_until_published()
+    await setting.offer(7)
+    await setting.publication.wait_until_published()
+    assert ("push", 7, ["a", "b", "new"]) in policy.pushed
+
+
 def with_short_deadlines(publication: PolicyPublication) -> None:
     """Use deadlines that pass within the test."""
     config = publication.config

@@ -1,0 +1,134 @@
+"""A server that the learner cannot reach: publication goes on without it, and it catches up alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from conftest import RedisProcess
+from engine_member import HOST, config_of, member
+from frozen_proxy import FrozenProxy
+from penstock.cancellation import end_task
+from penstock.config.service import RedisConfig
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.redis_client import connect
+from penstock_learner.loop.policy_publication import PolicyPublication
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.senders.sender import PushTarget
+from penstock_rollout.engines.engine import Engine
+from tiny_model import make_tiny_qwen2
+
+FOREVER_S = 3600.0
+"""No deadline of a push may end the wait for the server: the test gives up long before."""
+
+
+@dataclass
+class OneRankPolicy:
+    """Replaces the policy's actors by a publisher in this process. Each lane has a thread."""
+
+    publisher: WeightPublisher
+    weights: dict[str, torch.Tensor]
+    lanes: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> None:
+        shapes = [(name, tuple(weight.shape)) for name, weight in self.weights.items()]
+        staged = self.publisher.begin(version, term, shapes, keep=keep)
+        for name, weight in self.weights.items():
+            staged.put(name, weight)
+
+    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        if method != "push":
+            return None
+        version, targets, transport, base_version, name = arguments
+        async with self.lanes.setdefault(lane, asyncio.Lock()):
+            return await asyncio.to_thread(
+                self.publisher.push, version, targets, transport=transport, base_version=base_version, lane=name
+            )
+
+
+async def report(fleet: Fleet, target: PushTarget, engine: Engine, publication: PolicyPublication) -> None:
+    """Report a server to the fleet and follow its state, as FleetMembership does."""
+    record = ServerRecord(target.server_id, target.address, "torch", transports=target.transports)
+    while True:
+        state = await fleet.report(replace(record, policy_version=engine.policy_version))
+        if state in (None, "JOINING", "EVICTED"):
+            await fleet.set_state(target.server_id, "STALE")
+        elif state == "STALE" and engine.policy_version == (publication.current or 0):
+            await fleet.set_state(target.server_id, "READY")
+        await asyncio.sleep(0.05)
+
+
+async def test_versions_are_published_without_a_server_that_is_cut_off(
+    tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is cut off from the learner in mid-connection, and goes on reporting to Redis."""
+    monkeypatch.setattr("penstock_learner.weights.member_calls.SILENCE_MS", 1000)
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.MAX_BACKOFF_S", 0.5)
+    config = config_of(tmp_path, make_tiny_qwen2(tmp_path / "model", seed=1), None, "shm")
+    weights = config.weights.model_copy(update={"ready_timeout_s": FOREVER_S, "push_timeout_s": FOREVER_S})
+    config = config.model_copy(update={"weights": weights, "redis": RedisConfig(url=redis_process.url)})
+    client = connect(config.redis)
+    queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
+    term = await queue.take_term(0)
+    tensors = dict(_weights(config.model.path))
+    policy: Any = OneRankPolicy(WeightPublisher(config, HOST), tensors)
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
+
+    async def publish(version: int) -> None:
+        (await publication.gather(version, version)).metrics.set_result({})
+        async with publication._changed:
+            await publication._changed.wait_for(lambda: publication.current == version)
+
+    async with (
+        asyncio.timeout(60),
+        member(config) as (near, near_engine, _),
+        member(config) as (cut_off, far_engine, _),
+        FrozenProxy(int(cut_off.address.rpartition(":")[2])) as proxy,
+    ):
+        far = replace(cut_off, address=f"{HOST}:{proxy.port}")
+        loops = [
+            asyncio.create_task(loop)
+            for loop in (
+                publication.publish_loop(), publication.catch_up_loop(),
+                report(fleet, near, near_engine, publication), report(fleet, far, far_engine, publication),
+            )
+        ]  # fmt: skip
+        try:
+            while len(await fleet.servers()) < 2:
+                await asyncio.sleep(0.01)
+            await publish(1)
+            await _serves(far_engine, 1)
+            proxy.freeze()
+            for version in range(2, 22):
+                await publish(version)
+                await _serves(near_engine, version)
+            assert far_engine.policy_version == 1
+            proxy.thaw()
+            await _serves(far_engine, 21)
+            await publish(22)
+            await _serves(near_engine, 22)
+            await _serves(far_engine, 22)
+        finally:
+            for loop in loops:
+                await end_task(loop)
+            await client.aclose()
+
+
+async def _serves(engine: Engine, version: int) -> None:
+    while engine.policy_version != version:
+        await asyncio.sleep(0.01)
+
+
+def _weights(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return ((name, weight.detach()) for name, weight in AutoModelForCausalLM.from_pretrained(model).named_parameters())

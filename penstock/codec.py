@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
-from penstock.float32 import is_finite_float32
+from penstock.reward_bounds import RANGE, is_reward
 from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2, prompts_pb2
 
@@ -128,8 +128,14 @@ def check_group(group: Group) -> None:
             covered = segment.end
         if covered != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
-        if not np.isfinite(trajectory.log_probs).all() or not is_finite_float32(trajectory.reward):
-            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob or the reward is not finite in float32")
+        if not np.isfinite(trajectory.log_probs).all():
+            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
+        if not is_reward(trajectory.reward):
+            raise PoisonGroup(
+                "non_finite",
+                f"trajectory {index} of prompt {group.prompt_id}: the reward {trajectory.reward:g} is not a number "
+                f"{RANGE}",
+            )
 
 
 def group_to_proto(group: Group) -> groups_pb2.Group:

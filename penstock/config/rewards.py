@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.config.base import Config
+from penstock.reward_bounds import MAX_REWARD
 
 
 class RewardSettings(Config):
@@ -164,6 +165,6 @@ class RewardConfig(Config):
     """Maximum number of processes that compute rewards for one server. Each is started when it is first needed."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one reward in seconds, from when a process starts on it. The process is then killed and replaced."""
-    error_value: float = Field(default=0.0, allow_inf_nan=False)
+    error_value: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a sample whose reward function failed or timed out. Such samples are counted in
     `penstock_reward_errors_total`."""

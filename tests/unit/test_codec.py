@@ -148,6 +148,8 @@ def test_another_schema_version_is_told_apart_from_damage() -> None:
         ({"log_probs": np.array([0, 0, 0, -np.inf], dtype=np.float32)}, "non_finite"),
         ({"reward": float("nan")}, "non_finite"),
         ({"reward": float("inf")}, "non_finite"),
+        ({"reward": 1e300}, "non_finite"),
+        ({"reward": -1e39}, "non_finite"),
     ],
 )
 def test_a_wrong_trajectory_is_poison(changes: dict[str, Any], kind: str) -> None:

@@ -51,7 +51,7 @@ class SkippedSteps:
         ]
         path = self._save(step, batch, nonfinite)
         prompts = sorted({int(batch.group_ids[sequence]) for sequence in nonfinite})
-        where = f"loss of prompts {_listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
+        where = f"loss of prompts {listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
         raise TrainingDiverged(
             f"the {role}'s {where} was not finite at step {step} ({self.in_a_row[role]} such steps in a row); look at "
             f"the batch in {path}, then continue from a checkpoint with a lower {_RATES[role]} or without these prompts"
@@ -67,6 +67,7 @@ class SkippedSteps:
         return path
 
 
-def _listed(prompts: list[int], at_most: int = 8) -> str:
+def listed(prompts: list[int], at_most: int = 8) -> str:
+    """The first prompts, for a message."""
     more = ", …" if len(prompts) > at_most else ""
     return ", ".join(map(str, prompts[:at_most])) + more

@@ -13,6 +13,7 @@ the controller, which must go back to a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +29,14 @@ from penstock.trajectory import Group
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
 from penstock_learner.loop.roll_back import RollBack
-from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.loop.skipped_steps import SkippedSteps, listed
 from penstock_learner.loop.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
 
+logger = logging.getLogger(__name__)
 TRAINED_ROLES = ("policy", "critic")
 ForwardOutputs = dict[str, NDArray[np.float32]]
 """Fields of a `SequenceBatch` that forward passes compute, by name."""
@@ -134,6 +136,11 @@ class TrainingStep:
             scores = unpermute_sequences(*await self._forward("reward_model", "scores", part), part)
             kept = rewards[scored] if config.combine == "add" else 0
             rewards[scored] = kept + config.coefficient * scores
+            if bad := sorted({int(batch.group_ids[i]) for i in scored if not np.isfinite(rewards[i])}):
+                logger.error(
+                    "the reward model's scores of prompts %s are not finite, so the step will be skipped; check "
+                    "learner.reward_model.path", listed(bad),
+                )  # fmt: skip
         return rewards
 
     async def _per_token(self, role: str, method: str, batch: SequenceBatch) -> NDArray[np.float32]:

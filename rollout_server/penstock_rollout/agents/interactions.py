@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError
+from penstock.reward_bounds import is_reward
 from penstock_rollout.agents.declarations import InteractionsFile, read_declarations
 from penstock_rollout.agents.imports import load_object
 
@@ -120,9 +121,9 @@ class InteractionSession:
     def _finite(self, reward: Any) -> float:
         try:
             number = float(reward)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
+        if not is_reward(number):
             raise PenstockError(f"interaction {self._name}: {reward!r} is not a reward")
         return number
 
@@ -145,7 +146,5 @@ def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) 
 def _numbers(extra: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers in the interaction's additional data. Other values cannot be recorded."""
     return {
-        str(key): float(value)
-        for key, value in extra.items()
-        if isinstance(value, int | float) and math.isfinite(float(value))
+        str(key): float(value) for key, value in extra.items() if isinstance(value, int | float) and is_reward(value)
     }

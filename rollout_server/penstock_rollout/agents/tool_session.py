@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.reward_bounds import is_reward
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
 from penstock_rollout.agents.tools import ToolAnswer, tools_kwargs
@@ -167,8 +167,8 @@ def _checked(name: str, answer: Any) -> ToolAnswer:
 def _finite(value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ToolFailure("error", f"a tool gave {value!r} as a number") from error
-    if not math.isfinite(number):
-        raise ToolFailure("error", f"a tool gave the number {number}")
+    if not is_reward(number):
+        raise ToolFailure("error", f"a tool gave the number {number:g}")
     return number

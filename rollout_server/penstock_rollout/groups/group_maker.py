@@ -25,7 +25,7 @@ from penstock_rollout.text.tokenization import Tokenization
 
 class Scoring(Protocol):
     async def score(
-        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[Scored]:
         """Return the reward and its parts for each response of one prompt."""
         ...
@@ -70,7 +70,9 @@ class GroupMaker:
             raise PenstockError("a sample was aborted by the engine")
         responses = [self._scored_text(episode) for episode in episodes]
         with self.tracing.span("reward", prompt.trace_parent, data_source=prompt.data_source):
-            scores = await self.scorer.score(prompt.data_source, responses, prompt.ground_truth, prompt.extra_info)
+            scores = await self.scorer.score(
+                f"prompt {lease.prompt_id}", prompt.data_source, responses, prompt.ground_truth, prompt.extra_info
+            )
         how = self.agents.config.turn_rewards
         trajectories = tuple(
             _trajectory(episode, *combine_rewards(score, episode, how), is_baseline=index >= prompt.num_samples)

@@ -51,7 +51,7 @@ class Unscored:
     """A scorer that computes nothing, for generation without `--score`."""
 
     async def score(
-        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[Scored]:
         return [(0.0, {})] * len(responses)
 

@@ -117,6 +117,6 @@ class ScoringRun:
         data_source: str = row_field(where, row, "data_source", str, "")
         ground_truth = row_field(where, row, "reward_model", dict, {}).get("ground_truth")
         extra_info: Row = row_field(where, row, "extra_info", dict, {})
-        results = await self.scorer.score(data_source, responses, ground_truth, extra_info)
+        results = await self.scorer.score(where, data_source, responses, ground_truth, extra_info)
         self._scores[data_source].append([score for score, _ in results])
         return results

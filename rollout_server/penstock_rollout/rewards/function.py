@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import ConfigError
-from penstock.float32 import is_finite_float32
+from penstock.reward_bounds import RANGE, is_reward
 from penstock_rollout.agents.imports import load_callable
 
 RewardFunction = Callable[..., Any]
@@ -35,30 +35,23 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
 
     Accepts the same as verl: a number, a mapping with `score`, or a sequence that starts with the number. Values of a
     mapping that are not finite numbers, such as a predicted text, are left out. Raises ValueError if the score itself
-    is not a finite number in float32, in which the learner computes."""
+    is not a number that can be trained on."""
     parts: dict[str, float] = {}
     if isinstance(score, Mapping):
         if "score" not in score:
             raise ValueError("the reward function returned a mapping without `score`")
         parts = {
-            str(key): float(value) for key, value in score.items() if isinstance(value, Real) and _is_finite(value)
+            str(key): float(value)
+            for key, value in score.items()
+            if isinstance(value, Real) and is_reward(cast(float, value))
         }
         score = score["score"]
     elif isinstance(score, Sequence) and not isinstance(score, str) and score:
         score = score[0]
     try:
         reward = math.nan if isinstance(score, str) else float(score)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the reward function returned {type(score).__name__}, not a number") from error
-    except OverflowError:
-        reward = math.inf
-    if not is_finite_float32(reward):
-        raise ValueError(f"the reward function returned {reward}, which is not finite in float32")
+    if not is_reward(reward):
+        raise ValueError(f"the reward function returned {reward:g}, which is not a number {RANGE}")
     return reward, parts
-
-
-def _is_finite(value: Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except (OverflowError, ValueError):
-        return False

@@ -42,14 +42,19 @@ class Scorer:
                 raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
 
     async def score(
-        self, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
     ) -> list[tuple[float, dict[str, float]]]:
-        """Return the reward and its parts for each response of one prompt. A failed reward is `error_value`."""
+        """Return the reward and its parts for each response of one prompt. A failed reward is `error_value`.
+
+        `prompt` says which prompt it is, for example `prompt 17`. The log line of a failed reward names it."""
         reward = self.choice.reward_for(data_source)
         shared = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
         started = time.monotonic()
         scored = await asyncio.gather(
-            *(self._score_one(reward, {**shared, "solution_str": response}) for response in responses)
+            *(
+                self._score_one(reward, {**shared, "solution_str": response}, f"sample {index} of {prompt}")
+                for index, response in enumerate(responses)
+            )
         )
         self.metrics.reward_seconds.observe(time.monotonic() - started)
         return scored
@@ -59,7 +64,7 @@ class Scorer:
         for remote in self._remotes.values():
             await remote.close()
 
-    async def _score_one(self, reward: Reward, arguments: Json) -> tuple[float, dict[str, float]]:
+    async def _score_one(self, reward: Reward, arguments: Json, sample: str) -> tuple[float, dict[str, float]]:
         if isinstance(reward, RewardModelReward):
             return 0.0, {}
         timeout_s = self.choice.timeout_s(reward)
@@ -69,8 +74,8 @@ class Scorer:
             return await self._pool.compute(self.choice.settings_json(reward), arguments, timeout_s)
         except RewardFailed as error:
             logger.warning(
-                "a reward of data source %r failed (%s): %s; the sample gets error_value %g",
-                arguments["data_source"], error.kind, error, self.config.error_value,
+                "the reward of %s, data source %r, failed (%s): %s; the sample gets error_value %g",
+                sample, arguments["data_source"], error.kind, error, self.config.error_value,
             )  # fmt: skip
             self.metrics.reward_errors.labels(error.kind).inc()
             return self.config.error_value, {}

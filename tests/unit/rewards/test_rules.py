@@ -113,13 +113,20 @@ def test_math_has_a_score_for_wrong_answers() -> None:
         ({"score": 0.5, "acc": True, "pred": "7", "nan": float("nan")}, (0.5, {"score": 0.5, "acc": 1.0})),
         ((0.25, {"note": "metadata"}), (0.25, {})),
         ([1.0], (1.0, {})),
+        ({"score": -1e15, "huge": 1e300}, (-1e15, {"score": -1e15})),
     ],
 )
 def test_return_values_that_are_rewards(returned: Any, expected: Any) -> None:
     assert normalise_score(returned) == expected
 
 
-@pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1", {"acc": 1}, {}, [], {"score": None}])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        float("nan"), float("inf"), 1e300, -1e300, 1e39, 10**400, {"score": 1e300}, [-1e300], None, "1", {"acc": 1}, {},
+        [], {"score": None},
+    ],
+)  # fmt: skip
 def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
     with pytest.raises(ValueError, match="returned"):
         normalise_score(returned)

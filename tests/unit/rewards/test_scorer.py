@@ -57,6 +57,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float(sys.stdin.read() == "")
     if verb == "nan":
         return float("nan")
+    if verb == "huge":
+        return 1e300
     if verb == "heavy":
         return float(any(name in sys.modules for name in ("torch", "transformers", "vllm", "numpy", "pydantic")))
     if verb == "pid":
@@ -92,7 +94,7 @@ async def make_scorer(tmp_path: Path) -> AsyncIterator[MakeScorer]:
 
 
 async def score(scorer: Scorer, *responses: str, ground_truth: Any = "7") -> list[tuple[float, dict[str, float]]]:
-    return await scorer.score("any", list(responses), ground_truth, {"index": 3})
+    return await scorer.score("prompt 17", "any", list(responses), ground_truth, {"index": 3})
 
 
 def errors(scorer: Scorer) -> dict[str, float]:
@@ -149,6 +151,20 @@ async def test_failures_are_counted_by_kind_and_give_the_configured_value(make_s
     assert errors(scorer) == {"exception": 2, "worker_died": 2}
 
 
+async def test_a_failed_reward_names_its_prompt_and_sample(
+    make_scorer: MakeScorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer = await make_scorer()
+    assert await score(scorer, "7", "raise oops", "huge") == [
+        (1.0, {"score": 1.0, "length": 1.0, "index": 3.0}), (0.0, {}), (0.0, {}),
+    ]  # fmt: skip
+    first, second = sorted(record.getMessage() for record in caplog.records if record.name.endswith("scorer"))
+    assert first.startswith("the reward of sample 1 of prompt 17, data source 'any', failed (exception): ")
+    assert (
+        second.startswith("the reward of sample 2 of prompt 17") and "1e+300, which is not a number between" in second
+    )
+
+
 async def test_arguments_that_json_cannot_hold_are_a_failed_reward(make_scorer: MakeScorer) -> None:
     scorer = await make_scorer()
     assert await score(scorer, "7", ground_truth=b"7") == [(0.0, {})]
@@ -201,7 +217,7 @@ async def test_ending_a_code_reward_ends_its_programs(make_scorer: MakeScorer, t
     """The caller gives up long before the reward's own deadline."""
     scorer = await make_scorer(function_file=None, default={"kind": "code", "test_timeout_s": 60, "timeout_s": 90})
     program = "import os\nos.fork()\nos.fork()\nwhile True: pass"
-    task = asyncio.create_task(scorer.score("any", [program], {"inputs": [""], "outputs": [""]}, {}))
+    task = asyncio.create_task(scorer.score("prompt 17", "any", [program], {"inputs": [""], "outputs": [""]}, {}))
     for _ in range(200):
         if programs := _processes_with("solution.py"):
             break

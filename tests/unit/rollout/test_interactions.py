@@ -130,6 +130,7 @@ async def test_tools_and_an_interaction_together(tokenization: Tokenization) -> 
         ({"broken": True}, PenstockError, "teacher: generate_response failed: RuntimeError"),
         ({"sleep_s": 60}, DeadlineExceeded, "took more than 0.05 s"),
         ({"reward": float("nan")}, PenstockError, "nan is not a reward"),
+        ({"reward": 1e300}, PenstockError, r"1e\+300 is not a reward"),
     ],
 )
 async def test_an_interaction_that_fails_fails_the_sample(

@@ -131,10 +131,11 @@ async def test_calls_of_one_turn_run_at_the_same_time_and_answer_in_order(tokeni
         (Recorder(broken_create=True), call("add"), "error", "Error: RuntimeError: no sandbox"),
         (Recorder(answer=None), call("add"), "error", "Error: add gave no readable answer"),
         (Recorder(answer=("5", float("nan"), {})), call("add"), "error", "Error: a tool gave the number nan"),
+        (Recorder(answer=("5", 1e300, {})), call("add"), "error", "Error: a tool gave the number 1e+300"),
         (Recorder(), call("sub"), "unknown", "Error: there is no tool 'sub'; tools: add"),
         (Recorder(), "{", "malformed", "Error: the tool call could not be read"),
     ],
-    ids=["raises", "timeout", "create", "no text", "nan", "unknown", "malformed"],
+    ids=["raises", "timeout", "create", "no text", "nan", "huge", "unknown", "malformed"],
 )
 async def test_errors_are_shown_to_the_model_and_counted(
     tokenization: Tokenization, tool: Recorder, body: str, result: str, shown: str

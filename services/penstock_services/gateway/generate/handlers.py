@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +11,7 @@ import grpc
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, PenstockError, Unavailable, error_from_reason
+from penstock.reward_bounds import RANGE, is_reward
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
@@ -76,8 +76,8 @@ class GenerateHandlers:
     async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
         validation.check_name("session_id", request.session_id)
         for name, value in {"reward": request.reward, **request.reward_parts}.items():
-            if not math.isfinite(value):
-                raise InvalidInput(name, "must be a finite number")
+            if not is_reward(value):
+                raise InvalidInput(name, f"must be a number {RANGE}")
         ids, replayed = await self.sessions.reward(request.session_id, request.reward, request.reward_parts)
         return generate_pb2.RewardSessionResponse(prompt_ids=ids, replayed=replayed)
 

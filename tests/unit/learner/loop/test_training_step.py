@@ -89,6 +89,19 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
         make_step(models, reward_model={"path": str(folder), "judge": judge | {"no": "no"}})
 
 
+async def test_scores_of_the_reward_model_that_are_not_finite_name_their_prompts(
+    tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), "data_sources": ["bad"]})
+    model: Any = step.roles["reward_model"]
+    with torch.no_grad():
+        for parameter in model.rank.model.parameters():
+            parameter.fill_(torch.nan)
+    metrics = await step.run(groups_of("good", "bad"), 1, 0, 0.0)
+    assert metrics["skipped"] == 1
+    assert "the reward model's scores of prompts 2 are not finite" in caplog.text
+
+
 async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
     @pytest.mark.fault_row("rollout servers", "kill -9 in mid-generation", how="SIGKILL", must="the lease is re-issued")
 
+The name of the fault may contain parameters of the test, such as "corrupted push by {transport}".
+
 `--fault-results FILE` writes the rows of this session into FILE. Rows of other tests that FILE has already stay. A test
 adds what it measured by `record_property("fault", {...})`, with any of the keys of `MEASURED`. A test that makes
 several faults records each by `record_property("fault", {"fault": …, …})`, and gets a row for each.
@@ -32,6 +34,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     marker = item.get_closest_marker(ROW)
     if marker is not None:
         area, fault = marker.args
+        fault = fault.format(**item.callspec.params) if hasattr(item, "callspec") else fault
         described = {"area": area, "fault": fault, "how": marker.kwargs["how"], "must": marker.kwargs["must"]}
         item.user_properties.append((ROW, described))
 

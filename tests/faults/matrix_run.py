@@ -37,6 +37,8 @@ from penstock.errors import PenstockError
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.store.keys import RunKeys
+from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock_learner.checkpoints.checkpoint import shards_folder
@@ -293,6 +295,11 @@ class MatrixRun:
         servers = self.ask(lambda client: Fleet(client, self.config.run).servers())
         return {server.server_id: server for server in servers or []}
 
+    def published_digests(self) -> set[str]:
+        """The digests of the weights of every version that was published."""
+        found = self.ask(lambda client: PolicyRegistry(client, self.config.run).newest_first(None, 10_000))
+        return {policy.weights_digest for policy in found or []}
+
     def log(self, name: str) -> str:
         """The whole log of a part, over all its starts."""
         return (self.config.folder / f"{name}.log").read_text(errors="replace")
@@ -313,6 +320,12 @@ class MatrixRun:
         self.ask(lambda client: RunControl(client, self.config.run).stop())
         learner = self.parts["learner"]
         self.until(lambda: learner.process.poll() == 0 or self.parts["learner"].process.poll() == 0, "a clean stop")
+
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint whose groups were acknowledged."""
+        key = RunKeys(self.config.run).counters
+        found = self.ask(lambda client: client.hget(key, "committed_step"))
+        return int(found or 0)
 
     def newest_checkpoint(self) -> tuple[int, Path]:
         folders = (self.config.folder / "checkpoints").glob("term-*-step-*")

@@ -7,6 +7,7 @@ same weights.
 | variable | meaning |
 |---|---|
 | STEADY_SAMPLE_S | seconds that a sample takes |
+| STEADY_BROKEN_FILE | while this file exists, log-probs are NaN |
 | STEADY_STORE_VIA | port of a proxy through which this server reaches the learner's rendezvous |
 | STEADY_STORE_FILE | file to which the server writes the address of that rendezvous, for the proxy |
 """
@@ -29,6 +30,7 @@ from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.weights.receivers import gloo
 
 SAMPLE_S = "STEADY_SAMPLE_S"
+BROKEN_FILE = "STEADY_BROKEN_FILE"
 STORE_VIA = "STEADY_STORE_VIA"
 STORE_FILE = "STEADY_STORE_FILE"
 END_TOKEN, VOCAB_SIZE = 1, 32
@@ -45,6 +47,8 @@ class SteadyEngine(TorchEngine):
         length = int(random.integers(2, 7))
         token_ids = (*random.integers(2, VOCAB_SIZE, length - 1).tolist(), END_TOKEN)
         log_probs = tuple(np.round(-random.uniform(2.0, 4.0, length), 3).tolist())
+        if Path(os.environ.get(BROKEN_FILE, "/nonexistent")).exists():
+            log_probs = (float("nan"),) * length
         yield TokenChunk(token_ids, log_probs, (VersionSegment(0, length, self.policy_version),), "stop")
 
 

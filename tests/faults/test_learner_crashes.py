@@ -79,6 +79,10 @@ def check_equal(recovered: Outcome, whole: Outcome, num_terms: int = 2) -> None:
     assert recovered.feed_positions == {"train": GROUPS_PER_STEP * NUM_STEPS}
 
 
+@pytest.mark.fault_row(
+    "learner", "killed at every named point", how="crash points after_read, mid_step, before_flush, after_flush, "
+    "after_commit, one after the other", must="the final state equals that of a run without faults",
+)  # fmt: skip
 def test_a_learner_killed_at_every_point_in_turn_is_continued_exactly(
     tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
 ) -> None:
@@ -115,6 +119,9 @@ def test_a_killed_learner_with_a_critic_is_continued_exactly(
     assert recovered.critic_losses[-1] == whole.critic_losses[-1]
 
 
+@pytest.mark.fault_row(
+    "Redis", "has lost the run", how="every key of the run is deleted", must="the learner refuses it and says why"
+)
 @pytest.mark.long
 def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: tuple[RunConfig, Outcome]) -> None:
     """Prompt ids would start again at 1, but the ledger already holds these ids."""

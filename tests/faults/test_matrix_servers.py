@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
+import redis
 
 from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import FaultFree, MatrixRun
 from faults.proxy import ProxyThread
 from penstock.ports import free_port
 from penstock.store.fleet import SERVING_STATES
+from penstock.store.keys import RunKeys
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 AREA = "rollout servers"
@@ -18,6 +23,10 @@ def current(run: MatrixRun) -> int:
     stat = run.stat()
     assert stat is not None
     return stat.policy_version
+
+
+def served_digests(run: MatrixRun) -> set[str]:
+    return {server.weights_digest for server in run.servers().values()}
 
 
 def check_learner_was_left_alone(run: MatrixRun) -> None:
@@ -44,6 +53,29 @@ def test_a_server_is_killed_in_mid_generation(make_run: MakeRun, fault_free: Fau
     run.stop_and_check(fault_free)
     check_learner_was_left_alone(run)
     assert run.measured.restarts == {"b": 3}
+
+
+@pytest.mark.fault_row(
+    "weights", "torn push", how="SIGKILL to a server as soon as its state is LOADING, three times",
+    must="the others get the version; the killed one returns with a whole one",
+)  # fmt: skip
+def test_a_server_is_killed_in_a_push(make_run: MakeRun, fault_free: FaultFree) -> None:
+    run = make_run(weights={"transport": "gloo", "bucket_bytes": 2**18, "ready_timeout_s": 4, "push_timeout_s": 8})
+    run.start_all()
+    states = RunKeys(run.config.run).server_states
+    for _ in range(3):
+        version = current(run)
+        with contextlib.closing(redis.Redis.from_url(run.redis.url)) as client:
+            end = time.monotonic() + 60
+            while client.hget(states, "b") != b"LOADING":
+                assert time.monotonic() < end, run.report("no push to b")
+        run.fault()
+        run.kill("b")
+        run.until_serving("a", "b", above=version)
+        run.recovered()
+        run.until(lambda: served_digests(run) <= run.published_digests(), "weights that are those of a version")
+    run.stop_and_check(fault_free)
+    check_learner_was_left_alone(run)
 
 
 @pytest.mark.fault_row(

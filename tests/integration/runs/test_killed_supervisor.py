@@ -52,6 +52,10 @@ def test_no_child_outlives_a_killed_supervisor_and_the_store_ends_last(tmp_path:
     assert (tmp_path / "order").read_text().split() == ["worker", "store"]
 
 
+@pytest.mark.fault_row(
+    "whole run", "`penstock up` is killed", how="SIGKILL to the supervisor of a local run",
+    must="no process outlives it, and a new start continues the run",
+)  # fmt: skip
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_run_ends_and_is_continued_in_the_same_folder(tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Pa
     assert other.loads == [(2, [digest])]
 
 
+@pytest.mark.fault_row(
+    "weights", "members hang at any phase of a push by {transport}", how="SIGSTOP at each phase",
+    must="nobody waits past the deadline; the others commit; nobody loads a mixture",
+)  # fmt: skip
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
@@ -185,6 +189,10 @@ def test_a_late_joiner_catches_up_in_a_lane_of_its_own(transport: str, tmp_path:
     assert late.loads == [(1, [first])]
 
 
+@pytest.mark.fault_row(
+    "weights", "corrupted push by {transport}", how="a byte of a bucket is flipped after its checksum was made",
+    must="the member refuses it and keeps the old version; the next push works",
+)  # fmt: skip
 @pytest.mark.parametrize("transport", ["nccl", "gloo", "snapshot"])
 def test_corrupted_bytes_are_refused(transport: str, tmp_path: Path, start: Start) -> None:
     config = config_of(tmp_path, transport)

@@ -15,6 +15,7 @@ PenstockError                INTERNAL             500
 ├── DeadlineExceeded         DEADLINE_EXCEEDED    504   a wait has reached its deadline
 ├── Unavailable              UNAVAILABLE          503   a component that is needed cannot be reached
 ├── WeightPushFailed         ABORTED              409   a server refused or failed a weight push
+├── DiskFull                 RESOURCE_EXHAUSTED   507   a disk has no space left
 ├── CheckpointDamaged        DATA_LOSS            500   a file of a checkpoint is missing, truncated or changed
 ├── TrainingDiverged         ABORTED              500   a loss, a gradient or the weights were not finite
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
@@ -141,6 +142,12 @@ class WeightPushFailed(PenstockError):
     http_status = 409
 
 
+class DiskFull(PenstockError):
+    reason = "DISK_FULL"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 507
+
+
 class CheckpointDamaged(PenstockError):
     reason = "CHECKPOINT_DAMAGED"
     grpc_code = "DATA_LOSS"
@@ -180,7 +187,7 @@ ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
         ConfigError, InvalidInput, PromptTooLong, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict,
-        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, CheckpointDamaged,
+        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, DiskFull, CheckpointDamaged,
         TrainingDiverged, ProcessDied,
     )
 }  # fmt: skip

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.disk_space import DiskWatch
 from penstock.errors import Unavailable
 
 PREFIX = "penstock"
@@ -33,6 +34,25 @@ class Children:
         if key not in self._kept:
             self._kept[key] = metric.labels(*labels)
         return self._kept[key]
+
+
+class DiskGauges:
+    """Free space of the disks that a process uses, measured at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._free, self._needed, self._size = (
+            Gauge(f"{PREFIX}_disk_{name}_bytes", text, ["folder"], registry=registry)
+            for name, text in (
+                ("free", "Free space on the disk of a folder."),
+                ("needed", "Space that the next checkpoint and a reserve need."),
+                ("size", "Size of the disk of a folder."),
+            )
+        )
+
+    def follow(self, name: str, watch: DiskWatch) -> None:
+        self._free.labels(name).set_function(lambda: watch.measure().free_bytes)
+        self._needed.labels(name).set_function(lambda: watch.needed_bytes)
+        self._size.labels(name).set_function(lambda: watch.measure().size_bytes)
 
 
 class CountedHistogram(Collector):

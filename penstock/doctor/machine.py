@@ -8,6 +8,7 @@ import socket
 import subprocess
 
 from penstock.config.run import RunConfig
+from penstock.disk_space import folder_bytes, measure_disk
 from penstock.doctor.finding import Finding
 from penstock.ports import port_is_free
 
@@ -47,12 +48,13 @@ def check_listens(part: str, host: str, port: int | str) -> Finding:
 
 
 def check_disk(config: RunConfig) -> Finding:
-    folder = next(path for path in (config.folder, *config.folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if free < MIN_FREE_BYTES:
-        text = f"{free / 2**30:.1f} GiB free under {folder}"
-        return Finding("disk", "warn", text, "free space for checkpoints and snapshots, or move run_dir")
-    return Finding("disk", "ok", f"{free / 2**30:.0f} GiB free under {folder}")
+    """Check the space for checkpoints and snapshots. Two times the newest checkpoint must fit."""
+    space = measure_disk(config.folder)
+    newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
+    needed = 2 * folder_bytes(newest) if newest else 0
+    if space.free_bytes < max(MIN_FREE_BYTES, needed):
+        return Finding("disk", "warn", str(space), "free space for checkpoints and snapshots, or move run_dir")
+    return Finding("disk", "ok", str(space))
 
 
 def check_gpus(config: RunConfig) -> list[Finding]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from penstock.config.run import RunConfig
+from penstock.disk_space import measure_disk
 from penstock.doctor.finding import Finding
 from penstock.store.redis_client import RedisClient
 
@@ -32,7 +35,8 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
             Finding("redis", "fail", f"does not answer ({error})", "check redis.url and that the server is running")
         ]
     fsync = await _setting(client, "appendfsync")
-    return [_version(info), _durability(info, fsync, config.replay.settle_s), _memory(info)]
+    findings = [_version(info), _durability(info, fsync, config.replay.settle_s), _memory(info)]
+    return findings + _disk(config, await _setting(client, "dir"))
 
 
 def _version(info: dict[str, Any]) -> Finding:
@@ -68,6 +72,19 @@ def _memory(info: dict[str, Any]) -> Finding:
         text = f"{used / limit:.0%} of maxmemory is used"
         return Finding("memory", "warn", text, "raise maxmemory, or lower replay.capacity_bytes")
     return Finding("memory", "ok", f"{used / 2**20:.0f} MiB used, {policy or 'no limit'}")
+
+
+def _disk(config: RunConfig, folder: str) -> list[Finding]:
+    """Check the space for the append-only file, if Redis runs on this machine. A Redis whose disk is full refuses all
+    writes."""
+    url = urlsplit(config.redis.url)
+    is_here = url.scheme == "unix" or url.hostname in ("localhost", "127.0.0.1", "::1")
+    if not is_here or not folder or not Path(folder).is_dir():
+        return []
+    space = measure_disk(Path(folder))
+    if space.is_low:
+        return [Finding("disk", "warn", f"{space}, the folder of Redis", "free space, before Redis refuses writes")]
+    return [Finding("disk", "ok", f"{space}, the folder of Redis")]
 
 
 async def _setting(client: RedisClient, name: str) -> str:

@@ -23,13 +23,13 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.connection import HiredisRespSerializer, PythonRespSerializer
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_errors import RedisCannotWrite, cannot_write, guarded
 
 logger = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.2
@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 
 async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
-    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, or answers LOADING; 0 repeats nothing.
+    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, or answers LOADING or MISCONF; 0 repeats
+    nothing.
 
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers
@@ -57,11 +58,18 @@ async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
         if time.monotonic() - started >= retry_s or isinstance(error, AuthenticationError):
             raise error
         if not has_warned:
-            logger.warning("Redis does not answer (%s); retrying for %.0f s", error, retry_s)
+            what = error if isinstance(error, RedisCannotWrite) else f"Redis does not answer ({error})"
+            logger.warning("%s; retrying for %.0f s", what, retry_s)
         has_warned = True
 
+    async def attempt() -> T:
+        try:
+            return await call()
+        except ResponseError as error:
+            raise cannot_write(str(error)) or error from error
+
     retry: Any = Retry(ConstantBackoff(RETRY_PAUSE_S), -1, (RedisConnectionError, RedisTimeoutError))
-    answer: T = await retry.call_with_retry(call, check_deadline)
+    answer: T = await retry.call_with_retry(attempt, check_deadline)
     if has_warned:
         logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
     return answer

@@ -73,6 +73,14 @@ DURABILITY = Section(
     "Durability",
     (
         lines(
+            "Disk",
+            "Free space on the disk of the run's folder, and what two more checkpoints need.",
+            ("min by (folder) (penstock_disk_free_bytes)", "{{folder}} free"),
+            ("max by (folder) (penstock_disk_needed_bytes)", "{{folder}} needed"),
+            ("max by (folder) (penstock_disk_size_bytes)", "{{folder}} size"),
+            unit="bytes",
+        ),
+        lines(
             "Since the last checkpoint",
             "Time since the last durable checkpoint.",
             ("time() - max(penstock_checkpoint_last_success_timestamp_seconds)", ""),

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.errors import CheckpointDamaged, ConfigError, Fenced
+from penstock.disk_space import is_disk_full, measure_disk
+from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.records import read_known_fields
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
@@ -84,15 +85,24 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, partial: Path) -> Iterator[None]:
-        """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone.
+        """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone, and DiskFull if the disk
+        is full; then the folder is removed.
 
         The folder is gone if this learner was suspended and its successor has removed it meanwhile."""
         try:
             yield
         except Exception as error:
-            if partial.exists():
+            if not partial.exists():
+                raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
+            if not is_disk_full(error, partial):
                 raise
-            raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
+            shutil.rmtree(partial, ignore_errors=True)
+            space = measure_disk(self.folder)
+            raise DiskFull(
+                f"no space is left to write {partial.with_suffix('').name} ({space}); free space there, lower "
+                "learner.checkpoint.keep, or move run_dir, then start the learner again; it continues from its last "
+                "checkpoint, and no group is lost"
+            ) from error
 
     def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] = NO_FILES) -> Path:
         """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks.

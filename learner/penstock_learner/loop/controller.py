@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
+from penstock.disk_space import DiskWatch, folder_bytes
 from penstock.errors import RoleDied
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
@@ -80,6 +81,8 @@ class LearnerController:
         self.profiles = StepProfiles(config, roles)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
+        self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
+        metrics.disk.follow("run_dir", self.disk)
         self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats)
         self.control = RunControl(fleet.client, config.run)
         self.stopping = asyncio.Event()
@@ -92,6 +95,7 @@ class LearnerController:
 
         A learner that is to stop before it has taken a term takes none, so that it does not fence its successor."""
         died: RoleDied | None = None
+        self._watch_disk()
         while True:
             try:
                 await self._start_roles(died)
@@ -191,3 +195,11 @@ class LearnerController:
         """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""
         self.may_resume = True
         self.recovery.made_progress()
+        self._watch_disk()
+
+    def _watch_disk(self) -> None:
+        """Warn if the disk has no room for two more checkpoints. The next one is written before an old one is
+        removed."""
+        if newest := self.checkpoints.newest_first():
+            self.disk.needed_bytes = 2 * folder_bytes(newest[0])
+        self.disk.measure()

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, TrainingDiverged
+from penstock.disk_space import is_disk_full, measure_disk
+from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
 from penstock.replay.contract import GroupConsumer
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
@@ -329,7 +330,16 @@ class PolicyPublication:
         folder = self.config.folder / "snapshots"
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
-        await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+        try:
+            await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+        except PenstockError as error:
+            if not is_disk_full(error, folder):
+                raise
+            shutil.rmtree(target, ignore_errors=True)
+            raise DiskFull(
+                f"no space is left to write the snapshot of version {policy_version} ({measure_disk(folder)}); free "
+                "space there, or lower weights.keep_snapshots, then start the learner again"
+            ) from error
         self._snapshot_step, self._kept_version = step, policy_version
         kept = {f"version-{version:08d}" for version in await self.policies.kept_versions()}
         await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)

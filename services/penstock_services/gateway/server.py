@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
+from penstock.disk_space import DiskWatch
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
@@ -72,6 +73,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         await served.find(config.run)
         collection = RunCollection(config, audit, served)
         metrics = GatewayMetrics(CollectorRegistry(), RunFacts.of(config))
+        if config.folder.exists():
+            metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))

@@ -65,6 +65,7 @@ async def test_a_healthy_deployment_is_ok_throughout(
     assert of(findings, "weights") == [("ok", "rollout-0 has exactly version 3")]
     assert {text.split(",")[0] for _, text in of(findings, "heartbeat")} == {"learner", "rollout-0"}
     assert of(findings, "conservation") == [("ok", "nothing is lost")]
+    assert [text.endswith("the folder of Redis") for _, text in of(findings, "disk")] == [False, True]
 
 
 async def test_a_server_paused_by_failures_is_found(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from penstock import __version__
+from penstock.metrics import DiskGauges
 from penstock_services.gateway.metrics.requests import Observation, RequestSeries
 from penstock_services.gateway.metrics.run import RunCollector, RunFacts, RunSnapshot
 
@@ -16,6 +17,7 @@ class GatewayMetrics:
         registry.register(self.requests)
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
         info.labels(facts.placement, __version__).set(1)
+        self.disk = DiskGauges(registry)
         self.run = RunCollector(facts)
         registry.register(self.run)
 

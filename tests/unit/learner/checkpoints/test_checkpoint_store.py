@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, Fenced
+from penstock.errors import ConfigError, DiskFull, Fenced
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.manifest import write_manifest
 
@@ -64,3 +65,19 @@ def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path
         (partial / "weights").write_text("")
     with pytest.raises(Fenced):
         store.finish(partial, TrainerState(1, 1, 1, [(1, 1)]))
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_checkpoint_without_space_is_one_line_and_leaves_no_partial_folder(tmp_path: Path, is_full: bool) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.finish(store.partial_folder(1, 1), TrainerState(1, 1, 1))
+    partial = store.partial_folder(2, 1)
+    (partial / "shard").write_bytes(b"half of it")
+    error = OSError(errno.ENOSPC if is_full else errno.EIO, "No space left on device" if is_full else "I/O error")
+    with pytest.raises(DiskFull if is_full else OSError) as raised, store.writing(partial):
+        raise error
+    assert partial.exists() != is_full
+    if is_full:
+        assert "no space is left to write term-000001-step-00000002" in str(raised.value)
+        assert "\n" not in str(raised.value)
+    assert [path.name for path in store.newest_first()] == ["term-000001-step-00000001"]

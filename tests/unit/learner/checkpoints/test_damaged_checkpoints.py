@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
-from penstock.errors import CheckpointDamaged, ProcessDied, TrainingDiverged
+from penstock.disk_space import folder_bytes
+from penstock.errors import CheckpointDamaged, DiskFull, ProcessDied, TrainingDiverged
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint, load_newest
@@ -213,3 +216,23 @@ def test_numbers_of_the_optimizer_that_are_not_finite_are_not_written(tmp_path: 
     next(iter(worker.optimizer.state.values()))["exp_avg"].view(-1)[0] = float("inf")
     with pytest.raises(TrainingDiverged, match=r"the policy's optimizer\..*exp_avg is not finite"):
         save(tmp_path, {"policy": roles["policy"]}, step=4)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_without_space_for_the_next_checkpoint(tmp_path: Path, roles: dict[str, Any]) -> None:
+    """The first checkpoint fits, the second does not: it is named in one line, and the first stays usable."""
+    size = folder_bytes(save(tmp_path / "elsewhere", roles, 1))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no mounts")
+    try:
+        first = save(disk, roles, 1)
+        with pytest.raises(DiskFull, match="no space is left to write term-000001-step-00000002") as raised:
+            save(disk, roles, 2)
+        assert "\n" not in str(raised.value)
+        assert list(disk.iterdir()) == [first], "the partial folder is gone"
+        asyncio.run(load_checkpoint(first, roles))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

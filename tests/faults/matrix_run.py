@@ -48,7 +48,7 @@ NUM_STEPS = 60
 """Steps of the data. A row stops its run earlier, and compares the step at which it stopped."""
 RESTART_S = 0.5
 POLL_S = 0.1
-START_S = 240.0
+START_S = 400.0
 """Deadline of a start, on a machine with much else to do."""
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def matrix_config(folder: Path, redis_url: str, **sections: Mapping[str, Any]) -
             "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
             "checkpoint": {"every_steps": 3, "keep": 3},
             "batch_timeout_s": 120,
-            "rank_timeout_s": 60,
+            "rank_timeout_s": 180,
             "max_logprob_mismatch_nats": 0,
         },
     }  # fmt: skip

@@ -19,7 +19,7 @@ from penstock.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "gateway and feed"
 NUM_CLIENTS = 4
 PROMPTS_PER_SUBMISSION = 3

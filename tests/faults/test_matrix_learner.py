@@ -13,7 +13,7 @@ from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import FaultFree, MatrixRun
 from live_processes import is_alive
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "learner"
 TWO_RANKS = {"policy": {"num_ranks": 2, "cpus_per_rank": 0.5}}
 

@@ -12,7 +12,7 @@ from faults.matrix_fixtures import MakeRun
     must="each returns; nothing is lost or trained twice",
 )  # fmt: skip
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_every_part_of_a_run_is_killed_once(make_run: MakeRun) -> None:
     run = make_run(sample_s=0.4, seed=8)
     run.start("feed", "a", "learner")

@@ -14,7 +14,7 @@ from faults.matrix_run import FaultFree, MatrixRun
 from faults.proxy import LostReplies, ProxyThread
 from penstock.replay.contract import QueueStat
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "Redis"
 DOWN_S = 5.0
 """Longer than the deadline of a command and than a lease, shorter than the learner's patience."""
@@ -100,7 +100,7 @@ def test_redis_is_out_of_memory(make_run: MakeRun, fault_free: FaultFree) -> Non
         run.until_step(step + 2)
         run.recovered()
     run.stop_and_check(fault_free)
-    assert run.measured.restarts == {}, "nothing ends"
+    assert not run.measured.restarts.keys() & {"a", "b"}, "the producers wait"
 
 
 @pytest.mark.fault_row(

@@ -15,7 +15,7 @@ from penstock.ports import free_port
 from penstock.store.fleet import SERVING_STATES
 from penstock.store.keys import RunKeys
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "rollout servers"
 
 

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
+    from penstock.private_files import keep_files_private
     from penstock.start_checks import check_run_folder
     from penstock.weights.cluster_key import ClusterKey
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"{arguments.config}: ok (learner, {check(config)})")
             return 0
+        keep_files_private()
         check_run_folder(config)
         ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))

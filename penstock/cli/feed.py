@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from penstock.config.loading import load_config
     from penstock.errors import ConfigError
     from penstock.logs import setup_logging
+    from penstock.private_files import keep_files_private
     from penstock.start_checks import check_datasets
 
     config = load_config(args.config, overrides)
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{args.config}: ok (feed)")
         return 0
     setup_logging("feed", config.run)
+    keep_files_private()
 
     try:
         asyncio.run(_until_terminated(feed_run(config)))

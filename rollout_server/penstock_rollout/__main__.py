@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
+    from penstock.private_files import keep_files_private
     from penstock.start_checks import check_run_folder
 
     try:
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine = check(config)
             print(f"{arguments.config}: ok (rollout server {arguments.server_id}, engine {engine})")
             return 0
+        keep_files_private()
         check_run_folder(config)
         from penstock_rollout.server import serve
 

@@ -18,6 +18,6 @@ def write_snapshot_folder(staged: StagedVersion, model_path: Path, folder: Path,
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODEL_FILES:
         if (source := model_path / name).is_file():
-            shutil.copy(source, folder / name)
+            shutil.copyfile(source, folder / name)  # without its mode
     checksums = staged.checksums(deadline)
     write_snapshot(folder, staged.manifest, [bucket.cpu().numpy() for bucket in staged.memory.buckets], checksums)

@@ -36,6 +36,7 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     os.nice(NICENESS)
+    os.umask(0o022)  # the sandbox has a user of its own, which reads the files of a program
     # SIGTERM raises SystemExit, so that the sandbox ends its program on the way out.
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

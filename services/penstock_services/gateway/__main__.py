@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
     from penstock.config.loading import load_config
     from penstock.logs import setup_logging
+    from penstock.private_files import keep_files_private
     from penstock_services.gateway.server import check, serve
 
     config = load_config(path, overrides)
@@ -42,6 +43,7 @@ def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
     setup_logging("gateway", config.run)
     _spare_collector()
     _raise_file_limit()
+    keep_files_private()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))
     return 0

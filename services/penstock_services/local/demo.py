@@ -22,11 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     import time
 
     from penstock.config.loading import load_config
+    from penstock.private_files import keep_files_private
     from penstock_services.local.training_demo import demo
 
     config = load_config(arguments.config or _default_config(), overrides)
     if not any(word.split("=")[0] == "--run" for word in overrides):
         config = config.model_copy(update={"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
+    keep_files_private()
     try:
         asyncio.run(demo(config))
     except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig, LauncherConfig
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
 from penstock.logs import setup_logging
+from penstock.private_files import keep_files_private
 from penstock.start_checks import check_redis, check_run_folder
 from penstock.store.created_runs import CreatedRun, CreatedRuns
 from penstock.store.heartbeats import Heartbeats
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.config}: ok")
         return 0
     setup_logging(NAME, config.run)
+    keep_files_private()
     asyncio.run(serve(config))
     return 0
 

@@ -16,6 +16,7 @@ from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.ports import free_port, port_is_free, wait_for_port
+from penstock.private_files import close_to_others
 from penstock.start_checks import check_datasets, check_model, check_rewards, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config
@@ -126,6 +127,7 @@ class LocalRun:
     async def _take_lock(self) -> None:
         """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        close_to_others(self.folder)
         self._lock = lock = (self.folder / "lock").open("a+")
         deadline = time.monotonic() + ORPHANS_S
         while True:

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import asyncio
 
     from penstock.config.loading import load_config
+    from penstock.private_files import keep_files_private
     from penstock_services.local.local_run import check_before_start
     from penstock_services.local.supervisor import supervise
 
@@ -29,5 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_before_start(config)
         print(f"{arguments.config}: ok")
         return 0
+    keep_files_private()
     asyncio.run(supervise(config))
     return 0

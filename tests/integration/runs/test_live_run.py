@@ -5,6 +5,7 @@ The tests run in the order of the file: operations come after the tests of an un
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -114,6 +115,19 @@ def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) 
     for program in ("redis-server", "gcs_server", "raylet", "PolicyWorker", "penstock_rollout", "gateway"):
         assert any(program in command for command in found.values()), found
     assert beyond_loopback(found) == {}
+
+
+def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
+    secrets = [
+        (live.folder / "redis" / "password").read_text().strip(),
+        (live.folder / "cluster.key").read_text().strip(),
+    ]
+    assert all(len(secret) >= 32 for secret in secrets)
+    for process in [*live.descendants(), psutil.Process(live.process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            assert not [word for word in words for secret in secrets if secret in word], words
+            assert not [word for word in words if "RAY_AUTH_TOKEN" in word], words
 
 
 # ── Prometheus ──
@@ -374,6 +388,14 @@ def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
     assert "Traceback" not in live.text()
     assert live.orphans() == []
     assert list((live.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
+
+
+def test_nobody_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
+    paths = [live.folder, *live.folder.rglob("*")]
+    names = {path.name for path in paths}
+    assert {"config.yaml", "cluster.key", "metrics.jsonl", "audit.jsonl", "learner.log", "redis"} <= names
+    modes = {str(path): path.stat().st_mode & 0o777 for path in paths if not path.is_symlink()}
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
 def test_the_stopped_run_is_exported_with_the_weights_of_its_last_checkpoint(live: DemoProcess, tmp_path: Path) -> None:

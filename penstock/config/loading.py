@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -29,7 +30,19 @@ _Loader.add_implicit_resolver(
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and validate the result."""
+    _refuse_visible_password(overrides)
     return load_overrides(_read(path), overrides, str(path))
+
+
+def _refuse_visible_password(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a URL of Redis with a password: every user of the machine can read command lines."""
+    for keys, value in parse_overrides(overrides):
+        url = value.get("url") if list(keys) == ["redis"] and isinstance(value, dict) else value
+        if list(keys) in (["redis"], ["redis", "url"]) and isinstance(url, str) and urlsplit(url).password:
+            raise ConfigError(
+                "redis.url on the command line shows its password to every user of this machine; "
+                "set redis.password_file, or write the url into the config file"
+            )
 
 
 def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:

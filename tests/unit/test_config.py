@@ -53,9 +53,11 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),
         (["--redis.url=http://h"], "must start with redis://, rediss:// or unix://"),
         (
-            ["--redis.url=redis://u:p@h", "--redis.password_file=p"],
+            ["--redis.url=redis://u@h", "--redis.password_file=p"],
             "contains credentials, and username",
         ),
+        (["--redis.url=redis://:secret@h"], "shows its password to every user of this machine"),
+        (["--redis", "{url: 'redis://u:secret@h'}"], "set redis.password_file"),
         (["--redis.username=u"], "set password_file as well"),
         (["--redis.url=redis://h", "--redis.tls_ca_file=ca.pem"], "only a rediss:// url uses TLS"),
         (["--redis.url=rediss://h", "--redis.tls_cert_file=c.pem"], "set tls_key_file as well"),

@@ -72,6 +72,8 @@ class Fleet:
         await self._call("set_server_state", server_id, state, "" if term is None else term)
 
     async def leave(self, server_id: str) -> None:
+        """Forget a server, with its breaker."""
+        await guarded(self.client.hdel(self.keys.breakers, server_id))
         await guarded(self.client.hdel(self.keys.server_states, server_id))
         await guarded(self.client.hdel(self.keys.servers, server_id))
 

@@ -87,6 +87,21 @@ def queues(clients: Clients, run: str) -> Callable[[str], RedisReplayQueue]:
     return lambda role: RedisReplayQueue(clients[role], run, config)
 
 
+async def test_the_breaker_opens_is_seen_and_is_closed(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str
+) -> None:
+    gateway, rollout, _ = (queues(role) for role in ROLES)
+    await gateway.submit([b"p"] * 8, [0] * 8, "")
+    failed = [await rollout.give_back("r0", lease, "non_finite") for lease in await rollout.lease("r0", 8)]
+    assert failed == [False] * 7 + [True]
+    for user in ("gateway", "operator"):
+        [breaker] = await RunControl(clients[user], run).open_breakers()
+        assert breaker.server_id == "r0"
+    await RunControl(clients["gateway"], run).resume()
+    [lease] = await rollout.lease("r0", 1)
+    assert await rollout.append(lease, b"group", 0) == "accepted"
+
+
 async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str) -> None:
     gateway, rollout, learner = (queues(role) for role in ROLES)
     submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids

@@ -393,7 +393,7 @@ def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
 def test_nobody_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
     paths = [live.folder, *live.folder.rglob("*")]
     names = {path.name for path in paths}
-    assert {"config.yaml", "cluster.key", "metrics.jsonl", "audit.jsonl", "learner.log", "redis"} <= names
+    assert {"config.yaml", "cluster.key", "metrics.jsonl", "learner.log", "redis"} <= names
     modes = {str(path): path.stat().st_mode & 0o777 for path in paths if not path.is_symlink()}
     assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 

@@ -38,6 +38,9 @@ def limited_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     server.kill()
 
 
+@pytest.mark.fault_row(
+    "disks", "no room for Redis' log", how="a limit on the size of Redis' files", must="it is named, and everyone waits"
+)
 async def test_a_full_disk_is_named_and_waited_for(
     limited_redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

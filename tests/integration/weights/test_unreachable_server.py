@@ -66,6 +66,10 @@ async def report(fleet: Fleet, target: PushTarget, engine: Engine, publication: 
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.fault_row(
+    "weights", "a server is cut off", how="its listener is frozen behind a proxy",
+    must="versions are published without it at once; it catches up alone",
+)  # fmt: skip
 async def test_versions_are_published_without_a_server_that_is_cut_off(
     tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

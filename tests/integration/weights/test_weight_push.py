@@ -72,6 +72,12 @@ async def test_two_members_serve_the_new_version(
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm", "snapshot"])
+@pytest.mark.fault_row(
+    "weights",
+    "weights that are not finite, by {transport}",
+    how="NaN in a tensor of the learner",
+    must="no server ever gets them",
+)
 async def test_weights_that_are_not_finite_reach_nobody(
     transport: str, tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:

@@ -76,6 +76,10 @@ def contended(controller: LearnerController) -> ContendedQueue:
     return controller.queue
 
 
+@pytest.mark.fault_row(
+    "learner", "take-over race", how="the first learner finishes a checkpoint while the second starts",
+    must="the second takes its term first and does not miss the checkpoint",
+)  # fmt: skip
 async def test_a_checkpoint_that_the_learner_before_finished_at_the_last_moment_is_not_missed(
     controller: LearnerController,
 ) -> None:
@@ -95,6 +99,9 @@ async def test_a_new_term_is_above_those_of_all_checkpoints(controller: LearnerC
     assert contended(controller).term == 8
 
 
+@pytest.mark.fault_row(
+    "learner", "told to stop while it starts", how="the stop comes before the term", must="it takes no term"
+)
 async def test_a_learner_that_is_to_stop_takes_no_term(controller: LearnerController) -> None:
     controller.stopping.set()
     await controller.run()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.config.loading import load_config
 
     config = load_config(arguments.config, overrides)
-    checkpoint = arguments.checkpoint or _newest(config)
+    checkpoint = _intact(arguments.checkpoint) if arguments.checkpoint else _newest_intact(config)
     export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype)
     print(f"exported {checkpoint} to {arguments.out}")
     return 0
 
 
 def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
-    """Write the policy of a checkpoint to `out`."""
+    """Write the policy of a checkpoint, which is not verified here, to `out`."""
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
     write_folder(_load(config, checkpoint), config.model.path, out, dtype)
@@ -49,23 +50,43 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     """Write a Hugging Face model, and copy the other files of its `source` folder.
 
-    The folder is written under a temporary name and then renamed, so `out` is complete or does not exist."""
+    The folder is written under a temporary name and then renamed, so `out` is complete or does not exist. Raises
+    TrainingDiverged, and writes nothing, if a weight is not finite in `dtype`."""
+    from penstock_learner.model.finite import first_nonfinite
     from penstock_learner.model.precision import DTYPES
 
+    lm.to(DTYPES[dtype])
+    if name := first_nonfinite(lm.named_parameters()):
+        raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
-    lm.to(DTYPES[dtype]).save_pretrained(partial)
+    lm.save_pretrained(partial)
     partial.rename(out)
 
 
-def _newest(config: RunConfig) -> Path:
-    from penstock_learner.checkpoints.checkpoint import CheckpointStore
+def _intact(checkpoint: Path) -> Path:
+    """The same folder. Raises CheckpointDamaged if one of its files is damaged."""
+    from penstock_learner.checkpoints.loading import verify_in_this_process
 
-    found = CheckpointStore(config.folder / "checkpoints", keep=1).newest()
-    if found is None:
-        raise NotFound(f"run {config.run} has no checkpoint in {config.folder}; train first, or give --checkpoint")
-    return found[0]
+    if not (checkpoint / ".metadata").is_file():
+        raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
+    verify_in_this_process(checkpoint)
+    return checkpoint
+
+
+def _newest_intact(config: RunConfig) -> Path:
+    """The newest checkpoint without damage. A line on stderr names each damaged one before it."""
+    from penstock_learner.checkpoints.checkpoint import CheckpointStore
+    from penstock_learner.checkpoints.loading import verify_in_this_process
+
+    for path in CheckpointStore(config.folder / "checkpoints", keep=1).newest_first():
+        try:
+            verify_in_this_process(path)
+            return path
+        except CheckpointDamaged as error:
+            print(f"checkpoint {path.name} is left out: {error}", file=sys.stderr)
+    raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
 def _load(config: RunConfig, checkpoint: Path) -> Any:
@@ -79,9 +100,6 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     from penstock_learner.model.adapter import add_adapter
     from penstock_learner.model.causal_lm import load_model
 
-    shards = shards_folder(checkpoint, "policy")
-    if not (shards / ".metadata").is_file():
-        raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
     lora = config.learner.lora
     model = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
     if lora is not None:
@@ -89,7 +107,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns that only one process loads
-            load_shards(state, checkpoint_id=shards, no_dist=True)
+            load_shards(state, checkpoint_id=shards_folder(checkpoint, "policy"), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint} does not fit model.path {config.model.path} ({type(error).__name__}); give the "

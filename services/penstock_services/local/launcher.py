@@ -107,7 +107,7 @@ class Launcher:
             recorded = await self.runs.move(created, "FAILED", detail=str(child.error()))
         if recorded is not None:
             logger.info("run %s is %s %s", recorded.run, recorded.state.lower(), recorded.detail)
-            self.processes.children.remove(child)
+            self.processes.remove(child)
             del self.children[created.run]
             self._terminated.discard(created.run)
 

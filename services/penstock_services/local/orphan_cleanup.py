@@ -33,6 +33,7 @@ class OrphanCleanup:
 
     def __init__(self, log: Path, held_file: IO[str] | None, grace_s: float) -> None:
         """`held_file` stays open, and its lock held, until the last process of the run has ended."""
+        self._known: set[int] = set()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(grace_s)],
@@ -49,11 +50,14 @@ class OrphanCleanup:
 
     def add(self, pid: int, *, is_last: bool) -> None:
         """Tell it about a child, which leads a session of its own."""
+        self._known.add(pid)
         self._tell({"add": pid, "is_last": is_last})
 
     def forget(self, pid: int) -> None:
         """Tell it about a child that has ended. Its process id may be used again."""
-        self._tell({"forget": pid})
+        if pid in self._known:
+            self._known.discard(pid)
+            self._tell({"forget": pid})
 
     def close(self) -> None:
         """Tell it that every process has ended, and wait for its own end."""

@@ -114,10 +114,18 @@ class ProcessGroup:
             code = child.exit_code
             if code is None:
                 continue
-            if self._cleanup is not None:
-                self._cleanup.forget(child.process.pid)
+            self._forget(child)
             if code != 0 or child.name not in may_finish:
                 raise child.error()
+
+    def remove(self, child: Child) -> None:
+        """Forget a child that has ended."""
+        self.children.remove(child)
+        self._forget(child)
+
+    def _forget(self, child: Child) -> None:
+        if self._cleanup is not None:
+            self._cleanup.forget(child.process.pid)
 
     def stop(self) -> None:
         """End all children, newest first, each with its own deadline. Then kill the processes that they left behind."""

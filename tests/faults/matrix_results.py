@@ -36,6 +36,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         area, fault = marker.args
         fault = fault.format(**item.callspec.params) if hasattr(item, "callspec") else fault
         described = {"area": area, "fault": fault, "how": marker.kwargs["how"], "must": marker.kwargs["must"]}
+        is_slow = any(item.get_closest_marker(name) for name in ("chaos", "long"))
+        described["command"] = "make chaos" if is_slow else "make test"
         item.user_properties.append((ROW, described))
 
 

@@ -76,8 +76,13 @@ def measured(report: Report) -> dict[str, object]:
     return {"lost": 0, "doubled": 0, "recovery_s": report.longest_stall_s}
 
 
-def test_every_prompt_is_trained_once_whatever_dies(tmp_path: Path) -> None:
-    run_both(tmp_path, Plan(num_groups=300, num_faults=8, seed=7, lost_replies=0.05))
+@pytest.mark.fault_row(
+    "whole run", "8 faults in 300 groups", how="as in the long run, with other seeds",
+    must="each prompt is trained once; conservation at every moment",
+)  # fmt: skip
+def test_every_prompt_is_trained_once_whatever_dies(tmp_path: Path, record_property: Any) -> None:
+    report = run_both(tmp_path, Plan(num_groups=300, num_faults=8, seed=7, lost_replies=0.05))
+    record_property("fault", measured(report))
 
 
 @pytest.mark.fault_row(

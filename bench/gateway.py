@@ -35,6 +35,8 @@ NUM_ROUNDS = 7
 BATCH = 256
 NUM_BATCHES = 96
 BATCH_CONNECTIONS = 8
+KEY = "a-key-for-the-benchmark"
+"""Sent to every contender; only the gateway checks it."""
 METHOD = "/penstock.v1.PromptService/SubmitPrompts"
 PROMPT = {
     "messages": [{"role": "user", "content": "What is 17 + 25? Think step by step, then give the number."}],
@@ -83,7 +85,10 @@ class Load:
         return asyncio.run(self._rest(name, port, body, count, connections))
 
     async def _rest(self, name: str, port: int, body: bytes, count: int, connections: int) -> float:
-        head = "POST /v1/runs/-/prompts HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /v1/runs/-/prompts HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+            "Content-Type: application/json\r\n"
+        )
         request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         streams = [await asyncio.open_connection("127.0.0.1", port, limit=2**24) for _ in range(connections)]
 
@@ -116,7 +121,7 @@ class Load:
             call: Any = channel.unary_unary(METHOD)  # bytes both ways keep the caller's own work small
             for _ in range(count // connections):
                 started = time.perf_counter()
-                await call(payload)
+                await call(payload, metadata=(("authorization", f"Bearer {KEY}"),))
                 times.append(time.perf_counter() - started)
 
         rate = await self._timed(name, [lambda times, c=channel: work(c, times) for channel in channels], count, [])
@@ -199,8 +204,9 @@ def main() -> int:
         redis_config, url = write_config(folder, redis_port)
         config = RunConfig(
             run_dir=folder, model=ModelConfig(path=folder), redis=RedisConfig(url=url),
-            gateway=GatewayConfig(port=ports["rest"], grpc_port=ports["grpc"]),
+            gateway=GatewayConfig(port=ports["rest"], grpc_port=ports["grpc"], api_key_file=folder / "key"),
         )  # fmt: skip
+        (folder / "key").write_text(KEY)
         (folder / "run.yaml").write_text(dump_config(config))
         gateway = [sys.executable, "-m", "penstock_services.gateway", "--config", str(folder / "run.yaml")]
         try:

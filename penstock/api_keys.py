@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ Role = Literal["read", "submit", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """Each role includes those before it. `read` reads, `submit` also submits prompts, evaluates and generates, and `admin`
 also changes the run."""
+OWN_KEY_FILE = "gateway.key"
+"""File in a run's folder with the key of a gateway that has no other. Commands and clients on this machine read it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -56,11 +59,56 @@ def find_key(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
     return found
 
 
-def read_keys(path: Path) -> tuple[ApiKey, ...]:
+def make_own_key(folder: Path) -> Path:
+    """Make `gateway.key`, which contains a key and which only its owner can read, unless it is there."""
+    path = folder / OWN_KEY_FILE
+    secret, _ = make_key("local", "admin")
+    partial = folder / f".{secrets.token_hex(8)}.key"
     try:
-        text = path.read_text()
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret + "\n")
+        if path.exists() and path.read_text().strip():
+            path.chmod(0o600)
+        else:
+            partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; set run_dir") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read_secret(path: Path | None) -> str:
+    """The key in a file, for example of `gateway.api_key_file`. Empty without a file."""
+    if path is None:
+        return ""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the API key in {path} cannot be read: {error}") from error
+
+
+def read_own_key(folder: Path) -> str:
+    """The key that the gateway of this run's folder has made; empty if there is none, or if it is not ours to read."""
+    try:
+        return (folder / OWN_KEY_FILE).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """The keys of a file. Raises ConfigError if there is none."""
+    try:
+        keys = parse_keys(path.read_text(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"gateway.keys_file {path} cannot be read: {error}") from error
+    if not keys:
+        raise ConfigError(f"gateway.keys_file {path} holds no key; make one with `penstock keys make`")
+    return keys
+
+
+def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
+    """The keys in the text of a file, which may be none. Raises ConfigError for a line that is no key."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -71,6 +119,4 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         if any(key.name == words[0] for key in keys):
             raise ConfigError(f"{path}:{number} names a second key {words[0]!r}; remove one of them")
         keys.append(ApiKey(words[0], words[1], words[2].removeprefix("sha256:")))
-    if not keys:
-        raise ConfigError(f"gateway.keys_file {path} holds no key; make one with `penstock keys make`")
     return tuple(keys)

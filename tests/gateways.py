@@ -13,6 +13,7 @@ import grpc
 import httpx
 import numpy as np
 
+from penstock.api_keys import read_own_key
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -45,6 +46,33 @@ class Gateway:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.rest_port}"
 
+    @property
+    def key(self) -> str:
+        """The key that the gateway has made for itself. `rest` and `channel` send it."""
+        return read_own_key(self.config.folder)
+
+
+class KeySender:
+    """Adds a key to the metadata of calls that have none. grpc wants an object for each kind of call."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    async def send(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = list(details.metadata or ())
+        if not any(name == "authorization" for name, _ in metadata):
+            metadata.append(("authorization", f"Bearer {self.key}"))
+        return await continuation(details._replace(metadata=grpc.aio.Metadata(*metadata)), request)
+
+    @classmethod
+    def interceptors(cls, key: str) -> list[grpc.aio.ClientInterceptor]:
+        kinds = {
+            "intercept_unary_unary": grpc.aio.UnaryUnaryClientInterceptor,
+            "intercept_unary_stream": grpc.aio.UnaryStreamClientInterceptor,
+            "intercept_stream_stream": grpc.aio.StreamStreamClientInterceptor,
+        }
+        return [type(name, (cls, kind), {name: cls.send})(key) for name, kind in kinds.items()]
+
 
 @asynccontextmanager
 async def running(config: RunConfig) -> AsyncIterator[Gateway]:
@@ -55,9 +83,13 @@ async def running(config: RunConfig) -> AsyncIterator[Gateway]:
     if task.done():
         await task
     host, rest_port, grpc_port = ready.result()
+    key = read_own_key(config.folder)
+    headers, senders = ({"Authorization": f"Bearer {key}"}, KeySender.interceptors(key)) if key else ({}, [])
     async with (
-        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, trust_env=False) as rest,
-        grpc.aio.insecure_channel(f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)]) as channel,
+        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, trust_env=False, headers=headers) as rest,
+        grpc.aio.insecure_channel(
+            f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)], interceptors=senders
+        ) as channel,
     ):
         yield Gateway(config, rest, channel, rest_port, grpc_port, stop, task)
     stop.set()

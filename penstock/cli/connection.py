@@ -32,7 +32,10 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of a run that was created through the gateway (default: the gateway's own run)",
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help="file with the API key (default: gateway.key in the run's folder, if the gateway made it)",
+    )  # fmt: skip
     parser.add_argument(
         "--tls-ca-file", type=Path, metavar="FILE", help="certificate authorities to trust (default: the system's)"
     )
@@ -81,7 +84,7 @@ def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClie
     url, run = args.url, CONFIGURED_RUN
     if not url:
         address = GatewayAddress.from_run_dir(args.run_dir) if args.run_dir else only_gateway()
-        url, run = address.url, address.run
+        url, run, api_key = address.url, address.run, api_key or address.api_key
     return SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def _make(path: Path, name: str, role: str) -> str:
         )
     secret, key = make_key(name, next(known for known in ROLES if known == role))
     try:
-        with path.open("a") as file:
-            file.write(key.line + "\n")
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+") as file:
+            ends_in_line = not (text := file.read()) or text.endswith("\n")
+            file.write(("" if ends_in_line else "\n") + key.line + "\n")
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError(f"--file {path} cannot be written: {error.strerror}") from error

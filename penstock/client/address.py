@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from penstock.api_keys import read_own_key
 from penstock.errors import ConfigError
 
 CONFIGURED_RUN = "-"
@@ -25,7 +26,8 @@ class GatewayAddress:
     def from_run_dir(cls, folder: Path | str, api_key: str = "") -> GatewayAddress:
         """Read the address from the `gateway.json` that a gateway writes into its run's folder.
 
-        The folder has the run's name."""
+        The folder has the run's name. Without an `api_key`, the one that the gateway has made for itself is used, if it
+        has and this user may read it."""
         path = Path(folder) / "gateway.json"
         try:
             fields = json.loads(path.read_text())
@@ -35,7 +37,11 @@ class GatewayAddress:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (to connect, not to listen)
-        return cls(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", path.resolve().parent.name, api_key)
+        return cls(
+            f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+            path.resolve().parent.name,
+            api_key or read_own_key(Path(folder)),
+        )
 
     @property
     def headers(self) -> dict[str, str]:

@@ -40,9 +40,10 @@ class GatewayConnection:
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> Self:
-        """Connect to the gateway of a run on this machine, for example `runs/demo-1`."""
+        """Connect to the gateway of a run on this machine, for example `runs/demo-1`. A gateway without configured keys
+        needs no `api_key` here: the one in its run's folder is used."""
         address = GatewayAddress.from_run_dir(folder, api_key)
-        return cls(address.url, run=address.run, api_key=api_key, **options)
+        return cls(address.url, run=address.run, api_key=address.api_key, **options)
 
     def _attempts(self) -> Attempts:
         return Attempts(self.timeout_s, self.deadline_s)

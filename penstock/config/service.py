@@ -151,10 +151,18 @@ class GatewayConfig(Config):
     """gRPC port. 0: take a free port."""
     api_key_file: Path | None = None
     """File with a single API key, which has the role admin. Clients send it as `Authorization: Bearer …`. Use
-    `keys_file` for several keys or roles."""
+    `keys_file` for several keys or roles. Without either, a gateway on loopback makes a key of its own in `gateway.key`
+    in the run's folder, which commands and clients on this machine read."""
     keys_file: Path | None = None
     """File with the names, roles and hashes of API keys, written by `penstock keys make`. It is read again when it
     changes."""
+    keys_grace_s: float = Field(default=300.0, ge=0)
+    """Seconds for which the keys that were read before stay valid when `keys_file` or `api_key_file` becomes unreadable
+    or malformed. Keys that are removed, or whose file is empty or gone, are invalid at once."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names by which browsers reach the gateway, such as that of an ingress; `*` allows any. Requests with another Host
+    are refused, and so are pages of other origins. Addresses and localhost are always allowed. Empty: no other name if
+    the gateway is on loopback, else any."""
     requests_per_s: float = Field(default=0.0, ge=0)
     """Calls per second that one key may make, over REST and gRPC together. 0: no limit."""
     burst_requests: int = Field(default=100, ge=1)

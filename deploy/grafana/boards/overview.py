@@ -118,6 +118,12 @@ GATEWAY = Section(
             "Requests that are being served.",
             ("sum by (protocol) (penstock_gateway_inflight_requests)", "{{protocol}}"),
         ),
+        lines(
+            "API keys",
+            "Keys that are valid, and files of keys that cannot be used.",
+            ("min(penstock_gateway_api_keys)", "valid"),
+            ("max(penstock_gateway_broken_key_files)", "broken files"),
+        ),
     ),
 )
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.api_keys import ROLES, ApiKey, Role, digest_of, find_key, read_keys
+from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.ports import is_loopback
-
-logger = logging.getLogger(__name__)
-SINGLE_KEY_NAME = "api_key_file"
-KEYLESS_NAME = "anonymous"
+from penstock_services.gateway.key_files import KeyFile, key_files_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class Caller:
     """Who makes a request. Only `Access.authenticate` creates one, and every handler needs one."""
 
     name: str
-    """Name of the API key; `anonymous` on a gateway without keys."""
+    """Name of the API key."""
     role: Role
     request_id: str
 
@@ -33,21 +29,31 @@ class Caller:
 
 
 class Access:
-    """Authenticates callers and limits how often each one calls.
+    """Authenticates callers and limits how often each one calls. Nobody is a caller without a key."""
 
-    A gateway without keys, which is only allowed on loopback, treats every caller as an admin."""
-
-    def __init__(self, keys: tuple[ApiKey, ...], config: GatewayConfig) -> None:
-        self.keys = keys
+    def __init__(self, files: list[KeyFile], config: GatewayConfig) -> None:
+        self.files = files
         self.config = config
-        self.keys_problem = ""
-        """Why the keys file cannot be used now; empty if it can. The keys that were read before stay valid."""
+        self.keys: tuple[ApiKey, ...] = ()
         self._buckets: dict[str, _Bucket] = {}
-        self._stamp = _stamp(config.keys_file)
 
     @classmethod
-    def load(cls, config: GatewayConfig) -> Access:
-        return cls(load_keys(config), config)
+    def load(cls, config: GatewayConfig, folder: Path) -> Access:
+        """Read the keys. A gateway on loopback that has none configured makes one, in `gateway.key` in the run's
+        folder, unless it is there."""
+        check_keys(config)
+        if config.keys_file is None and config.api_key_file is None:
+            make_own_key(folder)
+        access = cls(key_files_of(config, folder / OWN_KEY_FILE), config)
+        for file in access.files:
+            file.load()
+        access.refresh()
+        return access
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the files of keys."""
+        return [file.problem for file in self.files if file.problem]
 
     def authenticate(self, authorization: str, request_id: str) -> Caller:
         """Return the caller whose key is in the Authorization header, if it may call now.
@@ -61,60 +67,33 @@ class Access:
         return caller
 
     def _caller(self, authorization: str, request_id: str) -> Caller:
-        if not self.keys:
-            return Caller(KEYLESS_NAME, "admin", request_id)
         scheme, _, secret = authorization.partition(" ")
         key = find_key(self.keys, secret.strip())
         if scheme.lower() != "bearer" or key is None:
             raise Unauthenticated(
-                "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`"
+                "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
+                f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"
             )
         return Caller(key.name, key.role, request_id)
 
     def refresh(self) -> None:
-        """Read the keys file again if it has changed. If it cannot be used, log that once and keep the keys."""
-        if self.config.keys_file is None or (stamp := _stamp(self.config.keys_file)) == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self.keys, self.keys_problem = load_keys(self.config), ""
-        except ConfigError as error:
-            self.keys_problem = str(error)
-            logger.error("%s; the keys that were read before stay valid", error)
-        else:
-            logger.info("read %d API keys from %s", len(self.keys), self.config.keys_file)
+        """Read the files of keys again if they have changed."""
+        changes = [file.refresh() for file in self.files]
+        if any(changes) or not self.keys:
+            self.keys = tuple(key for file in self.files for key in file.keys)
 
 
-def load_keys(config: GatewayConfig) -> tuple[ApiKey, ...]:
-    """Read every configured key. A gateway that is not on loopback must have at least one."""
-    keys = read_keys(config.keys_file) if config.keys_file else ()
-    if config.api_key_file is not None:
-        keys = (*keys, ApiKey(SINGLE_KEY_NAME, "admin", digest_of(_read_single(config.api_key_file))))
-    if not keys and not is_loopback(config.host):
-        raise ConfigError(
-            f"gateway.host {config.host} is not loopback and needs a key; "
-            "set gateway.keys_file or gateway.api_key_file, or gateway.host to 127.0.0.1"
-        )
-    return keys
-
-
-def _read_single(path: Path) -> str:
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"gateway.api_key_file {path} cannot be read: {error}") from error
-    if not key:
-        raise ConfigError(f"gateway.api_key_file {path} is empty; write a key into it")
-    return key
-
-
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Changes when the file's content or permissions do. None if there is no file."""
-    try:
-        stat = path.stat() if path else None
-    except OSError:
-        return None
-    return (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) if stat else None
+def check_keys(config: GatewayConfig) -> None:
+    """Raise ConfigError if a configured file holds no key, or if a gateway that is not on loopback has none."""
+    if config.keys_file is None and config.api_key_file is None:
+        if not is_loopback(config.host):
+            raise ConfigError(
+                f"gateway.host {config.host} is not loopback and needs a key; "
+                "set gateway.keys_file or gateway.api_key_file, or gateway.host to 127.0.0.1"
+            )
+        return
+    for file in key_files_of(config, Path(OWN_KEY_FILE)):
+        file.load()
 
 
 class _Bucket:

@@ -1,4 +1,5 @@
-"""ASGI middleware of the REST interface: metrics, authentication and the limit of a body, in this order.
+"""ASGI middleware of the REST interface: metrics, checks of what browsers send, authentication and the body, in this
+order.
 
 The scope of a request carries its `Observation`, and after authentication its `Caller`, which routes pass to handlers.
 """
@@ -19,12 +20,15 @@ from penstock.errors import PenstockError
 from penstock.logs import bind
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
+from penstock_services.gateway.allowed_hosts import AllowedHosts
 from penstock_services.gateway.connections import DISCARD_TIMEOUT_S
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.requests import Observation
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics"})
 """Answered without a key: probes, scrapes and the console's files show no prompts and no weights."""
+DATASET_TYPES = {"application/x-ndjson": "jsonl", "application/vnd.apache.parquet": "parquet"}
+"""Format of a dataset by the Content-Type of its upload."""
 CLIENT_CLOSED_REQUEST = "499"
 """Code in the metrics of a request whose client left before it had sent the body."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -54,6 +58,31 @@ class MetricsMiddleware:
                 await self.app(scope, receive, _watch(send, seen, request_id))
             finally:
                 seen.route = getattr(scope.get("route"), "path", seen.route)
+
+
+class BrowserMiddleware:
+    """Refuses what a browser sends for another site.
+
+    A page whose name was pointed at this gateway's address (DNS rebinding) sends a Host that is not the gateway's. A
+    page of another site sends its own Origin. Programs send neither."""
+
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
+        self.app = app
+        self.hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if not self.hosts.allow(host):
+                detail = f"this gateway is not {host[:80]!r}; add the name to gateway.allowed_hosts if it should be"
+                await _refuse(problems.problem(421, "UNKNOWN_HOST", detail), scope, receive, send)
+                return
+            if origin is not None and not self.hosts.allow_origin(origin, host):
+                detail = f"pages of {origin[:80]!r} may not call this gateway; see gateway.allowed_hosts"
+                await _refuse(problems.problem(403, "FOREIGN_ORIGIN", detail), scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class AuthenticationMiddleware:
@@ -98,6 +127,10 @@ class BodyLimitMiddleware:
             refusal = problems.problem(408, "REQUEST_TIMEOUT", detail, headers={"Connection": "close"})
             await _refuse(refusal, scope, receive, send)
             return
+        if 0 < len(body) <= self.max_body_bytes and not _is_known_type(Headers(scope=scope).get("content-type", "")):
+            detail = f"send the body as application/json, and a dataset as {' or '.join(DATASET_TYPES)}"
+            await _refuse(problems.problem(415, "UNSUPPORTED_MEDIA_TYPE", detail), scope, receive, send)
+            return
         if len(body) <= self.max_body_bytes:
             await self.app(scope, _replay(body, receive), send)
             return
@@ -117,6 +150,12 @@ class BodyLimitMiddleware:
             body += message.get("body", b"")
             has_more = message.get("more_body", False)
         return bytes(body), has_more
+
+
+def _is_known_type(content_type: str) -> bool:
+    """Whether the routes take bodies of this type. A page of another site cannot send any of them unasked."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or kind in DATASET_TYPES or (kind.startswith("application/") and "+json" in kind)
 
 
 def _is_open(path: str) -> bool:

@@ -19,12 +19,18 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import PenstockError
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
+from penstock_services.gateway.allowed_hosts import AllowedHosts
 from penstock_services.gateway.console.routes import ConsoleRoutes
 from penstock_services.gateway.datasets import routes as datasets
 from penstock_services.gateway.generate import openai_routes
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunSnapshot
-from penstock_services.gateway.middleware import AuthenticationMiddleware, BodyLimitMiddleware, MetricsMiddleware
+from penstock_services.gateway.middleware import (
+    AuthenticationMiddleware,
+    BodyLimitMiddleware,
+    BrowserMiddleware,
+    MetricsMiddleware,
+)
 from penstock_services.gateway.policies import routes as policies
 from penstock_services.gateway.prompts import routes as prompts
 from penstock_services.gateway.routing import add_routes
@@ -34,7 +40,7 @@ from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-KEYS_WARNING = "gateway.keys_file cannot be read; the keys that were read before stay valid, the gateway's log says why"
+KEYS_WARNING = "gateway.keys_file or gateway.api_key_file cannot be used; the gateway's log says why"
 """Probes need no key, so they do not show the path of the file."""
 
 
@@ -46,6 +52,7 @@ def create_app(
         redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
         middleware=[
             Middleware(MetricsMiddleware, metrics=metrics),
+            Middleware(BrowserMiddleware, hosts=AllowedHosts(config)),
             Middleware(AuthenticationMiddleware, access=access),
             Middleware(
                 BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, timeout_s=config.limits.body_timeout_s
@@ -95,12 +102,14 @@ class ServiceRoutes:
         """Whether the gateway can serve. `warnings` lists what needs an operator but does not stop it from serving."""
         await self._check_ready()
         self.access.refresh()
-        warnings = [KEYS_WARNING] if self.access.keys_problem else []
+        warnings = [KEYS_WARNING] if self.access.problems else []
         return JSONResponse({"status": "ready", "warnings": warnings})
 
     async def scrape(self) -> Response:
         """Metrics. The gateway's own are there even when Redis does not answer."""
         snapshot = await self._take_snapshot()
+        self.access.refresh()
+        self.metrics.set_keys(len(self.access.keys), len(self.access.problems))
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _snapshot(self) -> RunSnapshot | None:

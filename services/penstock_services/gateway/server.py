@@ -32,7 +32,7 @@ from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
-from penstock_services.gateway.access import Access, load_keys
+from penstock_services.gateway.access import Access, check_keys
 from penstock_services.gateway.connections import Connections, LimitedProtocol
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunFacts
@@ -57,7 +57,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
     the REST port and the gRPC port."""
     check(config)
     _make_folder(config.folder)
-    access = Access.load(config.gateway)
+    access = Access.load(config.gateway, config.folder)
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         client, streams = (
@@ -101,7 +101,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for anything wrong that can be found before a port is opened."""
-    load_keys(config.gateway)
+    check_keys(config.gateway)
     _read_tls(config.gateway)
     check_redis(config.redis)
 

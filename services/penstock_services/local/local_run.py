@@ -11,6 +11,7 @@ from typing import IO, Self
 
 import psutil
 
+from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
@@ -90,6 +91,15 @@ class LocalRun:
         return self._client
 
     @property
+    def console(self) -> str:
+        """Where the console is. On a terminal it is a link that contains the gateway's own key, as Jupyter's does; logs
+        get the name of the key's file instead."""
+        url, own_key = self.client.address.url, self.folder / OWN_KEY_FILE
+        if self.config.gateway.api_key_file or self.config.gateway.keys_file:
+            return f"{url}/"
+        return f"{url}/#key={read_own_key(self.folder)}" if sys.stdout.isatty() else f"{url}/ (key: {own_key})"
+
+    @property
     def learner_finished(self) -> bool:
         return self._learner is not None and self._learner.exit_code == 0
 
@@ -122,7 +132,7 @@ class LocalRun:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
             await asyncio.sleep(0.05)
-        return PenstockClient.from_run_dir(self.folder)
+        return PenstockClient.from_run_dir(self.folder, read_secret(self.config.gateway.api_key_file))
 
     async def _take_lock(self) -> None:
         """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""
@@ -155,6 +165,11 @@ def check_before_start(config: RunConfig) -> None:
     check_rewards(config.rollout.reward)
     check_datasets(config)
     check_run_folder(config)
+    if config.gateway.keys_file is not None and config.gateway.api_key_file is None:
+        raise ConfigError(
+            "gateway.keys_file holds hashes only, and `penstock up` itself calls the gateway; set gateway.api_key_file "
+            "as well"
+        )
     for name in ("port", "grpc_port"):
         port = getattr(config.gateway, name)
         if port and not port_is_free(config.gateway.host, port):

@@ -27,8 +27,7 @@ async def supervise(config: RunConfig) -> None:
     async with LocalRun(config) as run:
         run.start_workers()
         display = LineDisplay(config)
-        url = run.client.address.url
-        display.say(f"run {config.run}: console and REST at {url}/, logs and checkpoints in {run.folder}")
+        display.say(f"run {config.run}: console and REST at {run.console}, logs and checkpoints in {run.folder}")
         if (await run.client.get_run()).state in PAUSED_STATES:
             display.say(f"the run is paused; `penstock runs resume --run-dir {run.folder}` continues it")
         for poll in itertools.count(1):

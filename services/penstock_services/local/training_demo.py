@@ -36,7 +36,7 @@ async def demo(config: RunConfig) -> dict[str, Any]:
     with make_display(config) as display:
         async with LocalRun(config) as run, asyncio.timeout(config.demo.deadline_s) as deadline:
             try:
-                display.say(f"starting the rollout server and the learner; console: {run.client.address.url}/")
+                display.say(f"starting the rollout server and the learner; console: {run.console}")
                 run.start_workers()
                 score_start = await _evaluate(run, "start", heldout)
                 await _show_fallback(run, display)

@@ -44,7 +44,7 @@ def test_tokens_are_coloured_by_how_much_the_learner_differs(tmp_path: Path) -> 
         with SyncPenstockClient.from_run_dir(run.folder) as client:
             client.pause_run()
             group = recomputed_group(client)
-            shown = shares_in_the_console(client.address.url, group)
+            shown = shares_in_the_console(f"{client.address.url}/#key={client.address.api_key}", group)
     finally:
         run.end()
     for trajectory, shares in zip(group.trajectories, shown, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -30,7 +31,7 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
-from penstock_services.gateway.access import Caller
+from penstock_services.gateway.access import Access, Caller
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.routing import caller_of
 from penstock_services.gateway.runs.collection import RunCollection
@@ -107,29 +108,90 @@ async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: A
     await served.close()
 
 
-async def test_a_keys_file_that_breaks_is_logged_and_shown_in_health(
-    configure: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Keys:
+    """Two keys and the file of a gateway that is about to break."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys"
+        (self.old, old), (self.new, new) = make_key("old", "read"), make_key("new", "read")
+        self.old_line, self.new_line = old.line, new.line
+        self.file.write_text(self.old_line)
+
+    async def statuses(self, gateway: Gateway) -> list[int]:
+        headers = [{"Authorization": f"Bearer {one}"} for one in (self.old, self.new)]
+        return [(await gateway.rest.get(RUN, headers=header)).status_code for header in headers]
+
+
+async def broken_files(gateway: Gateway) -> tuple[list[str], str]:
+    """The warnings of health, and the lines about keys in the metrics."""
+    metrics = (await gateway.rest.get("/metrics")).text.splitlines()
+    lines = [line for line in metrics if line.startswith(("penstock_gateway_api_keys", "penstock_gateway_broken"))]
+    return (await rest(gateway, "GET", "/readyz"))["warnings"], " ".join(line.split(" ")[1] for line in lines)
+
+
+async def test_a_keys_file_that_breaks_keeps_its_keys_for_a_while(
+    configure: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    keys = Keys(tmp_path)
+    async with running(configure(keys_file=keys.file, keys_grace_s=300)) as gateway:
+        assert await keys.statuses(gateway) == [200, 401] and await broken_files(gateway) == ([], "1.0 0.0")
+        keys.file.write_text("old read md5:0")
+        assert await keys.statuses(gateway) == [200, 401], "the keys that were read stay valid"
+        [warning], numbers = await broken_files(gateway)
+        assert "gateway.keys_file" in warning and str(tmp_path) not in warning and numbers == "1.0 1.0"
+        logged = [record.getMessage() for record in caplog.records if "stay valid for 300 s" in record.getMessage()]
+        assert len(logged) == 1 and str(keys.file) in logged[0], "once, not with every request"
+        broken_at = time.monotonic()
+        monkeypatch.setattr("penstock_services.gateway.key_files.monotonic", lambda: broken_at + 301)
+        assert await keys.statuses(gateway) == [401, 401], "but not for ever"
+        assert (await broken_files(gateway))[1] == "0.0 1.0"
+        assert [record for record in caplog.records if "no longer valid" in record.getMessage()]
+        keys.file.write_text(keys.new_line)
+        assert await keys.statuses(gateway) == [401, 200] and await broken_files(gateway) == ([], "1.0 0.0")
+
+
+@pytest.mark.parametrize("change", ["empty", "comment", "missing", "missing after a mistake"])
+async def test_a_keys_file_that_is_empty_or_gone_revokes_its_keys(
+    configure: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
-    keys, (secret, key), (new_secret, new_key) = tmp_path / "keys", make_key("old", "read"), make_key("new", "read")
-    keys.write_text(key.line)
-    async with running(configure(keys_file=keys)) as gateway:
+    keys = Keys(tmp_path)
+    async with running(configure(keys_file=keys.file)) as gateway:
+        assert await keys.statuses(gateway) == [200, 401]
+        if change == "missing after a mistake":
+            keys.file.write_text("nonsense")
+            assert await keys.statuses(gateway) == [200, 401]
+        if change in ("empty", "comment"):
+            keys.file.write_text("# nobody\n" if change == "comment" else "")
+        else:
+            keys.file.unlink()
+        assert await keys.statuses(gateway) == [401, 401]
+        assert (await gateway.rest.get(RUN)).status_code == 401, "and nobody is let in instead"
+        warnings, numbers = await broken_files(gateway)
+        assert len(warnings) == 1 and numbers == "0.0 1.0"
+        assert len([r for r in caplog.records if "no key of this file is valid" in r.getMessage()]) == 1
+        keys.file.write_text(keys.new_line)
+        assert await keys.statuses(gateway) == [401, 200]
 
-        async def statuses() -> list[int]:
-            headers = [{"Authorization": f"Bearer {one}"} for one in (secret, new_secret)]
-            return [(await gateway.rest.get(RUN, headers=header)).status_code for header in headers]
 
-        assert await statuses() == [200, 401] and (await rest(gateway, "GET", "/readyz"))["warnings"] == []
-        breaks: list[Callable[[], Any]] = [lambda: keys.write_text("old read md5:0"), keys.unlink]
-        for break_file in breaks:
-            caplog.clear()
-            break_file()
-            assert await statuses() == [200, 401], "the keys that were read stay valid"
-            [warning] = (await rest(gateway, "GET", "/readyz"))["warnings"]
-            assert "gateway.keys_file" in warning and str(tmp_path) not in warning
-            logged = [record.getMessage() for record in caplog.records if "stay valid" in record.getMessage()]
-            assert len(logged) == 1 and str(keys) in logged[0], "once, not with every request"
-        keys.write_text(new_key.line)
-        assert await statuses() == [401, 200] and (await rest(gateway, "GET", "/readyz"))["warnings"] == []
+async def test_a_change_between_reading_the_keys_and_the_first_request_is_seen(
+    configure: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, read_text = Keys(tmp_path), Path.read_text
+
+    def read_then_change(path: Path, *args: Any, **options: Any) -> str:
+        text = read_text(path, *args, **options)
+        if path == keys.file:
+            keys.file.write_text(keys.new_line)
+        return text
+
+    config = configure(keys_file=keys.file)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", read_then_change)
+        access = Access.load(config.gateway, tmp_path)
+    assert access.authenticate(f"Bearer {keys.new}", "1").name == "new"
+    with pytest.raises(Unauthenticated):
+        access.authenticate(f"Bearer {keys.old}", "2")
 
 
 async def test_a_log_line_names_the_request_it_is_about(

@@ -17,7 +17,7 @@ import pytest
 import redis.asyncio as redis
 
 from gateways import Gateway, group_of, publish, run_config, running
-from penstock.api_keys import make_key
+from penstock.api_keys import make_key, make_own_key
 from penstock.cli import main as cli
 from penstock.client import PenstockClient, SyncPenstockClient
 from penstock.client.responses import Run
@@ -70,7 +70,7 @@ async def test_results_go_on_where_a_broken_stream_ended(gateway: Gateway, queue
             return httpx.Response(200, headers=response.headers, stream=Stream())
 
     transport = Breaking()
-    async with PenstockClient(gateway.url, transport=transport) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key, transport=transport) as client:
         ids = (await client.submit([PROMPT] * 3)).prompt_ids
         leases = await queue.lease("s", 3)
         await queue.append(leases[0], encode_group(group_of(1, 1)), 3)
@@ -87,7 +87,7 @@ async def test_results_go_on_where_a_broken_stream_ended(gateway: Gateway, queue
 
 
 async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    async with PenstockClient(gateway.url) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key) as client:
         first, second = (await client.submit([PROMPT] * 2)).prompt_ids
         with pytest.raises(DeadlineExceeded, match="is PENDING"):
             await client.wait_for_prompt(first, timeout_s=0.2)
@@ -98,7 +98,7 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
         assert (await client.groups()).groups[0].prompt_id == first
 
     def use() -> None:
-        with SyncPenstockClient(gateway.url) as client:
+        with SyncPenstockClient(gateway.url, api_key=gateway.key) as client:
             assert [record.state for record in client.cancel([second])] == ["CANCELLED"]
             assert client.wait_for_prompt(second, 5).state == "CANCELLED"
             seen = [next(results).prompt_id for results in [client.results("0")] for _ in range(2)]
@@ -121,7 +121,7 @@ async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisRep
     await publish(queue, 1, 2)
     fleet = Fleet(queue.client, "test")
     await fleet.join(ServerRecord("s", "127.0.0.1:1", "torch", policy_version=2))
-    async with PenstockClient(gateway.url, transport=Recording()) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key, transport=Recording()) as client:
         await client.submit([PROMPT] * 2)
         [lease, _] = await queue.lease("s", 2)
         await queue.append(lease, encode_group(group_of(1, 1)), 3)
@@ -135,7 +135,7 @@ async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisRep
             answer: Any = await call
             plain = [a.model_dump(mode="json") for a in answer] if part else answer.model_dump(mode="json")
             assert plain == (sent[-1][part] if part else sent[-1])
-    async with PenstockClient(gateway.url) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key) as client:
         result = await anext(client.results("0", with_groups=True))
     assert result.group is not None and result.group.trajectories[0].policy_versions == (3, 3, 4)
     with pytest.raises(ValueError, match="frozen"):
@@ -168,7 +168,7 @@ async def test_a_rate_limited_call_waits_as_long_as_the_gateway_asks(
 
 
 async def test_a_wrong_prompt_is_raised_with_its_field(gateway: Gateway) -> None:
-    async with PenstockClient(gateway.url) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key) as client:
         with pytest.raises(InvalidInput, match="num_samples") as raised:
             await client.submit([PROMPT, Prompt(messages=(("user", "?"),), num_samples=0)])
     assert raised.value.field == "prompts[1].num_samples" and raised.value.reason == "INVALID_INPUT"
@@ -183,9 +183,11 @@ async def test_a_submission_survives_a_gateway_that_is_killed(
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config))
     command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(path)]
+    config.folder.mkdir()
     processes = [start(command)]
     try:
-        async with PenstockClient(f"http://127.0.0.1:{config.gateway.port}", deadline_s=60, timeout_s=5) as client:
+        url, key = f"http://127.0.0.1:{config.gateway.port}", make_own_key(config.folder).read_text().strip()
+        async with PenstockClient(url, api_key=key, deadline_s=60, timeout_s=5) as client:
             await client.get_run()
             submitting = [asyncio.create_task(client.submit([PROMPT] * 4)) for _ in range(20)]
             while not (await queue.stat()).pending_prompts:  # noqa: ASYNC110
@@ -229,7 +231,7 @@ async def test_tls_and_client_certificates(redis_process: Any, redis_client: red
             with pytest.raises(httpx.TransportError):
                 await nobody.get(f"{url}/v1/runs")
         trusted.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
-        async with PenstockClient(url, tls=trusted) as client:
+        async with PenstockClient(url, api_key=gateway.key, tls=trusted) as client:
             assert (await client.get_run()).run == "test"
         parts = [(tmp_path / name).read_bytes() for name in ("ca.crt", "client.key", "client.crt")]
         for credentials, is_known in (
@@ -237,7 +239,10 @@ async def test_tls_and_client_certificates(redis_process: Any, redis_client: red
         ):  # fmt: skip
             target, options = f"127.0.0.1:{gateway.grpc_port}", [("grpc.enable_http_proxy", 0)]
             async with grpc.aio.secure_channel(target, credentials, options=options) as channel:
-                call = runs_pb2_grpc.RunServiceStub(channel).GetRun(runs_pb2.GetRunRequest(), timeout=10)
+                metadata = (("authorization", f"Bearer {gateway.key}"),)
+                call = runs_pb2_grpc.RunServiceStub(channel).GetRun(
+                    runs_pb2.GetRunRequest(), timeout=10, metadata=metadata
+                )
                 if is_known:
                     assert (await call).run == "test"
                 else:

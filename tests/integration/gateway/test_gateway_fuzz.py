@@ -16,6 +16,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from gateways import run_config
+from penstock.api_keys import read_own_key
 from penstock.config.run import RunConfig
 from penstock_services.gateway.server import serve
 
@@ -26,8 +27,9 @@ ENDLESS = r"/results$|:watch$|:wait$|^/metrics$"
 
 
 @pytest.fixture(scope="module")
-def gateway_url(redis_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A gateway in a thread of its own, because schemathesis has no event loop."""
+def gateway(redis_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """A gateway in a thread of its own, because schemathesis has no event loop: its URL, and the headers with its
+    key."""
     config = run_config(redis_process.url, tmp_path_factory.mktemp("fuzz")).model_copy(update={"run": RUN})
     started, addresses, stops = threading.Event(), [], []
 
@@ -44,15 +46,18 @@ def gateway_url(redis_process: Any, tmp_path_factory: pytest.TempPathFactory) ->
     thread = threading.Thread(target=lambda: asyncio.run(run(config)))
     thread.start()
     assert started.wait(20)
-    yield f"http://{addresses[0][0]}:{addresses[0][1]}"
+    yield f"http://{addresses[0][0]}:{addresses[0][1]}", {"Authorization": f"Bearer {read_own_key(config.folder)}"}
     loop, stop = stops[0]
     loop.call_soon_threadsafe(stop.set)
     thread.join(20)
 
 
 @pytest.fixture(scope="module")
-def api(gateway_url: str) -> Any:
-    return schemathesis.openapi.from_url(f"{gateway_url}/v1/openapi.json").exclude(path_regex=ENDLESS)
+def api(gateway: tuple[str, dict[str, str]]) -> Any:
+    url, headers = gateway
+    api = schemathesis.openapi.from_url(f"{url}/v1/openapi.json", headers=headers).exclude(path_regex=ENDLESS)
+    api.config.update(headers=headers)
+    return api
 
 
 def call(case: Any) -> None:

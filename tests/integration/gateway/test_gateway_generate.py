@@ -59,7 +59,7 @@ async def gateway(
 
 @pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as made:
         yield made
 
 

@@ -171,7 +171,7 @@ async def test_policies_are_paged_newest_first(gateway: Gateway, queue: RedisRep
 
 async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: RedisReplayQueue) -> None:
     prompts = [Prompt(messages=(("user", f"{i}?"),), num_samples=2) for i in range(2)]
-    async with PenstockClient(gateway.url) as client:
+    async with PenstockClient(gateway.url, api_key=gateway.key) as client:
         created = await client.create_evaluation("heldout", prompts)
         assert (created.num_prompts, created.num_finished) == (2, 0)
         assert await client.create_evaluation("heldout", prompts[:1]) == created

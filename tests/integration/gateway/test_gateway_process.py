@@ -75,7 +75,7 @@ async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
             assert_problem(await gateway.rest.get(path), 503, "UNAVAILABLE")
         text = (await gateway.rest.get("/metrics")).text
         assert "penstock_gateway_requests_total" in text and "penstock_queue_depth" not in text
-        async with PenstockClient(gateway.url, deadline_s=0.5) as client:
+        async with PenstockClient(gateway.url, api_key=gateway.key, deadline_s=0.5) as client:
             with pytest.raises(Unavailable, match="Redis does not answer"):
                 await client.get_run()
 

@@ -24,17 +24,18 @@ from penstock_learner.checkpoints.checkpoint import CheckpointStore
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
-def post(url: str, path: str, **body: Any) -> Any:
-    response = httpx.post(f"{url}{path}", json=body or None, timeout=60, trust_env=False)
+def post(http: httpx.Client, path: str, **body: Any) -> Any:
+    response = http.post(path, json=body or None)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def start_gateway(run: FleetRun) -> tuple[Part, str]:
-    """The gateway and its address."""
+def start_gateway(run: FleetRun) -> tuple[Part, httpx.Client]:
+    """The gateway and a client of it."""
     gateway = run._start("gateway", "penstock_services.gateway")
     run.until((run.config.folder / "gateway.json").exists, "the gateway")
-    return gateway, GatewayAddress.from_run_dir(run.config.folder).url
+    address = GatewayAddress.from_run_dir(run.config.folder)
+    return gateway, httpx.Client(base_url=address.url, headers=address.headers, timeout=60, trust_env=False)
 
 
 def oldest_published(run: FleetRun) -> int:
@@ -117,13 +118,13 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
         run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
-        gateway, url = start_gateway(run)
+        gateway, http = start_gateway(run)
         run.until_serving("a", above=3, timeout_s=240)
         policies, version = f"/v1/runs/{config.run}/policies", oldest_published(run)
-        held = post(url, f"{policies}/{version}:rollback")
+        held = post(http, f"{policies}/{version}:rollback")
         assert held["is_held"] and held["snapshot_path"]
         before = run.current
-        said_again = post(url, f"{policies}/{version}:rollback")
+        said_again = post(http, f"{policies}/{version}:rollback")
         assert said_again == held | {"server_ids": ANY}, "once, however often it is ordered"
         run.until(lambda: run.servers()["a"].policy_version == version, f"the server to return to version {version}")
         run.until_serving("a", above=version - 1)
@@ -135,13 +136,13 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
         assert run.stat().expired > 0, "groups of the versions between are dropped, and their prompts answered anew"
         assert run.servers()["a"].policy_version == version, "nothing is pushed meanwhile"
         body = {"model": config.run, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
-        assert post(url, "/v1/chat/completions", **body)["policy_version"] == version
+        assert post(http, "/v1/chat/completions", **body)["policy_version"] == version
 
-        post(url, f"{policies}:release")
+        post(http, f"{policies}:release")
         run.until_serving("a", above=published)
         learner = run.parts["learner"]
         learner.may_end = True
-        assert post(url, f"/v1/runs/{config.run}:stop")["state"] == "STOPPED"
+        assert post(http, f"/v1/runs/{config.run}:stop")["state"] == "STOPPED"
         run.until(lambda: learner.process.poll() is not None, "the learner to stop")
         assert learner.process.returncode == 0, learner.output()[-2000:]
         assert not any(run.watch.conservation_errors)
@@ -156,22 +157,22 @@ def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
         for server_id in ("a", "b"):
             run.start_server(server_id, "--rollout.engine.name", "torch")
         run.start_learner()
-        _, url = start_gateway(run)
+        _, http = start_gateway(run)
         run.until_serving("a", "b", above=3, timeout_s=240)
-        pins, evaluations = f"{url}/v1/runs/{config.run}/pins", f"/v1/runs/{config.run}/evaluations"
+        pins, evaluations = f"/v1/runs/{config.run}/pins", f"/v1/runs/{config.run}/evaluations"
         version = oldest_published(run)
         for name in ("b", "nightly"):
-            pinned = httpx.put(f"{pins}/{name}", json={"policy_version": version}, timeout=60, trust_env=False)
+            pinned = http.put(f"{pins}/{name}", json={"policy_version": version})
             pinned.raise_for_status()
         run.until(lambda: run.servers()["b"].policy_version == version, f"the server to return to version {version}")
         run.until_serving("b", above=version - 1)
         sums = [{"role": "user", "content": f"{n}+{n}="} for n in range(10, 30)]
         prompts = [{"messages": [one], "sampling": {"max_tokens": 8}, "num_samples": 2} for one in sums]
         started_at = run.current
-        post(url, evaluations, evaluation_id="nightly", prompts=prompts)
+        post(http, evaluations, evaluation_id="nightly", prompts=prompts)
 
         def result() -> Any:
-            return httpx.get(f"{url}{evaluations}/nightly", timeout=60, trust_env=False).json()
+            return http.get(f"{evaluations}/nightly").json()
 
         run.until(lambda: result()["num_finished"] == len(prompts), "the evaluation")
         assert (result()["policy_version_min"], result()["policy_version_max"]) == (version, version)
@@ -179,7 +180,7 @@ def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
         run.until(lambda: run.current > evaluated_at + 2, "training to go on")
         assert run.servers()["b"].policy_version == version < run.servers()["a"].policy_version
         assert run.watch.groups_of("a", evaluated_at_ms) and not run.watch.groups_of("b", evaluated_at_ms)
-        httpx.delete(f"{pins}/b", timeout=60, trust_env=False).raise_for_status()
+        http.delete(f"{pins}/b").raise_for_status()
         run.until_serving("b", above=started_at)
         assert not any(run.watch.conservation_errors)
 

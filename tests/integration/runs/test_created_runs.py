@@ -67,13 +67,18 @@ def example_config(run: str, **learner: Any) -> dict[str, Any]:
     }
 
 
+def client_of(folder: Path, run: str) -> SyncPenstockClient:
+    address = GatewayAddress.from_run_dir(folder)
+    return SyncPenstockClient(address.url, run=run, api_key=address.api_key)
+
+
 @pytest.mark.timeout(400)
 def test_a_created_run_is_launched_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
     gateway_file = tmp_path / "gateway.yaml"
     gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
     with part("gateway", gateway_file), part("launcher", gateway_file, *LAUNCHER):
         until((tmp_path / "test" / "gateway.json").exists, "the gateway")
-        with SyncPenstockClient(GatewayAddress.from_run_dir(tmp_path / "test").url, run="short") as client:
+        with client_of(tmp_path / "test", "short") as client:
             assert client.create_run(example_config("short", num_steps=2)).state == "CREATED"
             run = until(lambda: (got := client.get_run()).state == "FINISHED" and got, "the last step", timeout_s=240)
     assert (run.step, run.launcher_id, run.queue.conservation_error) == (2, "here", 0)
@@ -92,15 +97,15 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
         where = ("--run-dir", str(folder))
         said = penstock("runs", "create", str(run_file), *where, "--learner.num_steps", "30")
         assert said.startswith("run second is created at step 0") and "penstock launcher" in said
-        url = GatewayAddress.from_run_dir(folder).url
-        with SyncPenstockClient(url, run="second") as client:
+        address = GatewayAddress.from_run_dir(folder)
+        with client_of(folder, "second") as client:
             with part("launcher", gateway_file, *LAUNCHER):
                 until(lambda: client.get_run().step >= 3, "steps")
                 run = client.get_run()
                 assert (run.state, run.launcher_id) == ("RUNNING", "here")
                 assert [server.server_id for server in client.servers()] == ["rollout-0"]
-                assert "second@" in json.dumps([model["id"] for model in models(url)])
-                assert completion(url, "second")["policy_version"] >= 0
+                assert "second@" in json.dumps([model["id"] for model in models(address)])
+                assert completion(address, "second")["policy_version"] >= 0
                 client.stop_run()
                 stopped = until(lambda: (got := client.get_run()).detail == "" and got, "its processes to end")
                 assert not (tmp_path / "second" / "gateway.json").exists()
@@ -116,19 +121,21 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
             assert "resuming from" in (tmp_path / "second" / "logs" / "learner.log").read_text()
 
 
-def completion(url: str, model: str) -> dict[str, Any]:
+def completion(address: GatewayAddress, model: str) -> dict[str, Any]:
     import httpx
 
     body = {"model": model, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(
+        f"{address.url}/v1/chat/completions", json=body, headers=address.headers, timeout=60, trust_env=False
+    )
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
-def models(url: str) -> list[dict[str, Any]]:
+def models(address: GatewayAddress) -> list[dict[str, Any]]:
     import httpx
 
-    return list(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"])
+    return list(httpx.get(f"{address.url}/v1/models", headers=address.headers, trust_env=False).json()["data"])
 
 
 def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path, redis_process: RedisProcess) -> None:
@@ -136,8 +143,7 @@ def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path, redis_pro
     gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))
     with part("gateway", gateway_file), part("launcher", gateway_file, "--launcher.max_runs", "1"):
         until((tmp_path / "test" / "gateway.json").exists, "the gateway")
-        address = GatewayAddress.from_run_dir(tmp_path / "test")
-        with SyncPenstockClient(address.url, run="lost") as client:
+        with client_of(tmp_path / "test", "lost") as client:
             client.create_run({"run": "lost", "model": {"path": "/nowhere"}})
             run = until(lambda: (got := client.get_run()).state == "FAILED" and got, "the failure")
     assert "/nowhere is not a model folder" in run.detail

@@ -100,7 +100,7 @@ CRITICAL = {
 }  # fmt: skip
 WARNING = {
     "LearnerStarved", "RolloutBackpressured", "StalenessNearLimit", "DropsHigh", "QueueOld", "EntropyCollapse",
-    "KLDivergence", "TrainInferMismatch", "GatewayErrors", "RewardErrors",
+    "KLDivergence", "TrainInferMismatch", "GatewayErrors", "GatewayKeysBroken", "RewardErrors",
 }  # fmt: skip
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool; install prometheus")
 

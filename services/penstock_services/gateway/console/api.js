@@ -3,6 +3,13 @@
 const RUNS = "/v1/runs", RUN = `${RUNS}/${encodeURIComponent(new URLSearchParams(location.search).get("run") ?? "-")}`;
 let asking = null;
 
+// A link of `penstock up` carries the key behind the #, where it is never sent to a server. It is taken out of the address.
+const given = /^#key=([\w-]+)$/.exec(location.hash);
+if (given) {
+  sessionStorage.setItem("penstock-key", given[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 export class Problem extends Error {
   constructor(problem) {
     super(problem.detail);

@@ -9,10 +9,9 @@ from starlette.responses import JSONResponse, Response
 from penstock.errors import InvalidInput
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway.bodies import Body, Int32, plain_fields
+from penstock_services.gateway.middleware import DATASET_TYPES
 from penstock_services.gateway.prompts.bodies import SamplingBody
 from penstock_services.gateway.routing import Authenticated, RunOfPath, add_routes
-
-_FORMATS = {"application/x-ndjson": "jsonl", "application/vnd.apache.parquet": "parquet"}
 
 
 class SubmitDatasetBody(Body):
@@ -33,10 +32,10 @@ def router() -> APIRouter:
 async def upload_dataset(run: RunOfPath, caller: Authenticated, name: str, request: Request) -> Response:
     """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind not in _FORMATS:
-        raise InvalidInput("content-type", f"must be one of {', '.join(_FORMATS)}, not {kind!r}")
+    if kind not in DATASET_TYPES:
+        raise InvalidInput("content-type", f"must be one of {', '.join(DATASET_TYPES)}, not {kind!r}")
     upload = datasets_pb2.UploadDatasetRequest(
-        run=run.name, name=name, format=_FORMATS[kind], content=await request.body()
+        run=run.name, name=name, format=DATASET_TYPES[kind], content=await request.body()
     )
     return JSONResponse(plain_fields(await run.datasets.upload_dataset(caller, upload)))
 

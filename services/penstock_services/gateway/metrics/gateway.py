@@ -18,12 +18,20 @@ class GatewayMetrics:
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
         info.labels(facts.placement, __version__).set(1)
         self.disk = DiskGauges(registry)
+        self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
+        self.broken_key_files = Gauge(
+            "penstock_gateway_broken_key_files", "Files of API keys that cannot be used.", registry=registry
+        )
         self.run = RunCollector(facts)
         registry.register(self.run)
 
     def observe(self, protocol: str) -> Observation:
         """A context manager that counts and times one request."""
         return Observation(self.requests, protocol)
+
+    def set_keys(self, num_keys: int, num_broken_files: int) -> None:
+        self.keys.set(num_keys)
+        self.broken_key_files.set(num_broken_files)
 
     def render(self, snapshot: RunSnapshot | None) -> bytes:
         """Metrics in the Prometheus text format. Without a snapshot the run's series are absent instead of stale."""

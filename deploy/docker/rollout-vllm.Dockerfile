@@ -21,7 +21,7 @@ RUN python -m venv /opt/penstock \
 
 FROM ${PYTHON} AS cpu
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/* \
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap g++ libnuma1 && rm -rf /var/lib/apt/lists/* \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 COPY --from=cpu-build /opt/penstock /opt/penstock
 COPY examples/arithmetic /opt/examples/arithmetic
@@ -36,6 +36,9 @@ CMD ["rollout", "--config", "/etc/penstock/run.yaml"]
 # The versions of the engine, torch and transformers stay those of vLLM's image.
 FROM ${VLLM} AS gpu
 COPY --from=wheel /wheels /wheels
+# bubblewrap isolates the programs of code rewards where the host allows user namespaces.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -m pip freeze | grep -E '^(torch|torchvision|torchaudio|vllm|transformers|numpy)==' > /constraints.txt \
   && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout]" \

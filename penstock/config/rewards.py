@@ -80,15 +80,20 @@ class CodeReward(RewardSettings):
     test_timeout_s: float = Field(default=5.0, gt=0)
     """Limit of one test in seconds, of wall-clock and of CPU time. Tests that `timeout_s` leaves no time for fail."""
     memory_bytes: int = Field(default=2**30, ge=2**26)
-    """Maximum address space of each process of a test, in bytes."""
+    """Maximum memory of a test in bytes: of each process (its address space), and of all its processes together."""
     file_bytes: int = Field(default=2**24, ge=0)
     """Largest file, in bytes, that a test may write to its private folder."""
+    folder_bytes: int = Field(default=2**26, ge=2**16)
+    """Maximum size of all files of a test together, in bytes."""
     output_bytes: int = Field(default=2**22, ge=1)
     """Maximum output of a test in bytes. A test that prints more fails."""
     max_processes: int = Field(default=16, ge=1)
     """Maximum number of processes and threads of one test."""
+    confinement: Literal["auto", "bubblewrap", "builtin"] = "auto"
+    """What isolates the tests. `bubblewrap` needs the program bwrap and a host that allows user namespaces, or root.
+    `builtin` needs Landlock and seccomp. `auto`: bubblewrap if it works on this machine, otherwise builtin."""
     allow_unisolated: bool = False
-    """Run tests even if the machine lacks Landlock or seccomp, which together isolate them. Code that a model has
+    """Run tests even if nothing can isolate them on this machine. Code that a model has
     written can then reach the network, the disk and this user's other processes."""
 
 

@@ -1,20 +1,24 @@
-"""Checks of this machine: ports, disk and GPUs."""
+"""Checks of this machine: ports, disk, GPUs and the sandbox of code rewards."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import socket
 import subprocess
+import sys
 
+from penstock.config.rewards import CodeReward
 from penstock.config.run import RunConfig
 from penstock.disk_space import folder_bytes, measure_disk
-from penstock.doctor.finding import Finding
+from penstock.doctor.finding import Finding, Level
 from penstock.ports import port_is_free
 
 CONNECT_TIMEOUT_S = 2.0
 MIN_FREE_BYTES = 5 * 2**30
 NVIDIA_SMI_TIMEOUT_S = 20.0
+SANDBOX_TIMEOUT_S = 60.0
 
 
 def check_ports(config: RunConfig) -> list[Finding]:
@@ -55,6 +59,29 @@ def check_disk(config: RunConfig) -> Finding:
     if space.free_bytes < max(MIN_FREE_BYTES, needed):
         return Finding("disk", "warn", str(space), "free space for checkpoints and snapshots, or move run_dir")
     return Finding("disk", "ok", str(space))
+
+
+def check_sandbox(config: RunConfig) -> list[Finding]:
+    """Say how this machine isolates the programs of code rewards, by running one. Empty without a rollout server."""
+    if importlib.util.find_spec("penstock_rollout") is None:
+        return []
+    reward = config.rollout.reward
+    codes = [code for code in (*reward.by_data_source.values(), reward.default) if isinstance(code, CodeReward)]
+    findings = []
+    for confinement in dict.fromkeys(code.confinement for code in codes or [CodeReward()]):
+        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox", confinement]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S, check=False)
+        except (subprocess.SubprocessError, OSError) as error:
+            findings.append(Finding("sandbox", "warn", f"could not be tried: {error}", "run penstock doctor again"))
+            continue
+        text = (done.stdout or done.stderr).strip().splitlines()[-1:] or ["no answer"]
+        if done.returncode == 0:
+            findings.append(Finding("sandbox", "ok", f"code rewards run {text[0]}"))
+        else:
+            level: Level = "fail" if codes else "warn"
+            findings.append(Finding("sandbox", level, text[0], "see docs/rewards.md; other rewards work"))
+    return findings
 
 
 def check_gpus(config: RunConfig) -> list[Finding]:

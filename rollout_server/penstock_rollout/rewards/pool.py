@@ -52,14 +52,17 @@ class RewardProcess:
         )  # fmt: skip
         return cls(process)
 
-    async def prepare(self, settings: str) -> None:
-        """Build a reward in the process, unless it was built there before. The process stays usable if this fails."""
+    async def prepare(self, settings: str) -> str:
+        """Build a reward in the process, unless it was built there before. The process stays usable if this fails.
+
+        Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
-            return
+            return ""
         answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
         if "error" in answer:
             raise RewardFailed("exception", answer["error"])
         self._prepared.add(settings)
+        return str(answer.get("description", ""))
 
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
         answer = await self._exchange({"reward": settings, **arguments}, timeout_s)
@@ -110,18 +113,19 @@ class RewardPool:
         self._free = asyncio.Semaphore(num_processes)
         self._idle: list[RewardProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
+        self._logged = {""}
 
     async def prepare(self, settings: str) -> None:
         """Build a reward in one process, to check that it can be built."""
         async with self._free:
             process = await self._take()
-            await self._guard(process, process.prepare(settings))
+            self._log_once(await self._guard(process, process.prepare(settings)))
 
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
         """Compute one reward. The deadline starts when a process is free. Cancelling the caller ends the process."""
         async with self._free:
             process = await self._take()
-            await self._guard(process, process.prepare(settings), keep=False)
+            self._log_once(await self._guard(process, process.prepare(settings), keep=False))
             return await self._guard(process, process.compute(settings, arguments, timeout_s))
 
     async def close(self) -> None:
@@ -129,6 +133,11 @@ class RewardPool:
             self._retire(process)
         self._idle.clear()
         await asyncio.gather(*self._ending)
+
+    def _log_once(self, description: str) -> None:
+        if description not in self._logged:
+            self._logged.add(description)
+            logger.info("%s", description)
 
     async def _take(self) -> RewardProcess:
         while self._idle:

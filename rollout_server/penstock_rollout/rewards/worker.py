@@ -4,7 +4,7 @@ Requests and answers are JSON frames on standard input and output: four bytes wi
 multiprocessing's pipes are not used, because they carry pickles, and reading a pickle runs code that the other side
 chose. The output of a reward function goes to standard error, and its standard input is empty. `settings` is JSON text.
 
-    {"prepare": settings}                                                   {}
+    {"prepare": settings}                                                   {} or {"description": "for the log"}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
      "ground_truth": ..., "extra_info": ...}
                                                     if either fails:        {"error": "what happened"}
@@ -56,7 +56,8 @@ def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> di
         if settings not in functions:
             functions[settings] = build(json.loads(settings))
         if "prepare" in request:
-            return {}
+            description = getattr(functions[settings], "description", "")
+            return {"description": description} if description else {}
         result = functions[settings](**{name: request[name] for name in ARGUMENTS})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)

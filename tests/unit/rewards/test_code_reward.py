@@ -15,10 +15,10 @@ from penstock_rollout.rewards.code.comparison import same_text, same_value
 from penstock_rollout.rewards.code.reward import extract_program
 from penstock_rollout.rewards.kinds import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
-from penstock_rollout.rewards.sandbox.confinement import Layers
-from penstock_rollout.rewards.sandbox.run import usable_layers
+from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
+from penstock_rollout.rewards.sandbox.run import Sandbox
+from tests.unit.rewards.confinements import needs_sandbox
 
-needs_sandbox = pytest.mark.skipif(not usable_layers().isolates, reason="this machine has no Landlock or seccomp")
 DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}
 
 
@@ -98,7 +98,7 @@ def test_the_deadline_of_the_reward_leaves_the_rest_of_the_tests_failed() -> Non
 
 def test_without_isolation_code_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Layers(0, has_seccomp=False, has_namespaces=False, drops_user=False)
-    monkeypatch.setattr(sandbox_run, "usable_layers", lambda: bare)
+    monkeypatch.setattr(sandbox_run, "_find", lambda choice: Sandbox(Builtin(bare), None))
     with pytest.raises(ConfigError, match="cannot isolate"):
         score("print(2)", DOUBLE)
     assert score("print(2 * int(input()))", DOUBLE, allow_unisolated=True)["score"] == 1

@@ -19,8 +19,8 @@ from penstock.errors import ConfigError
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardFailed
 from penstock_rollout.rewards.remote import RemoteScorer
-from penstock_rollout.rewards.sandbox.run import usable_layers
 from penstock_rollout.rewards.scorer import Scorer
+from tests.unit.rewards.confinements import needs_sandbox
 
 FUNCTIONS = '''
 from __future__ import annotations
@@ -212,7 +212,7 @@ async def test_an_idle_process_that_was_killed_is_replaced(make_scorer: MakeScor
     assert (await score(scorer, "7"))[0][0] == 1.0 and errors(scorer) == {}
 
 
-@pytest.mark.skipif(not usable_layers().isolates, reason="this machine has no Landlock or seccomp")
+@needs_sandbox
 async def test_ending_a_code_reward_ends_its_programs(make_scorer: MakeScorer, tmp_path: Path) -> None:
     """The caller gives up long before the reward's own deadline."""
     scorer = await make_scorer(function_file=None, default={"kind": "code", "test_timeout_s": 60, "timeout_s": 90})
@@ -338,3 +338,15 @@ async def _no_workers_left() -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+@needs_sandbox
+async def test_the_confinement_of_code_is_logged_once(
+    make_scorer: MakeScorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer = await make_scorer(function_file=None, default={"kind": "code"}, num_processes=2)
+    with caplog.at_level("INFO"):
+        await scorer.check()
+        await scorer.score("any", ["print(1)"] * 4, {"inputs": [""], "outputs": ["1"]}, {})
+    said = [record.message for record in caplog.records if "code rewards run" in record.message]
+    assert len(said) == 1 and "confined by" in said[0]

@@ -6,12 +6,11 @@ import math
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock_rollout.rewards.code.cases import DRIVER, DRIVER_FILE, SOLUTION_FILE, Case, read_cases
-from penstock_rollout.rewards.sandbox.confinement import Limits
-from penstock_rollout.rewards.sandbox.run import Sandbox, private_folder
+from penstock_rollout.rewards.sandbox.limits import Limits
+from penstock_rollout.rewards.sandbox.run import Sandbox
 
 _FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _RESERVED_S = 2.0
@@ -35,11 +34,12 @@ class CodeReward:
     def from_settings(cls, settings: dict[str, Any]) -> CodeReward:
         test_timeout_s, timeout_s = settings["test_timeout_s"], settings["timeout_s"]
         return cls(
-            sandbox=Sandbox.open(allow_unisolated=settings["allow_unisolated"]),
+            sandbox=Sandbox.open(settings["confinement"], allow_unisolated=settings["allow_unisolated"]),
             limits=Limits(
                 cpu_s=math.ceil(test_timeout_s),
                 memory_bytes=settings["memory_bytes"],
                 file_bytes=settings["file_bytes"],
+                folder_bytes=settings["folder_bytes"],
                 max_processes=settings["max_processes"],
             ),
             partial_credit=settings["partial_credit"],
@@ -48,6 +48,10 @@ class CodeReward:
             output_bytes=settings["output_bytes"],
             budget_s=max(timeout_s / 2, timeout_s - _RESERVED_S),
         )
+
+    @property
+    def description(self) -> str:
+        return f"programs of code rewards run {self.sandbox.description}"
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
@@ -69,12 +73,8 @@ class CodeReward:
         if wall_s <= 0:
             return False
         file, stdin = case.command()
-        with private_folder() as folder:
-            _write(folder / SOLUTION_FILE, program)
-            _write(folder / DRIVER_FILE, DRIVER)
-            outcome = self.sandbox.run(
-                [file], folder, stdin, self.limits, wall_s=wall_s, output_bytes=self.output_bytes
-            )
+        files = {SOLUTION_FILE: program, DRIVER_FILE: DRIVER}
+        outcome = self.sandbox.run([file], files, stdin, self.limits, wall_s=wall_s, output_bytes=self.output_bytes)
         return outcome.succeeded and case.accepts(outcome.stdout)
 
 
@@ -82,8 +82,3 @@ def extract_program(response: str) -> str:
     """The last fenced block of Python. A response without a block is a program itself."""
     blocks = _FENCE.findall(response)
     return str(blocks[-1] if blocks else response).strip()
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", errors="replace")
-    path.chmod(0o644)

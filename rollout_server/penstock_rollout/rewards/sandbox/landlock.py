@@ -14,7 +14,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
-_READABLE = (
+READABLE = (
     sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.__file__).parent), "/usr", "/lib", "/lib64", "/bin",
     "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero",
 )  # fmt: skip
@@ -29,7 +29,7 @@ def supported_abi() -> int:
 
 
 def make_ruleset(abi: int, folder: Path) -> int:
-    """Create a ruleset that allows reading `_READABLE` and using `folder`, except for devices and sockets in it.
+    """Create a ruleset that allows reading `READABLE` and using `folder`, except for devices and sockets in it.
 
     Every other kind of access that the kernel can restrict is denied."""
     libc = load_libc()
@@ -40,7 +40,7 @@ def make_ruleset(abi: int, folder: Path) -> int:
     ruleset = int(libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(num_bytes), ctypes.c_uint32(0)))
     check(ruleset, "landlock_create_ruleset")
     try:
-        for path in dict.fromkeys(_READABLE):
+        for path in dict.fromkeys(READABLE):
             _allow(libc, ruleset, path, _READ_FILE | _READ_DIR | _EXECUTE)
         _allow(libc, ruleset, "/dev/null", (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled)
         _allow(libc, ruleset, str(folder), handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _MAKE_SOCK | _IOCTL_DEV))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
-import signal
 import subprocess
 import time
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock_rollout.rewards.sandbox.program import RunningProgram
+
 POLL_S = 0.05
 ERROR_TAIL_BYTES = 4096
 READ_BYTES = 65536
+MEASURE_S = 0.2
+"""How often the memory and the files of a running program are measured."""
+
+Ending = Literal["itself", "deadline", "output", "memory", "files"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,13 @@ class Outcome:
     """How a program ended."""
 
     exit_code: int
-    """Negative if a signal ended the program."""
+    """Negative, or 128 and more under bubblewrap, if a signal ended the program."""
     stdout: bytes
     error_tail: bytes
     """The last ERROR_TAIL_BYTES of standard error."""
-    ended: Literal["itself", "deadline", "output"]
-    """Why the program ended: it exited by itself, its time was up, or it printed too much."""
+    ended: Ending
+    """Why the program ended: it exited by itself, its time was up, it printed too much, or it exceeded its memory or
+    the size of its files."""
 
     @property
     def succeeded(self) -> bool:
@@ -36,9 +41,10 @@ class Outcome:
 class ProgramIO:
     """The pipes of one program. It does not wait for descendants of the program that keep a pipe open."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, output_bytes: int) -> None:
+    def __init__(self, program: RunningProgram, stdin: bytes, output_bytes: int) -> None:
+        process = program.process
         assert process.stdin and process.stdout and process.stderr
-        self.process = process
+        self.program = program
         self._to_write = memoryview(stdin)
         self._output_bytes = output_bytes
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
@@ -46,8 +52,7 @@ class ProgramIO:
         self._errors = b""
 
     def run(self, deadline: float) -> Outcome:
-        """Feed and read the program until it ends, then kill its process group."""
-        ended: Literal["itself", "deadline", "output"] = "itself"
+        """Feed and read the program until it ends or exceeds a limit, then kill all of it."""
         with selectors.DefaultSelector() as selector:
             for stream, event in (
                 (self._stdin, selectors.EVENT_WRITE),
@@ -56,19 +61,27 @@ class ProgramIO:
             ):
                 os.set_blocking(stream.fileno(), False)
                 selector.register(stream, event)
-            while True:
-                has_ended = _has_ended(self.process)
-                self._transfer(selector, 0 if has_ended else min(POLL_S, max(0.0, deadline - time.monotonic())))
-                if len(self._written) > self._output_bytes:
-                    ended = "output"
-                    break
-                if has_ended:
-                    break
-                if time.monotonic() >= deadline:
-                    ended = "deadline"
-                    break
-        kill_group(self.process)
-        return Outcome(self.process.returncode, bytes(self._written), self._errors, ended)
+            ended = self._follow(selector, deadline)
+        self.program.kill()
+        return Outcome(self.program.process.returncode, bytes(self._written), self._errors, ended)
+
+    def _follow(self, selector: selectors.BaseSelector, deadline: float) -> Ending:
+        measures_at = time.monotonic() + MEASURE_S
+        while True:
+            has_ended = _has_ended(self.program.process)
+            self._transfer(selector, 0 if has_ended else min(POLL_S, max(0.0, deadline - time.monotonic())))
+            if len(self._written) > self._output_bytes:
+                return "output"
+            if has_ended:
+                return "itself"
+            if (now := time.monotonic()) >= deadline:
+                return "deadline"
+            if now >= measures_at:
+                measures_at = now + MEASURE_S
+                if self.program.exceeds_memory():
+                    return "memory"
+                if self.program.exceeds_files():
+                    return "files"
 
     def _transfer(self, selector: selectors.BaseSelector, wait_s: float) -> None:
         """Read and write the bytes that are ready. Waits for some, up to `wait_s`."""
@@ -109,22 +122,6 @@ class ProgramIO:
             else:
                 self._errors = (self._errors + chunk)[-ERROR_TAIL_BYTES:]
                 return
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group and reap all of it."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    with contextlib.suppress(ChildProcessError):
-        while True:  # orphans of the program became our children, and count against the process limit until reaped
-            os.waitpid(-process.pid, 0)
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

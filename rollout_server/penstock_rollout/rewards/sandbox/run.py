@@ -1,99 +1,122 @@
-"""Runs an untrusted Python program: confined, in a private folder, with a deadline.
+"""Runs untrusted Python programs: confined, with limits and a deadline.
 
-The program leads a process group that it cannot leave. The whole group is killed when the program ends, when its time
-is up, or when it prints too much. The program sees nothing of this process's environment.
+All processes of a program are killed when it ends, when its time is up, or when it exceeds a limit. The program sees
+nothing of this process's environment.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.sandbox.confinement import Confinement, Layers, Limits, adopt_orphans
-from penstock_rollout.rewards.sandbox.program_io import READ_BYTES, Outcome, ProgramIO, kill_group
+from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
+from penstock_rollout.rewards.sandbox.builtin import Builtin
+from penstock_rollout.rewards.sandbox.control_group import ControlGroup
+from penstock_rollout.rewards.sandbox.folders import remove_leftovers
+from penstock_rollout.rewards.sandbox.limits import Limits
+from penstock_rollout.rewards.sandbox.program import Confinement, Program
+from penstock_rollout.rewards.sandbox.program_io import READ_BYTES, Outcome, ProgramIO
+from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
 
-_PROBE_LIMITS = Limits(cpu_s=20, memory_bytes=2**30, file_bytes=2**20, max_processes=16)
+Choice = Literal["auto", "bubblewrap", "builtin"]
+_PR_SET_CHILD_SUBREAPER = 36
+_PROBE_LIMITS = Limits(cpu_s=20, memory_bytes=2**30, file_bytes=2**20, folder_bytes=2**20, max_processes=16)
 _PROBE_S = 20.0
+_PROBE = """
+import socket
+for attempt in (lambda: open("/proc/self/environ"), lambda: open("/etc/passwd"), socket.socket):
+    try: attempt()
+    except OSError: print("refused")
+"""
 
 
 class Sandbox:
-    """Runs programs under the layers of confinement that work on this machine."""
+    """Runs programs one at a time under one confinement, in a control group if there is one."""
 
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
+    def __init__(self, confinement: Confinement, group: ControlGroup | None) -> None:
+        self.confinement = confinement
+        self.group = group
 
     @classmethod
-    def open(cls, *, allow_unisolated: bool) -> Sandbox:
-        """Find the layers that work here. Raises ConfigError if they do not isolate and `allow_unisolated` is false."""
-        layers = usable_layers()
-        if not layers.isolates and not allow_unisolated:
+    def open(cls, choice: Choice = "auto", *, allow_unisolated: bool = False) -> Sandbox:
+        """Find the confinement that works here. Raises ConfigError if none isolates and `allow_unisolated` is false."""
+        if sys.platform == "linux":
+            # Descendants whose own parent dies become children of this process, which ends them.
+            check(load_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+        sandbox = _find(choice)
+        if choice == "bubblewrap" and sandbox.confinement.name != "bubblewrap":
             raise ConfigError(
-                "this machine cannot isolate the code of code rewards, which needs Linux with Landlock and seccomp; "
-                "run the server on another machine, or set allow_unisolated on the reward"
+                "bubblewrap does not work on this machine; install it (apt-get install bubblewrap) and allow user "
+                "namespaces, or set confinement to auto or builtin on the reward"
             )
-        adopt_orphans()
-        return cls(layers)
+        if not sandbox.isolates and not allow_unisolated:
+            raise ConfigError(
+                "this machine cannot isolate the code of code rewards, which needs bubblewrap, or Linux with Landlock "
+                "and seccomp; run the server on another machine, or set allow_unisolated on the reward"
+            )
+        return sandbox
+
+    @property
+    def isolates(self) -> bool:
+        return self.confinement.name != "none"
+
+    @property
+    def description(self) -> str:
+        """One line for the log and `penstock doctor`."""
+        if not self.isolates:
+            return "without isolation"
+        memory = "a control group holds" if self.group is not None else "the sandbox measures"
+        return f"confined by {self.confinement.name}; {memory} the memory of a program's processes together"
 
     def run(
-        self, arguments: Sequence[str], folder: Path, stdin: bytes, limits: Limits, *, wall_s: float, output_bytes: int
+        self,
+        arguments: Sequence[str],
+        files: Mapping[str, str],
+        stdin: bytes,
+        limits: Limits,
+        *,
+        wall_s: float,
+        output_bytes: int,
     ) -> Outcome:
-        """Run the Python interpreter with `arguments` in `folder`. No process of the program outlives the call."""
-        confinement = Confinement(self.layers, limits, folder)
-        try:
-            confinement.prepare()
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env=_environment(folder),
-                start_new_session=True,
-                preexec_fn=confinement.apply,  # noqa: PLW1509  (the calling process has one thread)
-            )
-        finally:
-            confinement.close()
-        try:
-            return ProgramIO(process, stdin, output_bytes).run(time.monotonic() + wall_s)
-        finally:
-            kill_group(process)
+        """Run the Python interpreter with `arguments` in a folder with `files`. No process or file outlives the
+        call."""
+        with self.confinement.start(Program(arguments, files), limits, self.group) as running:
+            return ProgramIO(running, stdin, output_bytes).run(time.monotonic() + wall_s)
 
-
-@contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """A new folder that only its owner can enter. It is removed, with its content, at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="penstock-code-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
+    def close(self) -> None:
+        self.confinement.close()
+        if self.group is not None:
+            self.group.close()
 
 
 @functools.cache
-def usable_layers() -> Layers:
-    """The strongest layers under which a trivial program runs on this machine."""
-    for layers in Layers.wanted().weaker():
-        with private_folder() as folder, contextlib.suppress(OSError, subprocess.SubprocessError):
-            program = "print(open('/proc/self/environ').read())" if layers.isolates else "print()"
-            outcome = Sandbox(layers).run(
-                ["-c", program], folder, b"", _PROBE_LIMITS, wall_s=_PROBE_S, output_bytes=READ_BYTES
-            )
-            # An isolated program must be refused access to a file outside its folder.
-            if b"PermissionError" in outcome.error_tail if layers.isolates else outcome.succeeded:
-                return layers
-    return Layers(0, has_seccomp=False, has_namespaces=False, drops_user=False)
+def _find(choice: Choice) -> Sandbox:
+    """The strongest confinement under which a trivial program runs on this machine."""
+    remove_leftovers()
+    group = ControlGroup.create()
+    confinements: list[Confinement] = [*Bubblewrap.choices()] if choice != "builtin" else []
+    for confinement in [*confinements, *Builtin.choices()]:
+        for choice_of_group in dict.fromkeys((group, None)):
+            sandbox = Sandbox(confinement, choice_of_group)
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                outcome = sandbox.run(["-c", _PROBE], {}, b"", _PROBE_LIMITS, wall_s=_PROBE_S, output_bytes=READ_BYTES)
+                # An isolated program must be refused files outside and the network.
+                if outcome.succeeded and (not sandbox.isolates or outcome.stdout.split() == [b"refused"] * 3):
+                    atexit.register(_close_in, os.getpid(), sandbox)
+                    return sandbox
+        confinement.close()
+    return Sandbox(Builtin.choices()[-1], None)
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+def _close_in(pid: int, sandbox: Sandbox) -> None:
+    """Close the sandbox at exit, but not in a fork of the process that opened it."""
+    if os.getpid() == pid:
+        sandbox.close()

@@ -1,94 +1,119 @@
-"""seccomp denies system calls to a process and its descendants."""
+"""seccomp denies system calls to a process and its descendants. Which ones is in `denied_calls.py`."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 
+from penstock_rollout.rewards.sandbox import denied_calls
 from penstock_rollout.rewards.sandbox.system_calls import check
 
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
-_REFUSED = {
-    # network, and io_uring, which bypasses the filter
-    "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # leaving the process group, which the sandbox kills as a whole
-    "setsid": (112, 157), "setpgid": (109, 154),
-    # objects that outlive the process
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # the system
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "mount_setattr": (442, 442), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "kexec_load": (246, 104), "reboot": (169, 142), "swapon": (167, 224),
-}  # fmt: skip
-"""Denied system calls, with their numbers on x86-64 and ARM64. They fail with EPERM."""
-_ON_ITSELF_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
-_ON_PID_ZERO_ONLY = {"prlimit64": (302, 261)}
-_CLONE, _CLONE3 = (56, 220), 435
 _NEW_NAMESPACES = 0x7E020000
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By machine: the index of its system call numbers above, and its AUDIT_ARCH constant."""
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""By machine: the index of its system call numbers, and its AUDIT_ARCH constant."""
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16
+_AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, (16, 24, 32)
+"""Offsets into what a filter sees of a call. Of each argument it loads the lower half."""
 _X32 = 0x40000000
+_ANY_PID = 0x7EADBEEF
+"""No process has this id."""
 
 Instruction = tuple[int, int, int, int]
+_REFUSE: Instruction = (_RETURN, 0, 0, _ERRNO | _EPERM)
+_PERMIT: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in _ARCHITECTURES
 
 
-def filter_program(machine: str, pid: int) -> list[Instruction]:
-    """BPF program over the number and first argument of a call: (code, jump if true, jump if false, operand).
+def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> list[Instruction]:
+    """BPF program over the number and arguments of a call: (code, jump if true, jump if false, operand).
 
-    `pid` is the only process that the program may signal: itself."""
+    `own_pid` is the only process that the program may signal. None: it has its own process ids, and may signal all.
+    `shares_files` denies changes of a file's mode, times and attributes, because the program owns files of the server.
+    """
     column, architecture = _ARCHITECTURES[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _AT_NUMBER), (_JUMP_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERRNO | _EPERM),
+        (_LOAD, 0, 0, _AT_NUMBER), (_JUMP_AT_LEAST, 0, 1, _X32), _REFUSE,
     ]  # fmt: skip
-    for numbers in _REFUSED.values():
-        program += _when(numbers[column], [(_RETURN, 0, 0, _ERRNO | _EPERM)])
-    for calls, value in ((_ON_ITSELF_ONLY, pid), (_ON_PID_ZERO_ONLY, 0)):
+    tables = [(denied_calls.ALWAYS, [_REFUSE])]
+    tables.append((denied_calls.ON_PID_ZERO_ONLY, _only(0, [0])))
+    tables.append((denied_calls.NO_SUCH_CALL, [(_RETURN, 0, 0, _ERRNO | _ENOSYS)]))
+    if shares_files:
+        tables.append((denied_calls.ON_FILES_OF_THE_SERVER, [_REFUSE]))
+    if own_pid is not None:
+        tables.append((denied_calls.ON_PROCESSES_OF_THE_SERVER, [_REFUSE]))
+        tables.append((denied_calls.ON_ITSELF_ONLY, _only(0, [own_pid])))
+        tables.append(({"prctl": denied_calls.PRCTL}, _unless(0, _JUMP_EQUAL, denied_calls.PR_SET_PDEATHSIG)))
+    tables += [
+        ({"clone": denied_calls.CLONE}, _unless(0, _JUMP_SET, _NEW_NAMESPACES)),
+        ({"open": denied_calls.OPEN}, _open_rule(1)),
+        ({"openat": denied_calls.OPENAT}, _open_rule(2)),
+        ({"ioctl": denied_calls.IOCTL}, _only(1, denied_calls.IOCTL_REQUESTS.values())),
+        ({"fcntl": denied_calls.FCNTL}, _fcntl_rule()),
+    ]
+    for calls, rule in tables:
         for numbers in calls.values():
-            program += _when(numbers[column], _by_first_argument(_JUMP_EQUAL, value, if_true=_ALLOW))
-    program += _when(_CLONE[column], _by_first_argument(_JUMP_SET, _NEW_NAMESPACES, if_true=_ERRNO | _EPERM))
-    # clone3 takes its flags in memory, which a filter cannot read. After ENOSYS the C library falls back to clone.
-    program += _when(_CLONE3, [(_RETURN, 0, 0, _ERRNO | _ENOSYS)])
-    return [*program, (_RETURN, 0, 0, _ALLOW)]
+            if (number := numbers[column]) is not None:
+                program += [(_JUMP_EQUAL, 0, len(rule), number), *rule]
+    return [*program, _PERMIT]
 
 
-def _when(number: int, then: Sequence[Instruction]) -> list[Instruction]:
-    return [(_JUMP_EQUAL, 0, len(then), number), *then]
+def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
+    """Permit the call if an argument has one of the values."""
+    tests = [instruction for value in values for instruction in ((_JUMP_EQUAL, 0, 1, value), _PERMIT)]
+    return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), *tests, _REFUSE]
 
 
-def _by_first_argument(test: int, operand: int, *, if_true: int) -> list[Instruction]:
-    otherwise = _ERRNO | _EPERM if if_true == _ALLOW else _ALLOW
+def _unless(argument: int, test: int, operand: int) -> list[Instruction]:
+    """Refuse the call if the test of an argument holds."""
+    return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), (test, 0, 1, operand), _REFUSE, _PERMIT]
+
+
+def _fcntl_rule() -> list[Instruction]:
+    """Permit F_SETFL without O_ASYNC, and the other commands of the table."""
+    set_flags = _unless(2, _JUMP_SET, denied_calls.O_ASYNC)
     return [
-        (_LOAD, 0, 0, _AT_FIRST_ARGUMENT), (test, 0, 1, operand), (_RETURN, 0, 0, if_true), (_RETURN, 0, 0, otherwise),
+        (_LOAD, 0, 0, _AT_ARGUMENTS[1]), (_JUMP_EQUAL, 0, len(set_flags), denied_calls.F_SETFL), *set_flags,
+        *_only(1, denied_calls.FCNTL_COMMANDS.values()),
     ]  # fmt: skip
 
 
-def restrict(libc: ctypes.CDLL) -> None:
+def _open_rule(argument: int) -> list[Instruction]:
+    """Refuse flags that change a file without the right to write it: truncation of a file that is opened for reading,
+    which Landlock restricts only since Linux 6.2, and access mode 3, which it never restricts."""
+    access, truncate = denied_calls.O_ACCMODE, denied_calls.O_TRUNC
+    tests = [step for value in (access, access | truncate, truncate) for step in ((_JUMP_EQUAL, 0, 1, value), _REFUSE)]
+    return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), (_AND, 0, 0, access | truncate), *tests, _PERMIT]
+
+
+@functools.cache
+def encoded_filter(*, own_pid: int | None, shares_files: bool) -> bytes:
+    """The filter of this machine as the kernel reads it."""
+    program = filter_program(platform.machine(), own_pid=own_pid, shares_files=shares_files)
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def restrict(libc: ctypes.CDLL, *, shares_files: bool) -> None:
     """Apply the filter to the calling process, which must have set PR_SET_NO_NEW_PRIVS."""
-    program = filter_program(platform.machine(), os.getpid())
-    code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    # Building the filter takes a millisecond, so the parent builds it once, with a process id to replace.
+    template, any_pid = encoded_filter(own_pid=_ANY_PID, shares_files=shares_files), struct.pack("<I", _ANY_PID)
+    code = template.replace(any_pid, struct.pack("<I", os.getpid()))
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(buffer)))
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)))
     check(libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, header, 0, 0), "seccomp")
+
+
+def prepare(*, shares_files: bool) -> None:
+    """Build the filter that `restrict` will apply in children of this process."""
+    encoded_filter(own_pid=_ANY_PID, shares_files=shares_files)

@@ -1,0 +1,241 @@
+"""Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
+
+It needs no other program and few rights, so it works in most containers.
+
+| layer      | prevents or limits                                                      | needs                    |
+|------------|-------------------------------------------------------------------------|--------------------------|
+| Landlock   | files outside its folder and the interpreter's, /proc, other processes  | Linux 5.13, enabled      |
+| seccomp    | sockets, signals to others, leaving its process group, mounts, ptrace,  | x86-64 or ARM64          |
+|            | changes of modes and times of the server's files                        |                          |
+| namespaces | the network, a second time; processes are counted per program           | root, or user namespaces |
+| user       | root rights: the program runs as another user                           | starting as root         |
+| rlimits    | CPU, address space, file size, number of processes and descriptors      | any Unix                 |
+
+Landlock and seccomp are required, because they provide the isolation. The other layers are added where the machine
+allows them. A program can still see that files outside exist, with their sizes and times: Landlock does not restrict
+`stat`. The sandbox does not protect against kernel bugs and side channels. If a machine holds secrets that matter, run
+these tests in a separate virtual machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock_rollout.rewards.sandbox import landlock, seccomp
+from penstock_rollout.rewards.sandbox.control_group import ControlGroup
+from penstock_rollout.rewards.sandbox.folders import BaseFolder
+from penstock_rollout.rewards.sandbox.limits import (
+    Limits,
+    files_are_exceeded,
+    in_session,
+    memory_is_exceeded,
+    read_processes,
+)
+from penstock_rollout.rewards.sandbox.program import Program, closing_streams, environment
+from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
+
+FIRST_USER, NUM_USERS = 60000, 5000
+"""Range of user ids without an account. A reward process that runs as root picks one of them for its programs, so that
+the process limit counts only these programs."""
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 38, 47
+_PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 2, 0x20080522
+_CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A choice of layers of confinement."""
+
+    landlock_abi: int
+    has_seccomp: bool
+    has_namespaces: bool
+    drops_user: bool
+
+    @property
+    def isolates(self) -> bool:
+        return self.landlock_abi > 0 and self.has_seccomp
+
+    @classmethod
+    def wanted(cls) -> Layers:
+        """All layers that this kernel supports. `usable_layers` tries whether this process may use them."""
+        if sys.platform != "linux":
+            return cls(0, has_seccomp=False, has_namespaces=False, drops_user=False)
+        return cls(
+            landlock_abi=landlock.supported_abi(),
+            has_seccomp=seccomp.is_supported(),
+            has_namespaces=True,
+            drops_user=os.geteuid() == 0,
+        )
+
+    def weaker(self) -> list[Layers]:
+        """Choices to try in this order, from these layers down to none."""
+        no_namespaces = replace(self, has_namespaces=False)
+        choices = [self, no_namespaces, replace(self, drops_user=False), replace(no_namespaces, drops_user=False)]
+        bare = Layers(0, has_seccomp=False, has_namespaces=False, drops_user=False)
+        return list(dict.fromkeys([*choices, bare]))
+
+
+class Builtin:
+    """Runs programs under layers of confinement, each in a private folder."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.name = "builtin" if layers.isolates else "none"
+
+    @classmethod
+    def choices(cls) -> list[Builtin]:
+        """Ways to try in this order. The last one does not isolate."""
+        return [cls(layers) for layers in Layers.wanted().weaker()]
+
+    @functools.cached_property
+    def _base(self) -> BaseFolder:
+        return BaseFolder.create()
+
+    @contextlib.contextmanager
+    def start(self, program: Program, limits: Limits, group: ControlGroup | None) -> Iterator[ConfinedProgram]:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(self._base.private_folder())
+            for name, text in program.files.items():
+                (folder / name).write_text(text, encoding="utf-8", errors="replace")
+                (folder / name).chmod(0o644)
+            entrances: Sequence[int] = []
+            if group is not None:
+                group.limit(limits.memory_bytes, limits.max_processes)
+                stack.callback(group.kill)
+                entrances = group.open_entrances()
+                for entrance in entrances:
+                    stack.callback(os.close, entrance)
+            with Restrictions(self.layers, limits, folder, entrances) as restrictions:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", *program.arguments],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    cwd=folder, env=environment(str(folder)), start_new_session=True,
+                    preexec_fn=restrictions.apply,  # noqa: PLW1509  (the calling process has one thread)
+                )  # fmt: skip
+            stack.enter_context(closing_streams(process))
+            running = ConfinedProgram(process, limits, folder, holds_memory=group is not None)
+            stack.callback(running.kill)
+            yield running
+
+    def close(self) -> None:
+        if "_base" in self.__dict__:
+            self._base.close()
+
+
+class ConfinedProgram:
+    """A program that leads a process group and a session that it cannot leave."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, folder: Path, *, holds_memory: bool) -> None:
+        self.process = process
+        self._limits = limits
+        self._folder = folder
+        self._holds_memory = holds_memory
+
+    def exceeds_memory(self) -> bool:
+        if self._holds_memory or sys.platform != "linux":
+            return False
+        processes = read_processes()
+        return memory_is_exceeded(in_session(self.process.pid, processes), processes, self._limits.memory_bytes)
+
+    def exceeds_files(self) -> bool:
+        return files_are_exceeded(self._folder, self._limits.folder_bytes)
+
+    def kill(self) -> None:
+        """Kill the program's process group and reap all of it."""
+        if self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        with contextlib.suppress(ChildProcessError):
+            while True:  # orphans of the program became our children, and count against the process limit until reaped
+                os.waitpid(-self.process.pid, 0)
+
+
+class Restrictions:
+    """Restricts one process. The child calls `apply` between fork and exec, where it only makes system calls."""
+
+    def __init__(self, layers: Layers, limits: Limits, folder: Path, entrances: Sequence[int]) -> None:
+        self._layers = layers
+        self._entrances = entrances
+        self._folder = folder
+        self._libc = load_libc() if sys.platform == "linux" else None
+        self._ruleset = -1
+        self._user = FIRST_USER + os.getpid() % NUM_USERS
+        # Without namespaces or a separate user, the kernel counts all processes of this user.
+        counts_all = not layers.drops_user and not layers.has_namespaces
+        self._limits = limits.of_a_process(_num_threads_of(os.getuid()) if counts_all else 0)
+
+    def __enter__(self) -> Restrictions:
+        if self._layers.landlock_abi:
+            self._ruleset = landlock.make_ruleset(self._layers.landlock_abi, self._folder)
+        if self._layers.has_seccomp:
+            seccomp.prepare(shares_files=not self._layers.drops_user)
+        if self._layers.drops_user:
+            os.chown(self._folder, self._user, self._user)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ruleset >= 0:
+            os.close(self._ruleset)
+
+    def apply(self) -> None:
+        for entrance in self._entrances:
+            os.write(entrance, b"0")
+        if self._libc is not None:
+            self._drop_rights(self._libc)
+        if self._layers.has_seccomp:
+            assert self._libc is not None
+            seccomp.restrict(self._libc, shares_files=not self._layers.drops_user)
+        for name, soft, hard in self._limits:
+            resource.setrlimit(name, (soft, hard))
+
+    def _drop_rights(self, libc: ctypes.CDLL) -> None:
+        if self._layers.has_namespaces:
+            # Root needs no user namespace, and could not switch to another user inside one.
+            user = 0 if self._layers.drops_user else _CLONE_NEWUSER
+            check(libc.unshare(user | _CLONE_NEWNET | _CLONE_NEWIPC), "unshare")
+        if self._layers.drops_user:
+            _become(libc, self._user)
+        check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+        check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+        if self._ruleset >= 0:
+            landlock.restrict(libc, self._ruleset)
+
+
+def _become(libc: ctypes.CDLL, user: int) -> None:
+    """Switch to another user, but keep the right to read files of root, such as an interpreter under /root.
+
+    Landlock still limits which files can be read.
+    """
+    check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kept = 1 << _CAP_DAC_READ_SEARCH
+    header, data = struct.pack("<Ii", _CAPABILITY_VERSION, 0), struct.pack("<6I", kept, kept, kept, 0, 0, 0)
+    check(libc.capset(header, data), "capset")
+    check(libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0), "prctl")
+
+
+def _num_threads_of(uid: int) -> int:
+    count = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        except OSError:
+            continue
+        if int(fields["Uid"].split()[0]) == uid:
+            count += int(fields["Threads"])
+    return count

@@ -6,7 +6,7 @@
 Redis, gateway, feed, two rollout servers (torch engine), the learner's controller, and a Ray cluster with two FSDP
 ranks run as processes of their own (soak_parts.py). All but Ray's own processes are targets of the killer; a target is
 killed (75 %), asked to end (15 %) or suspended for 3 to 10 s (10 %). A part that ended is started again with a
-kubelet's back-off. Kills begin after CALM_S of undisturbed training and end with the measured time.
+kubelet's back-off. Kills begin after a minute of undisturbed training and end with the measured time.
 
 What is judged:
 
@@ -42,8 +42,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from harness import RESULTS, Bar
@@ -62,13 +63,12 @@ from soak_parts import Killer, Part, host_description, rank_process, root_proces
 
 CONFIG = Path(__file__).with_name("soak.yaml")
 START_S = 180.0
-CALM_S = 60.0
-"""Undisturbed training before the first kill."""
 DRAIN_S = 180.0
 POLL_S = 0.2
 STALL_S = 240.0
 """A run without a step for this long has failed."""
 SAMPLES_PER_GROUP = 8
+TARGETS = ("redis", "gateway", "feed", "rollout-0", "rollout-1", "learner", "rank")
 
 
 @dataclass
@@ -85,22 +85,25 @@ class Observations:
 class Soak:
     """One run in one folder. `run` ends every process that it started, however it ends."""
 
-    def __init__(self, folder: Path, minutes: float, seed: int, mean_kill_s: float) -> None:
+    def __init__(
+        self, folder: Path, minutes: float, seed: int, mean_kill_s: float, targets: Collection[str], calm_s: float
+    ) -> None:
+        self.calm_s = calm_s
         self.minutes = minutes
         self.seed = seed
         self.processes = ProcessGroup(folder / "logs")
         self.config, self.parts = make_parts(folder)
         self.lineage = Lineage(folder / "logs" / "learner.log")
         dice = random.Random(seed)
-        targets = {name: lambda part=part: root_process(part) for name, part in self.parts.items() if name != "ray"} | {
-            "rank": lambda: rank_process([self.parts["ray"], self.parts["learner"]], dice)
-        }
-        self.killer = Killer(seed, mean_kill_s, targets)
+        possible = {name: partial(root_process, part) for name, part in self.parts.items()}
+        possible["rank"] = partial(rank_process, self.parts["ray"], dice)
+        self.killer = Killer(seed, mean_kill_s, {name: possible[name] for name in targets})
         self.observed = Observations()
         self.client: RedisClient = connect(self.config.redis, patient=True)
         self.queue = RedisReplayQueue(self.client, self.config.run, self.config.replay)
         self.begun_at = self.ended_at = 0.0
         self.calm_step_s = 0.0
+        self.checking: asyncio.Task[None] | None = None
         self.lost = self.doubled = -1
         self.final: QueueStat | None = None
 
@@ -109,13 +112,15 @@ class Soak:
             self._start()
             await self._watch_until(lambda: len(self.lineage.trained) >= 5, START_S)
             calm_from = len(self.lineage.trained)
-            await self._watch(CALM_S)
+            await self._watch(self.calm_s)
             self.calm_step_s = statistics.median(trained.seconds for trained in self.lineage.trained[calm_from:])
             self.begun_at = time.monotonic()
             self.killer.begin()
             await self._watch(self.minutes * 60, is_measured=True)
             self.ended_at = time.monotonic()
             self.killer.end()
+            if self.checking is not None:
+                await self.checking
             await self._take_stock()
         finally:
             self.ended_at = self.ended_at or time.monotonic()
@@ -152,8 +157,7 @@ class Soak:
                 self._print_progress()
             if is_measured and now > next_check:
                 next_check = now + 60
-                await self._check()
-                self.save()
+                self.checking = asyncio.create_task(self._check())
             await asyncio.sleep(POLL_S)
 
     def _poll(self) -> None:
@@ -166,17 +170,18 @@ class Soak:
             print(f"{fault.at - self.begun_at:6.0f} s  {fault.signal} {fault.part}", flush=True)
 
     async def _check(self) -> None:
-        """Conservation and memory, once a minute. Redis may be down at this moment; the client waits for it."""
+        """Conservation and memory, once a minute, beside the kills. Redis may be down; the client waits for it."""
         for name, part in self.parts.items():
             if rss := part.rss_bytes():
                 self.observed.rss[name].append(rss)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(50):
                 stat = await self.queue.stat()
                 self.observed.conservation_errors.append(stat.conservation_error)
                 self.observed.redis_bytes.append(int((await self.client.info("memory"))["used_memory"]))
         except (TimeoutError, PenstockError, OSError):
             self.observed.unanswered += 1
+        self.save()
 
     # ── the end ──
 
@@ -190,7 +195,8 @@ class Soak:
         while time.monotonic() < deadline:
             self._poll()
             stat = await self.queue.stat()
-            if stat.pending_prompts + stat.in_flight == 0 and stat.queued < self.config.replay.groups_per_step:
+            untrained = stat.queued - stat.delivered
+            if stat.pending_prompts + stat.in_flight == 0 and untrained < self.config.replay.groups_per_step:
                 break
             await asyncio.sleep(POLL_S)
         for name in ("learner", "rollout-0", "rollout-1"):
@@ -349,12 +355,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="time during which parts are killed")
     parser.add_argument("--seed", type=int, default=1, help="seed of the kills")
     parser.add_argument("--mean-kill-s", type=float, default=30.0, help="mean time between two kills")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="the parts that are killed")
+    parser.add_argument("--calm-s", type=float, default=60.0, help="undisturbed training before the first kill")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder, with all logs")
     arguments = parser.parse_args()
     # Ray's sockets need a short path (107 bytes).
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"folder: {folder}", flush=True)
-    soak = Soak(folder, arguments.minutes, arguments.seed, arguments.mean_kill_s)
+    soak = Soak(folder, arguments.minutes, arguments.seed, arguments.mean_kill_s, arguments.targets, arguments.calm_s)
 
     async def run() -> None:
         task = asyncio.current_task()

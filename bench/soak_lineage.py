@@ -23,7 +23,7 @@ MARKERS = {
     "take-over and checkpoint": re.compile(r" INFO training from step"),
 }
 """Each phase of a learner's start ends with a line of its log."""
-LEARNER_PARTS = ("learner", "rank")
+GRAVEST_FIRST = ("learner", "rank", "redis", "rollout-0", "rollout-1", "feed", "gateway")
 AFTERMATH_S = 20.0
 """A slow step that begins within this time of a fault is charged to the fault."""
 
@@ -167,9 +167,10 @@ def _charge(
 
 
 def _cause(begun_at: float, ended_at: float, faults: Sequence[Fault]) -> str:
-    """A fault of the learner within the interval, or else the last fault in or shortly before it."""
-    inside = [fault for fault in faults if begun_at < fault.at <= ended_at]
-    near = [fault for fault in faults if begun_at - AFTERMATH_S < fault.at <= ended_at]
-    of_learner = [fault for fault in inside if fault.part in LEARNER_PARTS]
-    found = of_learner or near
-    return f"after {found[-1].part} {found[-1].signal}" if found else ""
+    """The gravest fault in the interval, or else the gravest one shortly before it."""
+    for since in (begun_at, begun_at - AFTERMATH_S):
+        found = [fault for fault in faults if since < fault.at <= ended_at]
+        if found:
+            gravest = min(found, key=lambda fault: GRAVEST_FIRST.index(fault.part))
+            return f"after {gravest.part} {gravest.signal}"
+    return ""

@@ -147,12 +147,12 @@ def root_process(part: Part) -> psutil.Process | None:
     return tree[0] if tree else None
 
 
-def rank_process(parts: Sequence[Part], dice: random.Random) -> psutil.Process | None:
-    """One of the policy's ranks, which are workers of Ray."""
+def rank_process(cluster: Part, dice: random.Random) -> psutil.Process | None:
+    """One of the policy's ranks or their spares, which are workers of Ray."""
     ranks = []
-    for process in (process for part in parts for process in part.tree()):
+    for process in cluster.tree():
         with suppress(psutil.Error):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::PolicyWorker"):
+            if "ray::PolicyWorker" in " ".join(process.cmdline()[:1]):
                 ranks.append(process)
     return dice.choice(sorted(ranks, key=lambda process: process.pid)) if ranks else None
 

@@ -38,12 +38,13 @@ BENCHES = {
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
+    "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
 
 
 def build() -> str:
-    return "\n".join([HEAD, *(_section(name) for name in BENCHES)])
+    return "\n".join([HEAD, *(_section(name) for name in BENCHES if (RESULTS / f"{name}.json").exists())])
 
 
 def _section(name: str) -> str:

@@ -297,12 +297,14 @@ def make_parts(folder: Path) -> tuple[RunConfig, dict[str, Part]]:
     key.touch(mode=0o600)
     key.write_text(secrets.token_hex(32))
     overrides = {
-        "run_dir": str(folder), "redis.url": url, "weights.cluster_key_file": str(key),
+        "run_dir": str(folder), "weights.cluster_key_file": str(key),
         "learner.ray_address": f"127.0.0.1:{ray_port}", "gateway.port": str(free_port()),
     }  # fmt: skip
     config = load_config(CONFIG, [word for name, value in overrides.items() for word in (f"--{name}", value)])
+    config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
     config.folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "run.yaml"
+    config_file.touch(mode=0o600)
     config_file.write_text(dump_config(config))
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",

@@ -56,6 +56,7 @@ async def serve(config: RunConfig) -> None:
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
+    from penstock.cancellation import end_task
     from penstock.metrics import serve_metrics, write_endpoint
     from penstock.replay.redis_queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
@@ -67,7 +68,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.placement import place_roles
     from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
-    from penstock_learner.roles.workers import WORKERS
+    from penstock_learner.roles.role_group import gather_all, send_beats
 
     learner = config.learner
     check_loggers(learner.loggers)
@@ -85,13 +86,18 @@ async def serve(config: RunConfig) -> None:
         logger.info("joining Ray")
         stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
-        groups = await place_roles(config, roles, WORKERS, timeout_s=learner.rank_timeout_s)
+        groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)
         queue = RedisReplayQueue(client, config.run, config.replay)
         controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics, silence_s, tracing)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, controller.stopping.set)
-        await controller.run()
+        beats = asyncio.create_task(send_beats(groups.values()))
+        try:
+            await controller.run()
+        finally:
+            await end_task(beats)
+        await gather_all(*(role.end(await_successor=controller.stopping.is_set()) for role in groups.values()))
         logger.info("finished")
 
 

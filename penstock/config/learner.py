@@ -102,8 +102,12 @@ class LearnerConfig(Config):
     model."""
     max_role_restarts: int = Field(default=3, ge=0)
     """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
+    spare_ranks: bool = False
+    """Keep a started process without a model in reserve for each rank. When a rank dies, its role then skips the start
+    of processes and their imports. Costs about 0.5 GB of host memory per rank, and no GPU memory."""
     ray_address: str = ""
-    """Address of the Ray cluster to join. Empty: start a private one on this machine."""
+    """Address of the Ray cluster to join. Its ranks outlive the controller, and a restarted controller adopts them.
+    Empty: start a private one on this machine, which ends with the controller."""
     publish_host: str = ""
     """Address at which rollout servers reach the weight publisher. Empty: the address of the Ray node that the
     publisher runs on."""

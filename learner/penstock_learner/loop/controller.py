@@ -43,7 +43,7 @@ from penstock_learner.loop.take_over import take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.placement import LANES
+from penstock_learner.roles.role_actors import LANES
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
 
@@ -93,10 +93,11 @@ class LearnerController:
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again.
 
-        A learner that is to stop before it has taken a term takes none, so that it does not fence its successor."""
+        A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it fences
+        nobody."""
         died: RoleDied | None = None
         self._watch_disk()
-        while True:
+        while not self.stopping.is_set():
             try:
                 await self._start_roles(died)
                 logger.info("the roles are ready")
@@ -109,7 +110,7 @@ class LearnerController:
     async def _start_roles(self, died: RoleDied | None) -> None:
         """Start all roles, or after a death the dead one. Without a checkpoint, all trained roles start again too."""
         if died is None:
-            await gather_all(*(self.recovery.start(role) for role in self.roles.values()))
+            await gather_all(*(self._adopt_or_start(role) for role in self.roles.values()))
             return
         restarted = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
         # This death may have interrupted the restart of another role. It is started again, without being counted twice.
@@ -122,6 +123,18 @@ class LearnerController:
             for lane in LANES:
                 # A push of the old term that still runs would collide with the pushes of the new one.
                 await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
+
+    async def _adopt_or_start(self, role: RoleGroup) -> None:
+        """Adopt the ranks that an earlier controller left, if they can go back to a checkpoint, or start new ones.
+
+        To adopt fences the earlier controller. So a checkpoint that belongs to another store raises before."""
+        found = self._checkpoint_to_resume()
+        if found is not None:
+            found[1].check_store(await self.queue.store_id())
+        if (found is not None or role.name not in self.trained) and await role.adopt():
+            logger.info("adopted the ranks of the %s role", role.name)
+        else:
+            await self.recovery.start(role)
 
     async def _run_term(self) -> None:
         """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""

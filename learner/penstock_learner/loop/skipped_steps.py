@@ -11,8 +11,7 @@ import numpy as np
 
 from penstock.errors import TrainingDiverged
 from penstock_learner.model.packing import RankShard, SequenceBatch
-from penstock_learner.roles.critic import CriticReport
-from penstock_learner.roles.policy_update import UpdateReport
+from penstock_learner.roles.update_reports import CriticReport, UpdateReport
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 

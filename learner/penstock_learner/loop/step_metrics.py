@@ -13,8 +13,7 @@ from penstock.trajectory import Group
 from penstock_learner.algorithms.corrections import CorrectionStatistics
 from penstock_learner.loop.roll_back import RollBack, in_steps
 from penstock_learner.model.packing import SequenceBatch
-from penstock_learner.roles.critic import CriticReport
-from penstock_learner.roles.policy_update import UpdateReport
+from penstock_learner.roles.update_reports import CriticReport, UpdateReport
 
 
 def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:

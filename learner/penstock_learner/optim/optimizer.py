@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,17 +10,7 @@ from torch import Tensor, nn
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.optim.adamw import LARGE, ScaledAdamW, local_shard
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """The outcome of a step. It is the same on every rank."""
-
-    grad_norm: float
-    """Norm of the whole model's gradient, before clipping."""
-    lr: float
-    skipped: bool
-    """True when the loss or the gradient was not finite. The weights are then unchanged."""
+from penstock_learner.optim.step import OptimizerStep
 
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,24 +15,11 @@ from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.scalar_model import check_tokenizer, load_scalar_model
-from penstock_learner.optim.optimizer import OptimizerStep, apply_gradients
+from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.roles.update_reports import CriticReport
 
 KEY = "learner.critic.path"
-
-
-@dataclass(frozen=True)
-class CriticReport:
-    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
-
-    loss: float
-    """This rank's share of the value loss."""
-    num_clipped: int
-    """Trained tokens for which the clipped value gave the larger error."""
-    step: OptimizerStep
-    """The step of the whole model, the same on every rank."""
-    nonfinite: tuple[int, ...] = ()
-    """Indices of the micro-batches whose loss was not finite."""
 
 
 class CriticWorker(TrainerRank):

@@ -11,27 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
+from penstock_learner.roles.role_actors import RoleActors
 from penstock_learner.roles.role_group import RoleGroup
 
 RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
     "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
 }
-
-
-SAVE_LANE = "save"
-LANES = ("push", "catch_up", SAVE_LANE)
-"""Besides the training thread, each rank has one thread per lane: for pushes, catch-up pushes and checkpoints."""
 
 
 def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
@@ -71,15 +64,13 @@ def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here
         )
 
 
-async def place_roles(
-    config: RunConfig, roles: Mapping[str, RoleConfig], workers: Mapping[str, type], timeout_s: float
-) -> dict[str, RoleGroup]:
+async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeout_s: float) -> dict[str, RoleGroup]:
     """Reserve the resources of all roles, which can then be started. Raises DeadlineExceeded if they do not fit."""
     placed: dict[str, RoleGroup] = {}
     if not config.learner.ray_address:
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
     for group in active_resource_groups(config.learner, roles):
-        reserved = placement_group(bundles(group), strategy="PACK")
+        reserved = _reserve(config, group)
         try:
             async with asyncio.timeout(timeout_s):
                 await reserved.ready()
@@ -89,22 +80,20 @@ async def place_roles(
                 "add nodes, or lower learner.*.num_ranks"
             ) from error
         for name, role in group.items():
-            make_actors = partial(_make_actors, config, name, role, workers[name], reserved)
-            placed[name] = RoleGroup(name, make_actors, config.learner.rank_timeout_s)
+            placed[name] = RoleGroup(RoleActors(config, name, role, reserved), config.learner.rank_timeout_s)
     return placed
 
 
-def _make_actors(
-    config: RunConfig, name: str, role: RoleConfig, worker: type, reserved: PlacementGroup, number: int
-) -> list[Any]:
-    """Make one actor per rank. `number` makes the names differ from those of earlier sets of actors."""
-    remote: Any = ray.remote(concurrency_groups=dict.fromkeys(LANES, 1))(worker)
-    return [
-        remote.options(
-            name=f"{config.run}-{name}-{rank}-{number}",
-            num_cpus=role.cpus_per_rank,
-            num_gpus=role.gpus_per_rank,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
-        ).remote(config, rank, role.num_ranks)
-        for rank in range(role.num_ranks)
-    ]
+def _reserve(config: RunConfig, group: Mapping[str, RoleConfig]) -> PlacementGroup:
+    """The placement group of a resource group. On a joined cluster it may still exist, with ranks in it."""
+    if not config.learner.ray_address:
+        return placement_group(bundles(group), strategy="PACK")
+    name = "+".join(group)
+    try:
+        kept = get_placement_group(name)
+    except ValueError:
+        return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")
+    if kept.bundle_specs == bundles(group):
+        return kept
+    remove_placement_group(kept)
+    return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")

@@ -17,8 +17,9 @@ from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import RankShard
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
-from penstock_learner.roles.policy_update import PolicyUpdate, UpdateReport
+from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.weights.gathering import gathered_weights, load_gathered, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push_report import PushReport

@@ -35,28 +35,10 @@ from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
-from penstock_learner.optim.optimizer import OptimizerStep, apply_gradients
+from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.roles.update_reports import UpdateReport
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
-
-    loss: float
-    """This rank's share of the policy loss."""
-    kl: float
-    """Sum of the KL penalty over trained tokens."""
-    entropy: float
-    """Sum of the entropy over trained tokens."""
-    statistics: LossStatistics
-    correction: CorrectionStatistics
-    mismatch: Mismatch
-    step: OptimizerStep
-    """The step of the whole model, the same on every rank."""
-    nonfinite: tuple[int, ...]
-    """Indices of the micro-batches whose loss was not finite."""
 
 
 @dataclass(frozen=True)

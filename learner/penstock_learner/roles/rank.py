@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+from ray.util import get_current_placement_group, remove_placement_group
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 
 from penstock.config.run import RunConfig
+from penstock.errors import Fenced
 from penstock.logs import setup_logging
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
@@ -20,6 +25,10 @@ from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
+ORPHAN_S = 300.0
+"""How long the ranks of a joined cluster wait for a new controller after theirs has died."""
+SUCCESSOR_S = 20.0
+"""The same after theirs was told to stop. Its pod may be replaced, but more often the run ends."""
 
 
 class Rank:
@@ -27,11 +36,53 @@ class Rank:
 
     role = "rank"
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
+    def __init__(self, config: RunConfig, rank: int, world_size: int, owner: str = "") -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.owner = owner
+        """Identifies the controller whose calls this rank accepts."""
+        self.is_up = False
+        self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
+        if config.learner.ray_address:
+            threading.Thread(target=self._end_when_orphaned, daemon=True).start()
+
+    def call(self, owner: str, method: str, *arguments: Any) -> Any:
+        """Make a call of the controller. Raises Fenced if another controller has adopted this rank since."""
+        if owner != self.owner:
+            raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
+        return getattr(self, method)(*arguments)
+
+    def mark_up(self) -> None:
+        """All ranks of the role have loaded their model. From here on another controller may adopt this one."""
+        self.is_up = True
+
+    def adopt(self, owner: str, config: RunConfig) -> str:
+        """Accept the calls of another controller, and of no earlier one. Returns `up`, `spare` (no model is loaded), or
+        `unfit` if this rank was started with another config."""
+        if config != self.config:
+            return "unfit"
+        self.owner = owner
+        self.beat()
+        return "up" if self.is_up else "spare"
+
+    def beat(self) -> None:
+        """The controller is alive."""
+        self.beat_at = time.monotonic()
+
+    def await_successor(self) -> None:
+        """The controller ends in order. Its successor may adopt this rank within SUCCESSOR_S."""
+        self.beat_at = time.monotonic() - ORPHAN_S + SUCCESSOR_S
+
+    def _end_when_orphaned(self) -> None:
+        """Free the resources of this rank's group, which ends its ranks, if no controller calls any more."""
+        while time.monotonic() - self.beat_at < ORPHAN_S:
+            time.sleep(1.0)
+        logger.warning("no controller has adopted the %s rank in time; it ends", self.role)
+        reserved = get_current_placement_group()
+        if reserved is not None:
+            remove_placement_group(reserved)
 
     def rendezvous(self) -> str:
         """Open the store through which the other ranks join. Called on rank 0. Returns the store's address."""

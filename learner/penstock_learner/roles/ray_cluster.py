@@ -17,6 +17,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock_learner.roles.placement import num_cpus
 from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
+from penstock_learner.roles.role_actors import namespace_of
 
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"
@@ -62,7 +63,12 @@ def _is_alive(pid: int) -> bool:
 
 def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> None:
     if config.learner.ray_address:
-        ray.init(address=config.learner.ray_address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(
+            address=config.learner.ray_address,
+            namespace=namespace_of(config),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
         return
     ray.init(
         num_cpus=num_cpus(config.learner, roles),

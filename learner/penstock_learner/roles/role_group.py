@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from penstock.errors import PenstockError, ProcessDied, RoleDied
+from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
+from penstock_learner.roles.role_actors import BEAT_LANE, LANES, RoleActors
 
 logger = logging.getLogger(__name__)
 OTHER_ERRORS_S = 5.0
 """How long to wait for the errors of other ranks after one has failed. When a rank dies, another rank may report a lost
 connection first, which does not explain the failure."""
+ADOPT_S = 30.0
+"""How long a rank may take to end the call of a dead controller. A rank whose partner never got that call waits longer,
+in a collective operation that cannot end: it is killed."""
+END_S = 10.0
+BEAT_S = 10.0
 
 
 async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
@@ -27,16 +34,29 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
     return results
 
 
+async def send_beats(roles: Iterable[RoleGroup]) -> None:
+    """Tell the ranks again and again that their controller is alive."""
+    while True:
+        for role in roles:
+            role.beat()
+        await asyncio.sleep(BEAT_S)
+
+
 class RoleGroup:
     """The actors of one role, rank by rank.
 
-    `make_actors` makes a complete new set and is given the set's number. Only one set may exist at a time."""
+    One set of actors is up at a time. With `learner.spare_ranks` there is a second one, whose processes are started but
+    have loaded no model: it replaces the first when one of its ranks dies."""
 
-    def __init__(self, name: str, make_actors: Callable[[int], list[Any]], timeout_s: float) -> None:
-        self.name = name
-        self.make_actors = make_actors
+    def __init__(self, source: RoleActors, timeout_s: float) -> None:
+        self.source = source
+        self.name = source.name
+        self.worker = f"{self.name.title().replace('_', '')}Worker"
         self.timeout_s = timeout_s
+        self.owner = secrets.token_hex(8)
+        """Identifies this controller to the ranks, which refuse the calls of every other one."""
         self.actors: list[Any] = []
+        self.spares: list[Any] = []
         self.num_sets = 0
         self.is_up = False
         """Whether the newest set was started completely. Its ranks may have died since."""
@@ -46,16 +66,88 @@ class RoleGroup:
         return len(self.actors)
 
     async def start(self) -> None:
-        """Kill the actors of the earlier set, make a new set, form its process group and load the model."""
+        """Kill the actors of the earlier set, take a new set, form its process group and load the model."""
         self.is_up = False
+        if self.num_sets == 0:
+            self._kill_kept()
         for actor in self.actors:
             ray.kill(actor)
-        self.num_sets += 1
-        self.actors = self.make_actors(self.num_sets)
+        self.actors, self.spares = self.spares or self._make_set(), []
         rendezvous = await self.call_rank(0, "rendezvous")
         await self.call_all("join", rendezvous)
         await self.call_all("load")
+        await self.call_all("mark_up")
         self.is_up = True
+        if self.source.has_spares:
+            self.spares = self._make_set()
+
+    async def adopt(self) -> bool:
+        """Take the ranks that an earlier controller left. False if there are none, or if they are not fit for use:
+        one is dead or busy, or they were started with another config. Ranks that are not fit are killed.
+
+        From here on the ranks refuse the calls of every earlier controller. They may have trained further than the
+        newest checkpoint: restore it before they are used."""
+        for number, actors in self.source.find().items():
+            self.num_sets = number
+            states = await self._adopt_set(actors)
+            if states == {"up"} and not self.is_up:
+                self.actors, self.is_up = actors, True
+            elif states == {"spare"} and not self.spares:
+                self.spares = actors
+            else:
+                for actor in actors:
+                    ray.kill(actor)
+        if self.is_up and self.source.has_spares and not self.spares:
+            self.spares = self._make_set()
+        return self.is_up
+
+    def _kill_kept(self) -> None:
+        """Kill the ranks that an earlier controller left."""
+        for number, actors in self.source.find().items():
+            self.num_sets = number
+            for actor in actors:
+                ray.kill(actor)
+
+    async def _adopt_set(self, actors: list[Any]) -> set[str]:
+        """The states of the ranks after they were adopted; empty if one of them cannot be used."""
+        if len(actors) != self.source.role.num_ranks:
+            return set()
+        calls = [actor.adopt.remote(self.owner, self.source.config) for actor in actors]
+        try:
+            states = set(await self._gather("adopt", calls, ADOPT_S))
+            for lane in LANES if states == {"up"} else ():
+                # A push or a checkpoint of the controller before may still run.
+                idle = [self._call(actor, "wait_idle", lane=lane) for actor in actors]
+                await self._gather("wait_idle", idle, ADOPT_S)
+        except PenstockError as error:
+            logger.warning("%s; the ranks of the %s role are started again", error, self.name)
+            return set()
+        return states
+
+    def beat(self) -> None:
+        """Tell the ranks that their controller is alive. Does not wait for them."""
+        for actor in (*self.actors, *self.spares):
+            self._call(actor, "beat", lane=BEAT_LANE)
+
+    async def end(self, *, await_successor: bool = False) -> None:
+        """End the ranks and free their resources, unless another controller has adopted them.
+
+        With `await_successor`, ranks that outlive their controller wait a short time for the next one."""
+        if not self.actors and self.source.find():
+            return  # this controller has adopted none of them
+        waits = await_successor and self.source.outlive_controller
+        method = "await_successor" if waits else "beat"
+        calls = [self._call(actor, method, lane=BEAT_LANE) for actor in (*self.actors, *self.spares)]
+        try:
+            if calls:
+                await self._gather(method, calls, END_S)
+        except Fenced:
+            return
+        except PenstockError as error:
+            logger.warning("%s; its ranks are ended", error)
+            waits = False
+        if not waits:
+            self.source.give_up()
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Make the same call to every rank."""
@@ -63,24 +155,31 @@ class RoleGroup:
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank, rank i with arguments[i]. Returns all results, or raises one error."""
-        references = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
+        references = [self._call(actor, method, *own) for actor, own in zip(self.actors, arguments, strict=True)]
         return await self._gather(method, references, self.timeout_s)
 
     async def call_rank(self, rank: int, method: str, *arguments: Any) -> Any:
-        reference = getattr(self.actors[rank], method).remote(*arguments)
+        reference = self._call(self.actors[rank], method, *arguments)
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Call rank 0 in the lane's thread, which runs beside training."""
-        reference = getattr(self.actors[0], method).options(concurrency_group=lane).remote(*arguments)
+        reference = self._call(self.actors[0], method, *arguments, lane=lane)
         return (await self._gather(method, [reference], timeout_s))[0]
 
     async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
         """Call every rank in the lane's thread, which runs beside training."""
-        references = [
-            getattr(actor, method).options(concurrency_group=lane).remote(*arguments) for actor in self.actors
-        ]
+        references = [self._call(actor, method, *arguments, lane=lane) for actor in self.actors]
         return await self._gather(method, references, self.timeout_s)
+
+    def _call(self, actor: Any, method: str, *arguments: Any, lane: str | None = None) -> Any:
+        """Begin a call, as the owner of the rank. Process titles and timelines show it as a call of `method`."""
+        options = {"name": f"{self.worker}.{method}"} | ({"concurrency_group": lane} if lane else {})
+        return actor.call.options(**options).remote(self.owner, method, *arguments)
+
+    def _make_set(self) -> list[Any]:
+        self.num_sets += 1
+        return self.source.make(self.num_sets, self.owner)
 
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
         calls = [asyncio.ensure_future(reference) for reference in references]

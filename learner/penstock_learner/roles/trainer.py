@@ -81,7 +81,11 @@ class TrainerRank(Rank):
         return find_damage(checkpoint, files)
 
     def restore(self, folder: Path) -> None:
-        """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite."""
+        """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite.
+
+        Waits for a checkpoint that is still being written: two at once would mix their collectives."""
+        if isinstance(saving := getattr(self, "saving", None), Future):
+            saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
         with _one_line_errors(folder):
             load_shards(state, checkpoint_id=folder)

@@ -15,8 +15,8 @@ from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismat
 from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.model.packing import batch_of, partition
-from penstock_learner.optim.optimizer import OptimizerStep
-from penstock_learner.roles.policy_update import UpdateReport
+from penstock_learner.optim.step import OptimizerStep
+from penstock_learner.roles.update_reports import UpdateReport
 
 BATCH = batch_of([make_group(prompt_id) for prompt_id in (11, 12)])
 SHARDS = partition(BATCH, 2, 1000)

@@ -33,6 +33,9 @@ class OnePolicy:
 
     async def start(self) -> None: ...
 
+    async def adopt(self) -> bool:
+        return False
+
     async def call_all(self, method: str, folder: Path) -> None:
         assert method == "restore"
         raise Restored(folder)

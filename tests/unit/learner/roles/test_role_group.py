@@ -1,0 +1,197 @@
+"""A role's ranks outlive their controller: who may adopt them, who may call them, and when a spare takes over."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from penstock.config.loading import validate
+from penstock.config.run import RunConfig
+from penstock.errors import Fenced, RoleDied
+from penstock_learner.roles.rank import Rank
+from penstock_learner.roles.role_group import RoleGroup
+
+NUM_RANKS = 2
+
+
+class RecordingRank(Rank):
+    """A rank without a process group or a model. It records the calls that reach it."""
+
+    role = "policy"
+
+    def __init__(self, config: RunConfig, rank: int, owner: str) -> None:
+        super().__init__(config, rank, NUM_RANKS, owner)
+        self.calls: list[str] = []
+
+    def rendezvous(self) -> str:
+        return "nowhere:1"
+
+    def join(self, rendezvous: str) -> None:
+        self.calls.append("join")
+
+    def load(self) -> None:
+        self.calls.append("load")
+
+    def update(self) -> None:
+        self.calls.append("update")
+
+
+class FakeActor:
+    """Calls a rank in this process as Ray would: at once, or with RayActorError after its death."""
+
+    def __init__(self, rank: RecordingRank) -> None:
+        self.rank = rank
+        self.is_dead = False
+        self.call = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._caller("call")))
+        self.adopt = SimpleNamespace(remote=self._caller("adopt"))
+
+    def _caller(self, method: str) -> Any:
+        def remote(*arguments: Any) -> asyncio.Future[Any]:
+            future = asyncio.get_running_loop().create_future()
+            try:
+                if self.is_dead:
+                    raise RayActorError
+                future.set_result(getattr(self.rank, method)(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        return remote
+
+
+class FakeCluster:
+    """Stands for RoleActors: the sets of one role that are alive on a cluster."""
+
+    name = "policy"
+    role = SimpleNamespace(num_ranks=NUM_RANKS)
+
+    def __init__(self, *, has_spares: bool = False) -> None:
+        self.config = make_config()
+        self.has_spares = has_spares
+        self.sets: dict[int, list[FakeActor]] = {}
+        self.outlive_controller = True
+        self.is_given_up = False
+
+    def make(self, number: int, owner: str) -> list[FakeActor]:
+        assert number not in self.sets, "the name is taken"
+        self.sets[number] = [FakeActor(RecordingRank(self.config, rank, owner)) for rank in range(NUM_RANKS)]
+        return self.sets[number]
+
+    def find(self) -> dict[int, list[FakeActor]]:
+        alive = {number: [actor for actor in actors if not actor.is_dead] for number, actors in self.sets.items()}
+        return {number: actors for number, actors in alive.items() if actors}
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+
+
+def make_config(lr: float = 1e-3) -> RunConfig:
+    return validate({"run": "r", "model": {"path": "m"}, "learner": {"lr": lr}}, "test")
+
+
+@pytest.fixture(autouse=True)
+def kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor: setattr(actor, "is_dead", True))
+
+
+def controller_of(cluster: Any) -> RoleGroup:
+    return RoleGroup(cluster, timeout_s=10)
+
+
+async def test_a_new_controller_adopts_the_ranks_and_the_old_one_is_fenced() -> None:
+    cluster = FakeCluster()
+    zombie, successor = controller_of(cluster), controller_of(cluster)
+    await zombie.start()
+    assert await successor.adopt()
+    assert successor.actors == cluster.sets[1], "no rank was started again"
+    with pytest.raises(Fenced, match="another learner has adopted policy rank 0"):
+        await zombie.call_all("update")
+    await successor.call_all("update")
+    assert [actor.rank.calls for actor in cluster.sets[1]] == [["join", "load", "update"]] * NUM_RANKS
+
+
+async def test_a_fenced_controller_does_not_end_the_ranks_of_its_successor() -> None:
+    cluster = FakeCluster()
+    zombie, successor = controller_of(cluster), controller_of(cluster)
+    await zombie.start()
+    await successor.adopt()
+    await zombie.end()
+    assert not cluster.is_given_up
+    await successor.end()
+    assert cluster.is_given_up
+
+
+async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:
+    cluster = FakeCluster()
+    await controller_of(cluster).start()
+    cluster.sets[1][0].is_dead = True
+    successor = controller_of(cluster)
+    assert not await successor.adopt()
+    assert cluster.sets[1][1].is_dead, "the other rank still holds its resources"
+    await successor.start()
+    assert successor.actors == cluster.sets[2]
+
+
+async def test_ranks_of_another_config_are_not_adopted() -> None:
+    cluster = FakeCluster()
+    await controller_of(cluster).start()
+    cluster.config = make_config(lr=1e-4)
+    assert not await controller_of(cluster).adopt()
+    assert not cluster.find()
+
+
+async def test_ranks_that_have_not_loaded_are_not_adopted_as_running_ones() -> None:
+    cluster = FakeCluster()
+    cluster.make(1, "dead-controller")
+    successor = controller_of(cluster)
+    assert not await successor.adopt()
+    await successor.start()
+    assert successor.actors == cluster.sets[1], "their processes are of use"
+
+
+async def test_a_first_start_ends_the_ranks_that_an_earlier_controller_left() -> None:
+    cluster = FakeCluster()
+    await controller_of(cluster).start()
+    successor = controller_of(cluster)
+    await successor.start()
+    assert all(actor.is_dead for actor in cluster.sets[1])
+    assert successor.actors == cluster.sets[2]
+
+
+async def test_a_spare_set_replaces_one_that_died() -> None:
+    cluster = FakeCluster(has_spares=True)
+    role = controller_of(cluster)
+    await role.start()
+    spares = cluster.sets[2]
+    assert [actor.rank.calls for actor in spares] == [[], []], "a spare loads no model"
+    cluster.sets[1][1].is_dead = True
+    with pytest.raises(RoleDied):
+        await role.call_all("update")
+    await role.start()
+    assert role.actors == spares
+    assert role.spares == cluster.sets[3]
+
+
+async def test_a_new_controller_adopts_the_spares_too() -> None:
+    cluster = FakeCluster(has_spares=True)
+    await controller_of(cluster).start()
+    successor = controller_of(cluster)
+    assert await successor.adopt()
+    assert (successor.actors, successor.spares) == (cluster.sets[1], cluster.sets[2])
+
+
+async def test_the_ranks_of_a_controller_that_was_told_to_stop_wait_for_the_next_one() -> None:
+    cluster = FakeCluster()
+    stopped, successor = controller_of(cluster), controller_of(cluster)
+    await stopped.start()
+    before = cluster.sets[1][0].rank.beat_at
+    await stopped.end(await_successor=True)
+    assert not cluster.is_given_up
+    assert cluster.sets[1][0].rank.beat_at < before, "they would wait as long as for a controller that has crashed"
+    assert await successor.adopt()
+    assert cluster.sets[1][0].rank.beat_at >= before

@@ -14,6 +14,7 @@ from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import GROUPS_PER_STEP, NUM_STEPS, MatrixRun
 from faults.proxy import ProxyThread
 from faults.test_matrix_network import make_faults
+from penstock.api_keys import read_own_key
 from penstock.client import SyncPenstockClient
 from penstock.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -30,6 +31,7 @@ class Load:
     """Clients that submit under idempotency keys until they are told to stop. Each repeats every submission once."""
 
     url: str
+    api_key: str
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Prompt ids by idempotency key."""
     failures: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Load:
                 thread.join(120)
 
     def _submit(self, client_number: int) -> None:
-        with SyncPenstockClient(self.url, timeout_s=2, deadline_s=60) as client:
+        with SyncPenstockClient(self.url, api_key=self.api_key, timeout_s=2, deadline_s=60) as client:
             count = 0
             while not self.ending.is_set():
                 key = f"client-{client_number}/{count}"
@@ -102,7 +104,7 @@ def test_the_gateway_is_killed_under_load(gateway_run: MatrixRun) -> None:
     run = gateway_run
     run.start("gateway")
     wait_until_ready(run)
-    load = Load(f"http://127.0.0.1:{run.config.gateway.port}")
+    load = Load(f"http://127.0.0.1:{run.config.gateway.port}", read_own_key(run.config.folder))
     with load.running():
         for _ in range(5):
             run.pause(run.random.uniform(0.3, 1.0))
@@ -122,7 +124,7 @@ def test_the_clients_link_to_the_gateway_fails(gateway_run: MatrixRun) -> None:
     run.start("gateway")
     wait_until_ready(run)
     with ProxyThread(("127.0.0.1", run.config.gateway.port)) as proxy:
-        load = Load(f"http://127.0.0.1:{proxy.port}")
+        load = Load(f"http://127.0.0.1:{proxy.port}", read_own_key(run.config.folder))
         with load.running():
             make_faults(run, proxy, "client to gateway", more_answers(run, load))
         load.check(run)
@@ -137,7 +139,7 @@ def test_the_gateway_s_link_to_redis_fails(gateway_run: MatrixRun) -> None:
     with ProxyThread(("127.0.0.1", run.redis.port)) as proxy:
         run.start_part("gateway", "penstock_services.gateway", run.through(proxy))
         wait_until_ready(run)
-        load = Load(f"http://127.0.0.1:{run.config.gateway.port}")
+        load = Load(f"http://127.0.0.1:{run.config.gateway.port}", read_own_key(run.config.folder))
         with load.running():
             make_faults(run, proxy, "gateway to Redis", more_answers(run, load))
         load.check(run)

@@ -1,5 +1,7 @@
 """The gRPC interface: the services of proto/penstock/v1 over the same handlers as REST, with health and reflection.
 
+Health is answered without a key.
+
 A PenstockError becomes its canonical code. The trailing metadata has its `reason`, the `field` if one is wrong, and
 `retry-after` in seconds if the call may succeed later.
 """
@@ -8,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import InvalidInput, PenstockError
@@ -34,6 +37,8 @@ KEEP_ALIVE_TIMEOUT_S = 20.0
 without an answer."""
 FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
+REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+Parse = Callable[[bytes], Message]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -47,10 +52,8 @@ class RpcServer:
         self.server = grpc.aio.server(options=_options(config))
         self.health = health.aio.HealthServicer()
         self._services = services_of(served, collection)
-        self.server.add_generic_rpc_handlers(Servicers(self._services, metrics, access).generic_handlers())
+        self.server.add_generic_rpc_handlers((Servicers(self._services, metrics, access),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
 
     async def start(self) -> None:
         await self.server.start()
@@ -63,59 +66,84 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-class Servicers:
-    """Every service of the gateway, behind the same authentication and metrics as REST."""
+class Servicers(grpc.GenericRpcHandler):
+    """Every service of the gateway, behind the same authentication and metrics as REST.
+
+    The key is checked before the request is received: a call without one is refused unread."""
 
     def __init__(self, services: dict[str, dict[str, Method]], metrics: GatewayMetrics, access: Access) -> None:
-        self.services = services
         self.metrics = metrics
         self.access = access
-
-    def generic_handlers(self) -> list[grpc.GenericRpcHandler]:
-        return [
-            grpc.method_handlers_generic_handler(
-                service, {name: self._method(f"/{service}/{name}", method) for name, method in methods.items()}
-            )
-            for service, methods in self.services.items()
-        ]
-
-    def _method(self, route: str, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
-        coding: dict[str, Any] = {
-            "request_deserializer": method.request.FromString,
-            "response_serializer": lambda response: response.SerializeToString(),
+        self.methods = {
+            f"/{service}/{name}": method for service, methods in services.items() for name, method in methods.items()
         }
-        if isinstance(method, UnaryUnary):
-            return grpc.unary_unary_rpc_method_handler(self._unary(route, method.handler), **coding)
-        if isinstance(method, UnaryStream):
-            return grpc.unary_stream_rpc_method_handler(self._stream(route, _opened(method.handler)), **coding)
-        return grpc.stream_stream_rpc_method_handler(self._stream(route, _each(method.handler)), **coding)
+        self.reflection = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME))
 
-    def _unary(self, route: str, handler: Handler) -> Any:
-        async def behaviour(request: Message, context: Context) -> Message:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        route = handler_call_details.method
+        if route not in self.methods and route != REFLECTION:
+            return None
+        metadata: dict[str, Any] = dict(handler_call_details.invocation_metadata or ())
+        request_id = request_id_of(str(metadata.get("x-request-id", "")))
+        try:
+            caller = self.access.authenticate(str(metadata.get("authorization", "")), request_id)
+        except PenstockError as error:
+            return grpc.stream_unary_rpc_method_handler(self._refusal(route, request_id, error))
+        if route == REFLECTION:
+            return grpc.stream_stream_rpc_method_handler(
+                self.reflection.ServerReflectionInfo,
+                reflection_pb2.ServerReflectionRequest.FromString,
+                reflection_pb2.ServerReflectionResponse.SerializeToString,
+            )
+        return self._method(route, self.methods[route], caller)
+
+    def _method(self, route: str, method: Method, caller: Caller) -> grpc.RpcMethodHandler[Any, Any]:
+        parse = partial(_parse, method.request)
+        if isinstance(method, UnaryUnary):
+            return grpc.unary_unary_rpc_method_handler(self._unary(route, method.handler, parse, caller))
+        stream = _opened(method.handler, parse) if isinstance(method, UnaryStream) else _each(method.handler, parse)
+        behaviour = self._stream(route, stream, caller)
+        if isinstance(method, UnaryStream):
+            return grpc.unary_stream_rpc_method_handler(behaviour)
+        return grpc.stream_stream_rpc_method_handler(behaviour)
+
+    def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
+        async def behaviour(_: Any, context: Context) -> bytes:
+            with self.metrics.observe("grpc") as seen:
+                seen.route, seen.code = route, error.grpc_code
+            _set_request_id(context, request_id)
+            await _abort(context, error)
+            raise AssertionError("abort always raises")
+
+        return behaviour
+
+    def _unary(self, route: str, handler: Handler, parse: Parse, caller: Caller) -> Any:
+        async def behaviour(data: bytes, context: Context) -> bytes:
             with self.metrics.observe("grpc") as seen:
                 seen.route = route
+                _set_request_id(context, caller.request_id)
                 try:
-                    response: Message = await handler(self._authenticate(context), request)
+                    response: Message = await handler(caller, parse(data))
                 except Exception as error:
                     failure = _failure(route, error)
                 else:
                     seen.code = "OK"
-                    return response
+                    return response.SerializeToString()
                 seen.code = failure.grpc_code
             await _abort(context, failure)
             raise AssertionError("abort always raises")
 
         return behaviour
 
-    def _stream(self, route: str, handler: Callable[[Caller, Any], AsyncIterator[Message]]) -> Any:
-        async def behaviour(request: Any, context: Context) -> AsyncIterator[Message]:
+    def _stream(self, route: str, handler: Callable[[Caller, Any], AsyncIterator[Message]], caller: Caller) -> Any:
+        async def behaviour(request: Any, context: Context) -> AsyncIterator[bytes]:
             with self.metrics.observe("grpc") as seen:
                 seen.route, seen.code = route, "CANCELLED"
+                _set_request_id(context, caller.request_id)
                 try:
-                    caller = self._authenticate(context)
                     await context.send_initial_metadata(())  # The client learns that it is connected before any event.
                     async for response in handler(caller, request):
-                        yield response
+                        yield response.SerializeToString()
                 except Exception as error:
                     failure = _failure(route, error)
                 else:
@@ -126,12 +154,17 @@ class Servicers:
 
         return behaviour
 
-    def _authenticate(self, context: Context) -> Caller:
-        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-        request_id = request_id_of(str(metadata.get("x-request-id", "")))
-        context.set_trailing_metadata((("x-request-id", request_id),))
-        bind(request_id=request_id)
-        return self.access.authenticate(str(metadata.get("authorization", "")), request_id)
+
+def _parse(kind: type[Message], data: bytes) -> Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidInput("request", f"is not a {kind.DESCRIPTOR.full_name}") from error
+
+
+def _set_request_id(context: Context, request_id: str) -> None:
+    context.set_trailing_metadata((("x-request-id", request_id),))
+    bind(request_id=request_id)
 
 
 def _options(config: GatewayConfig) -> list[tuple[str, int]]:
@@ -157,18 +190,18 @@ def _ms(seconds: float) -> int:
     return int(1000 * seconds)
 
 
-def _opened(handler: Handler) -> Callable[[Caller, Any], AsyncIterator[Message]]:
-    async def stream(caller: Caller, request: Any) -> AsyncIterator[Message]:
-        async for response in await handler(caller, request):
+def _opened(handler: Handler, parse: Parse) -> Callable[[Caller, Any], AsyncIterator[Message]]:
+    async def stream(caller: Caller, data: bytes) -> AsyncIterator[Message]:
+        async for response in await handler(caller, parse(data)):
             yield response
 
     return stream
 
 
-def _each(handler: Handler) -> Callable[[Caller, AsyncIterator[Any]], AsyncIterator[Message]]:
-    async def stream(caller: Caller, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
-        async for request in requests:
-            yield await handler(caller, request)
+def _each(handler: Handler, parse: Parse) -> Callable[[Caller, AsyncIterator[Any]], AsyncIterator[Message]]:
+    async def stream(caller: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for data in requests:
+            yield await handler(caller, parse(data))
 
     return stream
 

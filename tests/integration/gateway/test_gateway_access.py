@@ -227,6 +227,39 @@ async def test_health_and_reflection(gateway: Gateway) -> None:
     assert names > {"penstock.v1.PromptService", "penstock.v1.PolicyService", "grpc.health.v1.Health"}
 
 
+async def test_grpc_checks_the_key_before_it_reads_the_request(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+    monkeypatch.setattr("penstock_services.gateway.rpc._parse", lambda kind, data: parsed.append(data) or kind())
+    target = f"127.0.0.1:{gateway.grpc_port}"
+    async with grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        for path in (
+            "penstock.v1.RunService/PauseRun",
+            "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        ):
+
+            async def never() -> AsyncIterator[bytes]:
+                await asyncio.Event().wait()
+                yield b""
+
+            call: Any = channel.stream_unary(f"/{path}")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(never(), timeout=20)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED, "before any byte of the request has arrived"
+    assert parsed == []
+
+
+async def test_grpc_bytes_that_are_no_request_are_the_client_s_mistake(gateway: Gateway) -> None:
+    for path in ("PromptService/SubmitPrompts", "PromptService/WatchResults", "PromptService/StreamPrompts"):
+        call: Any = gateway.channel.stream_stream(f"/penstock.v1.{path}")(iter([b"\xff\xff\xff"]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, path
+        assert dict(caught.value.trailing_metadata() or ())["field"] == "request"
+
+
 async def test_watchers_do_not_hold_up_a_gateway_that_stops(gateway: Gateway) -> None:
     prompts, *_ = stubs(gateway)
     async with gateway.rest.stream("GET", f"{RUN}/results") as response:

@@ -120,7 +120,7 @@ def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) 
 def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
     secrets = [
         (live.folder / "redis" / "password").read_text().strip(),
-        (live.folder / "cluster.key").read_text().strip(),
+        *((live.folder / name).read_text().strip() for name in ("cluster.key", "gateway.key")),
     ]
     assert all(len(secret) >= 32 for secret in secrets)
     for process in [*live.descendants(), psutil.Process(live.process.pid)]:

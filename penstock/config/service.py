@@ -136,6 +136,10 @@ class GatewayLimits(Config):
     """Largest number of REST connections from one address. A proxy in front of the gateway is one address."""
     max_streams_per_connection: int = Field(default=256, ge=1)
     """Largest number of calls at the same time on one gRPC connection. Further calls wait in the client."""
+    max_dataset_prompts: int = Field(default=100_000, ge=1)
+    """Largest number of prompts in an uploaded dataset."""
+    max_dataset_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Largest size of an uploaded Parquet dataset once it is decoded, in bytes."""
     max_redis_connections: int = Field(default=64, ge=1)
     """Largest number of connections to Redis for requests. Streams and scrapes have as many of their own."""
 

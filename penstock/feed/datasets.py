@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +22,91 @@ from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt, Sampling
 
 _BATCH_ROWS = 1024
+_BATCH_BYTES = 16 * 2**20
+"""About how much of a Parquet file of unknown origin is decoded at once."""
+_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name")
 _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 
-def read_prompts(path: Path | str, *, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
+@dataclass(frozen=True)
+class ReadLimits:
+    """What a file that a stranger sent may hold. A small Parquet file can decode to many gigabytes."""
+
+    max_rows: int
+    max_bytes: int
+    """Bytes of the decoded columns."""
+
+
+def read_prompts(
+    path: Path | str, *, num_samples: int, sampling: Sampling, limits: ReadLimits | None = None
+) -> Iterator[Prompt]:
     """The prompts of a file, or of a folder that `Dataset.save_to_disk` wrote, in the order of its rows.
 
-    Rows are read as the iterator advances."""
-    for where, row in _rows(Path(path)):
+    Rows are read as the iterator advances. Raises InvalidInput for a file that is beyond the limits."""
+    for number, (where, row) in enumerate(_rows(Path(path), limits)):
+        if limits is not None and number >= limits.max_rows:
+            raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
         yield _prompt(where, row, num_samples, sampling)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _rows(path: Path, limits: ReadLimits | None) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
         return _folder_rows(path)
-    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
-    if path.suffix not in readers:
+    if path.suffix not in (".parquet", ".jsonl", ".ndjson"):
         raise InvalidInput(
             str(path), "is neither .parquet nor .jsonl nor a dataset's folder; convert it to one of them"
         )
     if not path.is_file():
         raise InvalidInput(str(path), "is not a file; check the path")
-    return readers[path.suffix](path)
+    return _parquet_rows(path, limits) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, limits: ReadLimits | None) -> Iterator[tuple[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(path, file.schema_arrow.names)
-            number = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+            batch_rows = _checked_batch_rows(path, file.metadata, limits) if limits else _BATCH_ROWS
+            number, num_bytes = 0, 0
+            for batch in file.iter_batches(batch_size=batch_rows, columns=columns):
+                if limits is not None and batch.nbytes > limits.max_bytes:
+                    raise _too_large(path, limits)
                 for row in batch.to_pylist():
+                    num_bytes += _size(row) if limits is not None else 0
+                    if limits is not None and num_bytes > limits.max_bytes:
+                        raise _too_large(path, limits)
                     yield f"{path} row {number}", row
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
+
+
+def _checked_batch_rows(path: Path, metadata: Any, limits: ReadLimits) -> int:
+    """How many rows to decode at once so that they stay small, whatever they repeat. Checks what the file says about
+    itself before anything is decoded."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    if sum(group.total_byte_size for group in groups) > limits.max_bytes:
+        raise _too_large(path, limits)
+    if metadata.num_rows > limits.max_rows:
+        raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
+    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+    largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    return min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, largest)))
+
+
+def _size(value: Any) -> int:
+    """Bytes of a decoded value. Arrow counts a text that is repeated only once."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 8 + sum(map(_size, parts))
+
+
+def _too_large(path: Path, limits: ReadLimits) -> InvalidInput:
+    return InvalidInput(str(path), f"decodes to more than {limits.max_bytes} bytes; split it")
 
 
 def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
@@ -41,7 +42,7 @@ class AuditLog:
             "operation": operation, "request": fields, "outcome": outcome,
         }  # fmt: skip
         try:
-            with self.path.open("a") as file:
+            with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pyarrow
 import pytest
 import redis.asyncio as redis
+from pyarrow import parquet
 
 from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
@@ -231,6 +235,28 @@ async def gateway_without_tokenizer(
 ) -> AsyncIterator[Gateway]:
     async with running(run_config(redis_process.url, tmp_path)) as started:
         yield started
+
+
+async def test_a_small_file_that_decodes_to_much_is_refused(gateway: Gateway) -> None:
+    """Each of 4,000 rows repeats one text of 200 kB, so a file of some kilobytes decodes to 800 MB."""
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4000, pyarrow.int32()), ["x" * 200_000])
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"prompt": repeated}), file, compression="zstd")
+    assert len(file.getvalue()) < 100_000
+    headers = {"Content-Type": "application/vnd.apache.parquet"}
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = await gateway.rest.put(f"{RUN}/datasets/bomb", content=file.getvalue(), headers=headers)
+    assert_problem(answer, 400, "INVALID_INPUT", "content")
+    assert "decodes to more than 268435456 bytes; split it" in answer.json()["detail"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
+    lines = b'{"prompt": "a"}\n' * 100_001
+    answer = await gateway.rest.put(
+        f"{RUN}/datasets/many", content=lines, headers={"Content-Type": "application/x-ndjson"}
+    )
+    assert_problem(answer, 400, "INVALID_INPUT", "content")
+    for name in ("bomb", "many"):
+        assert (await gateway.rest.get(f"{RUN}/datasets/{name}")).status_code == 404
+    assert list((gateway.config.folder / "datasets").iterdir()) == []
 
 
 async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Gateway, queue: RedisReplayQueue) -> None:

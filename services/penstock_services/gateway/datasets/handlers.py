@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.codec import encode_prompt, sampling_from_proto
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
-from penstock.feed.datasets import read_prompts
+from penstock.feed.datasets import ReadLimits, read_prompts
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
@@ -56,7 +57,7 @@ class DatasetHandlers:
             raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")
         validation.check_sampling(request.sampling)
         sampling = sampling_from_proto(request.sampling)
-        prompts = await asyncio.to_thread(_read, path, request.num_samples, sampling)
+        prompts = await asyncio.to_thread(lambda: list(self._read(path, request.num_samples, sampling)))
         name, digest = self._feed_name(path), await asyncio.to_thread(_digest, path)
         feed = await self.queue.feed(name, digest, 0, [], [])
         while feed.fingerprint == digest and feed.position < len(prompts):
@@ -79,9 +80,10 @@ class DatasetHandlers:
         """Check the content, then give the file its name in one step. If two uploads race, the first one wins."""
         partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.touch(mode=0o600)
             partial.write_bytes(content)
-            _read(partial, 1, Sampling())
+            self._count(partial)
             others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
             is_taken = any(other.is_file() for other in others)
             with contextlib.suppress(FileExistsError):
@@ -97,26 +99,31 @@ class DatasetHandlers:
             partial.unlink(missing_ok=True)
 
     async def _describe(self, path: Path) -> datasets_pb2.Dataset:
-        prompts = await asyncio.to_thread(_read, path, 1, Sampling())
+        num_prompts = await asyncio.to_thread(self._count, path)
         digest = await asyncio.to_thread(_digest, path)
         feed = await self.queue.feed(self._feed_name(path), digest, 0, [], [])
         return datasets_pb2.Dataset(
             name=path.stem,
             format=path.suffix.removeprefix("."),
-            num_prompts=len(prompts),
+            num_prompts=num_prompts,
             num_submitted=feed.position if feed.fingerprint == digest else 0,
             num_bytes=(await asyncio.to_thread(path.stat)).st_size,
         )
 
+    def _read(self, path: Path, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
+        gateway = self.config.gateway.limits
+        limits = ReadLimits(gateway.max_dataset_prompts, gateway.max_dataset_bytes)
+        return read_prompts(path, num_samples=num_samples, sampling=sampling, limits=limits)
+
+    def _count(self, path: Path) -> int:
+        """Check every prompt of the file, one after the other, and count them."""
+        num_prompts = sum(1 for _ in self._read(path, 1, Sampling()))
+        if not num_prompts:
+            raise InvalidInput(str(path), "holds no prompts")
+        return num_prompts
+
     def _feed_name(self, path: Path) -> str:
         return f"upload-{path.stem}"
-
-
-def _read(path: Path, num_samples: int, sampling: Sampling) -> list[Prompt]:
-    prompts = list(read_prompts(path, num_samples=num_samples, sampling=sampling))
-    if not prompts:
-        raise InvalidInput(str(path), "holds no prompts")
-    return prompts
 
 
 def _digest(path: Path) -> str:

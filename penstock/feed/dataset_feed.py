@@ -124,9 +124,10 @@ class Feeder:
         """Submit chunks until enough prompts wait. Returns the position, and whether it is the end."""
         position = await self._submit(0, [])
         while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
-            if (await self.queue.stat()).pending_prompts >= self.config.max_pending:
+            room = self.config.max_pending - (await self.queue.stat()).pending_prompts
+            if room <= 0:
                 return position, False
-            position = await self._submit(position, chunk)
+            position = await self._submit(position, chunk[:room])
         return position, True
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:

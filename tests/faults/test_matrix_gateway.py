@@ -173,6 +173,7 @@ def test_the_feed_is_killed(make_run: MakeRun) -> None:
         run.fault()
         run.kill("feed")
         before = len(seen) + 20
+        run.until(lambda kill=kill: run.measured.restarts.get("feed") == kill + 1, "a new feed")
         run.until(lambda before=before: drain() > before, "the feed to go on")
         run.recovered()
     run.until(lambda: drain() >= total, "all prompts")

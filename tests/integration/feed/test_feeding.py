@@ -124,7 +124,7 @@ async def test_no_more_than_wanted_wait(tmp_path: Path, redis_process: RedisProc
         async with asyncio.timeout(60):
             num_leased = 0
             while num_leased < NUM_PROMPTS:
-                assert (await queue.stat()).pending_prompts < 300 + 256
+                assert (await queue.stat()).pending_prompts <= 300
                 num_leased += len(await wide.lease("s", 200))
                 await asyncio.sleep(0.01)
             assert await task == NUM_PROMPTS

@@ -2,7 +2,7 @@
 
 | name | process |
 |---|---|
-| one of NAMES | the controller |
+| one of NAMES or TAKE_OVER_NAMES | the controller |
 | ROLE.RANK, for example critic.1 | a rank: in each update of a trained role, in each forward pass of a frozen one |
 """
 
@@ -13,6 +13,8 @@ import signal
 from collections import Counter
 
 ENVIRONMENT = "PENSTOCK_CRASH_AT"
+TAKE_OVER_NAMES = ("before_go_back", "after_go_back")
+"""The places in the controller process while it goes back to a checkpoint."""
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
 """The places in the controller process, in the order in which a group passes them."""
 _passed: Counter[str] = Counter()

@@ -18,7 +18,5 @@ def check(config: RunConfig) -> str:
     ClusterKey.of(config).make_if_missing()
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
-    found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).newest()
-    if found is None or checkpoint.resume == "off":
-        return "from the model folder"
-    return f"from {found[0].name}"
+    found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).candidates(checkpoint.resume)
+    return f"from {found[0].name}" if found else "from the model folder"

@@ -8,6 +8,7 @@ from penstock.config.run import RunConfig
 from penstock.doctor.finding import Finding
 from penstock.doctor.machine import check_listens
 from penstock.errors import NotFound, PenstockError
+from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
@@ -24,16 +25,15 @@ TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     """Check the run's queue, servers, components and policies."""
     try:
-        error = (await RedisReplayQueue(client, config.run, config.replay).stat()).conservation_error
+        queue = RedisReplayQueue(client, config.run, config.replay)
+        stat, committed_step = await queue.stat(), (await queue.committed()).step
         servers = await Fleet(client, config.run).servers()
         breakers = await RunControl(client, config.run).open_breakers()
         ages_s = await Heartbeats(client, config.run).ages_s()
         policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
     except (PenstockError, NotFound) as refused:
         return [Finding("run", "warn", f"cannot be read: {refused}", "use a Redis user that may read the run's keys")]
-    findings = [Finding("conservation", "ok", "nothing is lost")]
-    if error:
-        findings = [Finding("conservation", "fail", f"off by {error}", "see docs/runbooks.md#conservationbroken")]
+    findings = [_conservation(stat), *_admission(stat, committed_step, config.replay.groups_per_step)]
     findings += _breakers(servers, breakers)
     ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
     findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
@@ -56,6 +56,25 @@ def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[
         )
         for breaker in paused
     ]  # fmt: skip
+
+
+def _conservation(stat: QueueStat) -> Finding:
+    if stat.conservation_error:
+        text = f"off by {stat.conservation_error}"
+        return Finding("conservation", "fail", text, "see docs/runbooks.md#conservationbroken")
+    return Finding("conservation", "ok", "every admitted group is accounted for")
+
+
+def _admission(stat: QueueStat, committed_step: int, groups_per_step: int) -> Iterator[Finding]:
+    """Name a run that can never complete its next batch: too few groups are on their way, and none may be admitted."""
+    if stat.admission_room > 0 or stat.queued + stat.in_flight >= groups_per_step:
+        return
+    text = f"no prompt can be admitted, and {stat.queued + stat.in_flight} of {groups_per_step} groups are on their way"
+    if stat.step < committed_step:
+        text += f": the learner is at step {stat.step}, below the committed step {committed_step}"
+    yield Finding(
+        "admission", "fail", text, "start the learner from its newest checkpoint, or see docs/learner.md#going-back"
+    )
 
 
 def _heartbeat(component: str, age_s: float, limit_s: float) -> Finding:

@@ -8,8 +8,11 @@ A prompt is in exactly one of these places at any time:
            lease expiry                            ├─ expire (the prompt is pending again)
                                                    └─ discard (the prompt ends without being trained)
 
+    trained ──go_back──► pending           the learner went back to a checkpoint from before the prompt was trained
+
     lease, append, give_back, heartbeat            rollout servers
-    take, commit, expire, discard, dead_letter     the learner that holds the current term
+    take, commit, expire, discard, dead_letter,    the learner that holds the current term
+    go_back
     submit, feed                                   the gateway and the feed of a dataset
 
 `admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
@@ -122,6 +125,31 @@ class Delivery:
 
 
 @dataclass(frozen=True)
+class GoneBack:
+    """The last time that the run went back to a checkpoint."""
+
+    checkpoint: str
+    """Path of the checkpoint."""
+    term: int
+    """The term that went back. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
+    num_roll_backs: int
+    """How many roll backs the operator had ordered by then."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What durable checkpoints cover, as far as the queue knows. A learner must start from a state that covers it."""
+
+    step: int
+    """Step of the newest commit."""
+    trained: bytes
+    """Bitmap of the committed prompts. The first byte's highest bit stands for prompt 0."""
+    kept_after: int
+    """The prompts of every commit after this step are kept, so the run can go back to this step, but no further."""
+    gone_back: GoneBack | None
+
+
+@dataclass(frozen=True)
 class QueueStat:
     """Counts of every place of the diagram above at one moment. Two that differ only in their ages are equal.
 
@@ -201,7 +229,7 @@ class PromptIntake(Protocol):
         ...
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`) and discarded groups by the first word of the reason."""
+        """Number of expired (`stale`, or `abandoned` by `go_back`) and discarded groups by the reason's first word."""
         ...
 
 
@@ -259,8 +287,8 @@ class GroupProducer(Protocol):
 
 
 class GroupConsumer(Protocol):
-    """The calls of the learner. All but `store_id`, `take_term`, `feed_positions`, `wait_for_groups`, `fetch` and
-    `stat` raise Fenced once a newer term was taken."""
+    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feed_positions`, `wait_for_groups`,
+    `fetch` and `stat` raise Fenced once a newer term was taken."""
 
     async def store_id(self) -> str:
         """Random name of the store that holds this run's queue, made at the first call. A store that lost everything,
@@ -296,10 +324,23 @@ class GroupConsumer(Protocol):
         """The groups of these prompts. Those that are no longer queued are left out."""
         ...
 
-    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
+    async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         """Acknowledge and delete groups that a durable checkpoint covers. Returns how many were still there.
 
-        Closes the manifests up to `step`. Other groups in them become ready again."""
+        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `go_back`
+        until `oldest_step`, the step of the oldest checkpoint that exists, has reached the step of their commit."""
+        ...
+
+    async def committed(self) -> Committed:
+        """What commits have covered so far."""
+        ...
+
+    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+        """Undo the commits of these prompts, in one atomic call: the run continues from a checkpoint of `step`, whose
+        weights were not trained on them. `checkpoint` is its path.
+
+        The prompts are pending again, and their groups count as expired. Groups that were taken for later steps are
+        ready again. Raises Conflict, and changes nothing, if a prompt is no longer kept."""
         ...
 
     async def expire(self, prompt_id: int) -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from penstock.config.service import ReplayConfig
-from penstock.errors import Fenced, NotFound
+from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.admission import admission
 from penstock.replay.breaker import Verdict
 from penstock.replay.contract import (
     AppendOutcome,
+    Committed,
     Delivery,
     Evaluation,
     FeedPosition,
     FinishedGroup,
+    GoneBack,
     Lease,
     Outbox,
     PromptState,
@@ -326,14 +328,15 @@ class MemoryReplayQueue:
         groups = self.store.groups
         return [Delivery(prompt_id, groups[prompt_id].payload) for prompt_id in prompt_ids if prompt_id in groups]
 
-    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
+    async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         self._check_term()
         store, found = self.store, 0
+        committed_step = store.counters["committed_step"] = max(store.counters["committed_step"], step)
         for prompt_id in prompt_ids:
             if prompt_id in store.prompts:
                 if store.remove_group(prompt_id) is None:
                     store.release_admission(prompt_id)
-                del store.prompts[prompt_id]
+                store.kept.setdefault(committed_step, {})[prompt_id] = store.prompts.pop(prompt_id)
                 store.count("trained")
                 found += 1
             store.trained.add(prompt_id)
@@ -343,7 +346,47 @@ class MemoryReplayQueue:
                     store.delivered.remove(prompt_id)
                     store.make_ready(prompt_id)
         self._known = {(of_step, prompt_id) for of_step, prompt_id in self._known if of_step > step}
+        store.counters["kept_after"] = max(store.counters["kept_after"], oldest_step)
+        store.kept = {of_step: kept for of_step, kept in store.kept.items() if of_step > oldest_step}
         return found
+
+    async def committed(self) -> Committed:
+        store = self.store
+        trained = bytearray(max(store.trained, default=-1) // 8 + 1)
+        for prompt_id in store.trained:
+            trained[prompt_id // 8] |= 128 >> prompt_id % 8
+        return Committed(
+            store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.gone_back
+        )
+
+    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+        self._check_term()
+        store = self.store
+        kept = {prompt_id: prompt for prompts in store.kept.values() for prompt_id, prompt in prompts.items()}
+        if missing := set(prompt_ids) - kept.keys():
+            raise Conflict(f"{len(missing)} prompts that were trained after step {step} are no longer kept")
+        for prompt_id in prompt_ids:
+            store.prompts[prompt_id] = MemoryPrompt(
+                kept[prompt_id].payload, kept[prompt_id].priority, attempt=kept[prompt_id].attempt + 1
+            )
+            store.trained.remove(prompt_id)
+            store.make_pending(prompt_id)
+            store.count("trained", -1)
+            store.count("expired")
+            store.expired_reasons["abandoned"] += 1
+        store.kept = {
+            of_step: {prompt_id: prompt for prompt_id, prompt in prompts.items() if prompt_id not in prompt_ids}
+            for of_step, prompts in store.kept.items()
+            if of_step <= step
+        }
+        for prompt_id in sorted(store.delivered):
+            store.delivered.remove(prompt_id)
+            store.make_ready(prompt_id)
+        store.manifests.clear()
+        self._known.clear()
+        store.counters["step"] = store.counters["committed_step"] = step
+        store.gone_back = GoneBack(checkpoint, self.term, 0)
+        store.lease_signal.send()
 
     async def expire(self, prompt_id: int) -> None:
         self._check_term()

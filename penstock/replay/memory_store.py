@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.service import BreakerConfig
 from penstock.replay.breaker import MAX_SPARED, Breaker, Verdict
-from penstock.replay.contract import FeedPosition
+from penstock.replay.contract import FeedPosition, GoneBack
 from penstock.sample_scores import summarise
 
 NEVER = float("inf")
@@ -131,6 +131,9 @@ class MemoryStore:
         self.policies: dict[int, bytes] = {}
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
+        self.kept: dict[int, dict[int, MemoryPrompt]] = {}
+        """Prompts that were committed, by the step of the commit, while the run can go back to before it."""
+        self.gone_back: GoneBack | None = None
         self.buried: set[int] = set()
         self.cancelled: set[int] = set()
         self.is_paused = False

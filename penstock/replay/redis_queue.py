@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config.service import ReplayConfig
-from penstock.errors import NotFound
+from penstock.errors import Conflict, NotFound
 from penstock.replay.admission import admission
 from penstock.replay.contract import (
     AppendOutcome,
+    Committed,
     Delivery,
     Evaluation,
     FeedPosition,
     FinishedGroup,
+    GoneBack,
     Lease,
     Outbox,
     PromptStatus,
@@ -224,10 +226,24 @@ class RedisReplayQueue:
             payloads |= await self.payloads.fetch(keys)
         return [Delivery(prompt_id, payloads[prompt_id]) for prompt_id in prompt_ids if prompt_id in payloads]
 
-    async def commit(self, step: int, prompt_ids: Sequence[int]) -> int:
-        committed: int = await self._call("commit", self.term, step, *prompt_ids)
+    async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
+        committed: int = await self._call("commit", self.term, step, oldest_step, *prompt_ids)
         self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
         return committed
+
+    async def committed(self) -> Committed:
+        trained = await guarded(self.client.get(self.keys.trained))
+        fields = ("committed_step", "kept_after", "gone_back_term", "gone_back_roll_backs", "gone_back_checkpoint")
+        *numbers, checkpoint = await guarded(self.client.hmget(self.keys.counters, fields))
+        step, kept_after, term, roll_backs = (int(number or 0) for number in numbers)
+        gone_back = GoneBack(checkpoint.decode(), term, roll_backs) if checkpoint else None
+        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, gone_back)
+
+    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+        num_missing: int = await self._call("go_back", self.term, checkpoint, step, *prompt_ids)
+        if num_missing:
+            raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
+        self._manifests, self._attempts = {}, {}
 
     async def expire(self, prompt_id: int) -> None:
         await self._call("expire", self.term, prompt_id)

@@ -106,6 +106,9 @@ class RunKeys:
     """Hash: step to the ids of the groups in its batch."""
     trained = Key()
     """Bitmap of prompts that a durable checkpoint covers."""
+    kept_prompts = Key()
+    """Hash: step of a commit to its prompts (id, attempt, priority and encoded prompt, as MessagePack), while a
+    checkpoint from before that step exists."""
     dead = Key()
     """Stream of dead letters."""
     buried = Key()

@@ -21,6 +21,7 @@ from typing import Any
 from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.records import read_known_fields
+from penstock.replay.contract import GoneBack
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from penstock_learner.file_checksums import FileRecord
@@ -124,18 +125,38 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
-    def to_resume(self, resume: str) -> tuple[Path, TrainerState] | None:
-        """The checkpoint that `learner.checkpoint.resume` asks for.
+    def candidates(self, resume: str, gone_back: GoneBack | None = None) -> list[Path]:
+        """The checkpoints that `learner.checkpoint.resume` allows, the first choice first.
 
         If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
-        checkpoints."""
-        newest = self.newest()
-        if resume in ("auto", "off") or (newest is not None and newest[1].resumed_from == resume):
-            return newest
-        path = Path(resume)
-        if not path.is_dir():
+        checkpoints. Checkpoints that the run abandoned when it went back are left out."""
+        found = self.newest_first() if gone_back is None else self._without_abandoned(gone_back)
+        if resume == "off":
+            return []
+        if resume == "auto" or self._resumed_from(found) == Path(resume).absolute():
+            return found
+        if not Path(resume).is_dir():
             raise ConfigError(f"learner.checkpoint.resume: {resume} is not a checkpoint's folder")
-        return path, replace(read_state(path), resumed_from=resume)
+        return [Path(resume)]
+
+    def _without_abandoned(self, gone_back: GoneBack) -> list[Path]:
+        target = Path(gone_back.checkpoint)
+        is_ours = target.parent == self.folder.absolute()
+        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+        earlier = [path for path in self.newest_first() if is_ours and path.name < target.name]
+        return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
+
+    def _resumed_from(self, newest_first: list[Path]) -> Path | None:
+        """The checkpoint that the newest readable one was resumed from, if `resume` has named one."""
+        for path in newest_first:
+            with suppress(CheckpointDamaged):
+                resumed_from = read_state(path).resumed_from
+                return Path(resumed_from).absolute() if resumed_from else None
+        return None
+
+    def oldest_step(self) -> int:
+        """The lowest step of a finished checkpoint: the run cannot go back further. 0 without one."""
+        return min((int(path.name.split("-")[3]) for path in self.newest_first()), default=0)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
         """The newest finished checkpoint, or None."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
+import numpy as np
+
 
 class Ledger:
     """A set of prompt ids that only grows."""
@@ -28,6 +30,13 @@ class Ledger:
 
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in self._ranges)
+
+    def missing(self, bitmap: bytes) -> list[int]:
+        """The prompts of a bitmap that the ledger does not hold. The first byte's highest bit stands for prompt 0."""
+        bits = np.unpackbits(np.frombuffer(bitmap, np.uint8))
+        for first, last in self._ranges:
+            bits[first : last + 1] = 0
+        return [int(prompt_id) for prompt_id in np.flatnonzero(bits)]
 
     def is_durable(self, prompt_id: int) -> bool:
         """Whether a durable checkpoint covers the prompt, so that its group may be acknowledged."""

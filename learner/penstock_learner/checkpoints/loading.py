@@ -1,51 +1,21 @@
 """Loading checkpoints: every file is compared with the manifest before a role changes.
 
-newest checkpoint ─► verify all files ─► restore the roles
-      │ damaged: one line says which file, what was expected and what was found
-      ▼
-the one before, if the caller allows its step
+Which checkpoint is loaded, and which one if that is damaged, is decided in penstock_learner.loop.take_over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.errors import CheckpointDamaged, ProcessDied, RoleDied
-from penstock_learner.checkpoints.checkpoint import TrainerState, read_checksums, read_state, shards_folder
+from penstock_learner.checkpoints.checkpoint import read_checksums, shards_folder
 from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)
-
-
-async def load_newest(
-    checkpoints: Iterable[Path], trained: Mapping[str, RoleGroup], oldest_step: int = 0
-) -> tuple[Path, TrainerState] | None:
-    """Restore the roles from the first checkpoint that is intact, and name the damaged ones before it in the log.
-
-    `checkpoints` are the newest first. Returns None if there are none. Raises CheckpointDamaged if one is damaged and
-    none of the others that are at step `oldest_step` or later is intact: the roles may be half restored then."""
-    damaged: list[str] = []
-    for path in checkpoints:
-        try:
-            state = await asyncio.to_thread(read_state, path)
-            if state.step < oldest_step and damaged:
-                break
-            await load_checkpoint(path, trained)
-        except CheckpointDamaged as error:
-            logger.error("checkpoint %s cannot be used: %s", path.name, error)
-            damaged.append(f"{path.name} ({error})")
-            continue
-        return path, state
-    if damaged:
-        raise CheckpointDamaged(
-            f"no checkpoint of step {oldest_step} or later is intact: {'; '.join(damaged)}; restore the files from a "
-            "backup"
-        )
-    return None
 
 
 async def load_checkpoint(path: Path, trained: Mapping[str, RoleGroup]) -> None:

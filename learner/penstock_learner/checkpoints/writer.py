@@ -85,7 +85,7 @@ class CheckpointWriter:
         self.ledger.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")
-        await self.queue.commit(state.step, prompt_ids)
+        await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
         crash_point("after_commit")
         self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
         self.metrics.checkpoint_success.set_to_current_time()

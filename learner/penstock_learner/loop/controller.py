@@ -27,7 +27,7 @@ from penstock.store.fleet import Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
@@ -39,7 +39,7 @@ from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_loop import StepLoop
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
-from penstock_learner.loop.take_over import take_over
+from penstock_learner.loop.take_over import find_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TRAINED_ROLES, TrainingStep
 from penstock_learner.metrics import LearnerMetrics
@@ -87,8 +87,8 @@ class LearnerController:
         self.control = RunControl(fleet.client, config.run)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
-        self.may_resume = config.learner.checkpoint.resume != "off"
-        """Whether the newest checkpoint is one to continue from."""
+        self.resuming = config.learner.checkpoint
+        """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again.
@@ -112,7 +112,8 @@ class LearnerController:
         if died is None:
             await gather_all(*(self._adopt_or_start(role) for role in self.roles.values()))
             return
-        restarted = {died.role} if self._checkpoint_to_resume() else {died.role, *self.trained}
+        has_checkpoint = await asyncio.to_thread(self.checkpoints.candidates, self.resuming.resume)
+        restarted = {died.role} if has_checkpoint else {died.role, *self.trained}
         # This death may have interrupted the restart of another role. It is started again, without being counted twice.
         half_started = [role for name, role in self.roles.items() if name not in restarted and not role.is_up]
         await gather_all(
@@ -127,10 +128,8 @@ class LearnerController:
     async def _adopt_or_start(self, role: RoleGroup) -> None:
         """Adopt the ranks that an earlier controller left, if they can go back to a checkpoint, or start new ones.
 
-        To adopt fences the earlier controller. So a checkpoint that belongs to another store raises before."""
-        found = self._checkpoint_to_resume()
-        if found is not None:
-            found[1].check_store(await self.queue.store_id())
+        To adopt fences the earlier controller. So a checkpoint that may not be used raises before."""
+        found = await find_checkpoint(self.queue, self.checkpoints, self.resuming)
         if (found is not None or role.name not in self.trained) and await role.adopt():
             logger.info("adopted the ranks of the %s role", role.name)
         else:
@@ -138,10 +137,7 @@ class LearnerController:
 
     async def _run_term(self) -> None:
         """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
-        taken = await take_over(
-            self.queue, self._checkpoint_to_resume, self.config.replay.settle_s, self.checkpoints.newest_term()
-        )
-        await self._restore(taken.checkpoint)
+        taken = await take_over(self.queue, self.checkpoints, self.resuming, self._load, self.config.replay.settle_s)
         term = await begin_term(self.config, self.queue, taken)
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)
@@ -195,18 +191,13 @@ class LearnerController:
             policies=PolicyRegistry(self.fleet.client, self.config.run),
         )
 
-    def _checkpoint_to_resume(self) -> tuple[Path, TrainerState] | None:
-        return self.checkpoints.to_resume(self.config.learner.checkpoint.resume) if self.may_resume else None
-
-    async def _restore(self, checkpoint: Path | None) -> None:
-        """Bring the trained roles to the checkpoint. Without one they stay as they started."""
-        if checkpoint is not None:
-            logger.info("resuming from %s", checkpoint)
-            await load_checkpoint(checkpoint, self.trained)
+    async def _load(self, checkpoint: Path) -> None:
+        await load_checkpoint(checkpoint, self.trained)
 
     def _on_durable_checkpoint(self) -> None:
         """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""
-        self.may_resume = True
+        if self.resuming.resume == "off":
+            self.resuming = self.resuming.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()
         self._watch_disk()
 

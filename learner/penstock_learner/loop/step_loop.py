@@ -115,10 +115,13 @@ class StepLoop:
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from.
 
-        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version."""
+        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version. After going
+        back, groups that the versions in between have sampled are dropped, as after a roll back."""
         was_published = (await self.queue.stat()).policy_version > 0
         is_new = self.term.step == 0 and not was_published
         version = 0 if is_new else await self.queue.allocate_version(self.term.policy_version + 1)
+        if self.term.has_gone_back:
+            self.term.roll_backs.append(RollBack(self.term.policy_version, version))
         self.term.policy_version = version
         offer = await self.publication.gather(version, self.term.step)
         offer.metrics.set_result({})

@@ -2,20 +2,33 @@
 
 The order matters. Until the term is taken, the learner before this one may still commit, and the checkpoint that was
 newest a moment ago no longer covers everything that was acknowledged. From then on nobody else can commit.
+
+    newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► restore the queue
+         ▲                 │ no: refuse it, or go back if           │
+         └ the one before ◄┼────────────────────────────────────────┘ damaged: name the file
+                           └ `checkpoint.go_back` asks for it: the queue undoes the commits that it does not cover
+
+Going back is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing. After
+it, a learner with any config continues from that checkpoint or from later ones, and never from those it abandoned.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.replay.contract import GroupConsumer
-from penstock_learner.checkpoints.checkpoint import TrainerState
+from penstock.config.learner import CheckpointConfig
+from penstock.errors import CheckpointDamaged, ConfigError
+from penstock.replay.contract import Committed, GroupConsumer
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
+from penstock_learner.crash_points import crash_point
 
-Choice = Callable[[], tuple[Path, TrainerState] | None]
-"""Chooses the checkpoint to continue from. None: the run starts from the model folder."""
+logger = logging.getLogger(__name__)
+Load = Callable[[Path], Awaitable[None]]
+"""Loads the weights of a checkpoint. Raises CheckpointDamaged if a file is damaged."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +37,120 @@ class TakeOver:
 
     term: int
     store_id: str
-    checkpoint: Path | None
-    """None: the roles stay as they started, with the weights of the model folder."""
     state: TrainerState
+    has_gone_back: bool
+    """Whether the state is a checkpoint that the run went back to, and no later checkpoint exists yet."""
 
 
-async def take_over(queue: GroupConsumer, choose: Choice, settle_s: float, at_least: int = 0) -> TakeOver:
-    """Fence every earlier learner, then choose the checkpoint. The new term is above `at_least`.
+@dataclass(frozen=True)
+class _Choice:
+    """The state to continue from, and its checkpoint. Without one, the roles keep the weights of the model folder."""
 
-    A choice that fails, or that belongs to another store, raises before the term is taken: such a learner fences
-    nobody."""
+    checkpoint: Path | None
+    state: TrainerState
+    uncovered: list[int]
+    """Committed prompts that the state was not trained on. The run must go back to use it."""
+
+    @property
+    def path(self) -> str:
+        return str(self.checkpoint.absolute()) if self.checkpoint else ""
+
+
+async def take_over(
+    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, load: Load, settle_s: float
+) -> TakeOver:
+    """Fence every earlier learner, then choose and load the checkpoint, and go back to it if the config asks for that.
+
+    A checkpoint that does not cover all committed groups, or belongs to another store, is refused before the term is
+    taken: such a learner fences nobody."""
     store_id = await queue.store_id()
-    await _choose(choose, store_id)
-    term = await queue.take_term(at_least)
+    await _choose(queue, checkpoints, config, store_id)
+    term = await queue.take_term(await asyncio.to_thread(checkpoints.newest_term))
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(settle_s)
-    checkpoint, state = await _choose(choose, store_id)
-    return TakeOver(term, store_id, checkpoint, state)
+    choice = await _choose(queue, checkpoints, config, store_id, load)
+    gone_back = (await queue.committed()).gone_back
+    if choice.uncovered or (_asks_for(config, choice) and (gone_back is None or gone_back.checkpoint != choice.path)):
+        crash_point("before_go_back")
+        await queue.go_back(choice.path, choice.state.step, choice.uncovered)
+        crash_point("after_go_back")
+        logger.warning("went back to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
+        gone_back = (await queue.committed()).gone_back
+    state, has_gone_back = choice.state, False
+    if gone_back is not None and gone_back.checkpoint == choice.path:
+        # Roll backs that were ordered before belong to the steps that were given up.
+        state = replace(state, num_roll_backs=gone_back.num_roll_backs, resumed_from=gone_back.checkpoint)
+        has_gone_back = True
+    return TakeOver(term, store_id, state, has_gone_back)
 
 
-async def _choose(choose: Choice, store_id: str) -> tuple[Path | None, TrainerState]:
-    checkpoint, state = await asyncio.to_thread(choose) or (None, TrainerState())
+async def find_checkpoint(queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig) -> Path | None:
+    """The checkpoint that a take-over would use. Raises as `take_over` does, and fences nobody."""
+    return (await _choose(queue, checkpoints, config, await queue.store_id())).checkpoint
+
+
+async def _choose(
+    queue: GroupConsumer,
+    checkpoints: CheckpointStore,
+    config: CheckpointConfig,
+    store_id: str,
+    load: Load | None = None,
+) -> _Choice:
+    """The newest checkpoint that is intact and may be used. It is loaded if `load` is given."""
+    # Read first: a commit that comes between the two reads belongs to a checkpoint that the second one sees.
+    committed = await queue.committed()
+    damaged: list[str] = []
+    for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.gone_back):
+        try:
+            state = await asyncio.to_thread(read_state, path)
+            choice = _checked(path, state, committed, config, store_id, damaged)
+            if load is not None:
+                logger.info("resuming from %s", path)
+                await load(path)
+            return choice
+        except CheckpointDamaged as error:
+            logger.error("checkpoint %s cannot be used: %s", path.name, error)
+            damaged.append(f"{path.name} ({error})")
+    if damaged:
+        raise CheckpointDamaged(f"no checkpoint is intact: {'; '.join(damaged)}; restore the files from a backup")
+    return _checked(None, TrainerState(), committed, config, store_id, damaged)
+
+
+def _checked(
+    path: Path | None, state: TrainerState, committed: Committed, config: CheckpointConfig, store_id: str,
+    damaged: list[str],
+) -> _Choice:  # fmt: skip
+    """The choice of this checkpoint. Raises ConfigError if the run may not continue from it."""
     state.check_store(store_id)
-    return checkpoint, state
+    if path == Path(config.resume):
+        state = replace(state, resumed_from=config.resume)
+    choice = _Choice(path, state, state.make_ledger().missing(committed.trained))
+    if not choice.uncovered:
+        return choice
+    newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
+    name = f"checkpoint {path}" if path else "the model folder"
+    text = (
+        f"{name} is at step {state.step}, but step {committed.step} is committed{newer}; {len(choice.uncovered)} "
+        "groups that were trained since would be missing in the weights"
+    )
+    if path is None:
+        raise ConfigError(f"{text}; restore the run's checkpoints, or start a new run")
+    if state.step < committed.kept_after:
+        raise ConfigError(
+            f"{text}; the run can only go back to step {committed.kept_after} or later, because older prompts are no "
+            "longer kept; start a new run from this checkpoint's weights (penstock export)"
+        )
+    if not _asks_for(config, choice):
+        raise ConfigError(
+            f"{text}; use the checkpoint of step {committed.step}, or set learner.checkpoint.resume to {path} and "
+            "learner.checkpoint.go_back to true, to go back and train them again"
+        )
+    return choice
+
+
+def _asks_for(config: CheckpointConfig, choice: _Choice) -> bool:
+    """Whether the config asks to go back to this checkpoint."""
+    return config.go_back and choice.checkpoint == Path(config.resume)
 
 
 async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:

@@ -33,6 +33,8 @@ class Term:
     num_roll_backs: int
     """How many of the operator's roll back orders were handled, including those that could not be followed."""
     roll_backs: list[RollBack]
+    has_gone_back: bool
+    """Whether the term starts from a checkpoint that the run went back to. Newer versions are given up then."""
     manifests: dict[int, list[int]]
     """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
     uncommitted: list[int] = field(default_factory=list)
@@ -73,5 +75,6 @@ async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -
         resumed_from=state.resumed_from,
         num_roll_backs=state.num_roll_backs,
         roll_backs=[RollBack(*versions) for versions in state.roll_backs],
+        has_gone_back=taken.has_gone_back,
         manifests=await restore_batches(queue, state),
     )

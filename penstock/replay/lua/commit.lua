@@ -1,11 +1,39 @@
--- ARGV: term, step, prompt ids. Acknowledges and deletes the groups that a durable checkpoint covers. Returns how many
--- prompts were still there.
+-- ARGV: term, step, step of the oldest checkpoint, prompt ids. Acknowledges and deletes the groups that a durable
+-- checkpoint covers, and keeps their prompts for go_back. Returns how many prompts were still there.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local ids, is_covered = {}, {}
-for i = 3, #ARGV do
+for i = 4, #ARGV do
   if not is_covered[ARGV[i]] then ids[#ids + 1] = ARGV[i] end
   is_covered[ARGV[i]] = true
+end
+
+-- Keeps committed prompts under the step of their commit. A run that was begun without kept prompts can only go back to
+-- what was committed before the first kept ones.
+local function keep_prompts(step, found)
+  if redis.call('HEXISTS', COUNTERS, 'kept_after') == 0 then
+    redis.call('HSET', COUNTERS, 'kept_after', counter('committed_step'))
+  end
+  if #found == 0 then return end
+  local kept = redis.call('HGET', KEPT_PROMPTS, step)
+  kept = kept and cmsgpack.unpack(kept) or {}
+  local prompts, attempts = ask_many('HMGET', PROMPTS, found), ask_many('HMGET', ATTEMPTS, found)
+  local priorities = redis.call('EXISTS', PRIORITIES) == 1 and ask_many('HMGET', PRIORITIES, found) or {}
+  for i, id in ipairs(found) do
+    local last = #kept
+    kept[last + 1], kept[last + 2], kept[last + 3] = id, attempts[i] or '0', priorities[i] or '0'
+    kept[last + 4] = prompts[i]
+  end
+  redis.call('HSET', KEPT_PROMPTS, step, cmsgpack.pack(kept))
+end
+
+-- Forgets the prompts that every checkpoint covers.
+local function drop_kept_prompts(oldest_step)
+  if oldest_step <= counter('kept_after') then return end
+  redis.call('HSET', COUNTERS, 'kept_after', oldest_step)
+  for _, step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
+    if tonumber(step) <= oldest_step then redis.call('HDEL', KEPT_PROMPTS, step) end
+  end
 end
 
 -- Every queued group has its prompt. If Redis lost a group with its tail, its prompt may still be there.
@@ -33,6 +61,7 @@ call_many('HDEL', META, queued_ids)
 for first = 1, #payload_keys, 1000 do
   redis.call('UNLINK', unpack(payload_keys, first, math.min(first + 999, #payload_keys)))
 end
+keep_prompts(math.max(counter('committed_step'), tonumber(ARGV[2])), found)
 forget_prompts(found)
 if #found > 0 then count('trained', #found) end
 
@@ -71,4 +100,5 @@ for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   end
 end
 redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
+drop_kept_prompts(tonumber(ARGV[3]))
 return #found

@@ -27,7 +27,7 @@ from faults.chaos.workload import (
     number_of,
     while_driven,
 )
-from penstock.config.learner import LearnerConfig
+from penstock.config.learner import CheckpointConfig, LearnerConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -77,12 +77,14 @@ class ChaosLearner:
         self.random = random.Random()
 
     async def run(self) -> None:
+        self.folded = Folded({}, 0)
+        resuming = CheckpointConfig(resume=self.settings.go_back_to or "auto", go_back=bool(self.settings.go_back_to))
         settle_s = self.settings.replay_config.settle_s
-        taken = await take_over(self.queue, self.checkpoints.newest, settle_s, self.checkpoints.newest_term())
+        taken = await take_over(self.queue, self.checkpoints, resuming, self._load, settle_s)
         state = taken.state
+        self.resumed_from = state.resumed_from
         self.term, self.store_id = taken.term, taken.store_id
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
-        self.folded = Folded.load(taken.checkpoint) if taken.checkpoint else Folded({}, 0)
         self.ledger = state.make_ledger()
         self.uncommitted: list[int] = []
         manifests = await restore_batches(self.queue, state)
@@ -92,6 +94,9 @@ class ChaosLearner:
         version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
         await self.queue.publish(version, state.step, b"policy")
         await self._train(reader, state.step, version)
+
+    async def _load(self, checkpoint: Path) -> None:
+        self.folded = Folded.load(checkpoint)
 
     async def _train(self, reader: BatchReader, step: int, version: int) -> None:
         """Train for ever, because a service has no last step. Groups that are already in the ledger are taken and
@@ -147,12 +152,13 @@ class ChaosLearner:
         with self.checkpoints.writing(partial):
             self.folded.save(partial)
         crash_point("before_flush")
-        self.checkpoints.finish(
-            partial, TrainerState(step, version, self.term, self.ledger.ranges, store_id=self.store_id)
+        state = TrainerState(
+            step, version, self.term, self.ledger.ranges, store_id=self.store_id, resumed_from=self.resumed_from
         )
+        self.checkpoints.finish(partial, state)
         self.ledger.mark_durable(self.uncommitted)
         crash_point("after_flush")
-        await self.queue.commit(step, self.uncommitted)
+        await self.queue.commit(step, self.uncommitted, self.checkpoints.oldest_step())
         crash_point("after_commit")
         self.uncommitted = []
 

@@ -44,6 +44,8 @@ CONFIGS = [
 ]  # fmt: skip
 CONFIGS.append(CONFIGS[0].model_copy(update={"breaker": BreakerConfig(failures=4, probe_s=LEASE_TTL_S)}))
 EVALUATION = "held-out-1"
+NUM_KEPT = 2
+"""Steps that the learner can go back by: how long it keeps checkpoints."""
 PASSED_S = st.sampled_from([1.0, LEASE_TTL_S + 1])
 indices = st.integers(0, 7)
 
@@ -116,6 +118,8 @@ class ReplayMachine(RuleBasedStateMachine):
         """Every lease of an evaluation prompt."""
         self.taken: list[int] = []
         self.committed: list[int] = []
+        self.committed_at: dict[int, int] = {}
+        """Step of the commit of each prompt."""
         self.step = 0
 
     def queues(self, config: ReplayConfig) -> tuple[Any, Any]:
@@ -254,8 +258,10 @@ class ReplayMachine(RuleBasedStateMachine):
     def train(self) -> None:
         self.step += 1
         self.do(self.queue.publish(self.step, self.step, b""))
-        assert self.do(self.queue.commit(self.step, self.taken)) == len(self.taken)
+        oldest_step = max(0, self.step - NUM_KEPT)
+        assert self.do(self.queue.commit(self.step, self.taken, oldest_step)) == len(self.taken)
         self.committed += self.taken
+        self.committed_at |= dict.fromkeys(self.taken, self.step)
         self.taken = []
 
     @rule()
@@ -263,6 +269,24 @@ class ReplayMachine(RuleBasedStateMachine):
         self.do(self.queue.take_term(0))
         manifests = self.do(self.queue.restore(self.step))
         assert {i for ids in manifests.values() for i in ids} >= set(self.taken)
+
+    @rule(num_steps=st.integers(0, NUM_KEPT + 1))
+    def go_back(self, num_steps: int) -> None:
+        """A new learner goes back by some steps. A repetition changes nothing."""
+        step = max(0, self.step - num_steps)
+        abandoned = [prompt_id for prompt_id in self.committed if self.committed_at[prompt_id] > step]
+        self.do(self.queue.take_term(0))
+        if step < self.do(self.queue.committed()).kept_after:
+            return
+        self.do(self.queue.go_back("checkpoint", step, abandoned))
+        stat = self.do(self.queue.stat())
+        self.do(self.queue.go_back("checkpoint", step, []))
+        assert self.do(self.queue.stat()) == stat and stat.delivered == 0
+        assert self.do(self.queue.committed()).step == step
+        for prompt_id in abandoned:
+            assert self.do(self.queue.get_prompt(prompt_id)).state == "pending"
+        self.step, self.taken = step, []
+        self.committed = [prompt_id for prompt_id in self.committed if prompt_id not in abandoned]
 
     @rule()
     def the_zombie_is_fenced(self) -> None:

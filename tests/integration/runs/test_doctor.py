@@ -64,8 +64,21 @@ async def test_a_healthy_deployment_is_ok_throughout(
     assert of(findings, "log-probs") == [("ok", "engine and learner differ by 1e-05 nats a token (version 3)")]
     assert of(findings, "weights") == [("ok", "rollout-0 has exactly version 3")]
     assert {text.split(",")[0] for _, text in of(findings, "heartbeat")} == {"learner", "rollout-0"}
-    assert of(findings, "conservation") == [("ok", "nothing is lost")]
     assert [text.endswith("the folder of Redis") for _, text in of(findings, "disk")] == [False, True]
+    assert of(findings, "conservation") == [("ok", "every admitted group is accounted for")]
+    assert of(findings, "admission") == []
+
+
+async def test_a_run_that_can_admit_nothing_is_found(
+    config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    """A learner that was set back below the committed step waits for ever, and no group is unaccounted for."""
+    counters = {"step": 480, "committed_step": 485, "trained": 10_000_000, "admitted": 10_000_000}
+    await redis_client.hset("penstock:{test}:counters", mapping=counters)
+    findings = await examine(config)
+    assert of(findings, "conservation") == [("ok", "every admitted group is accounted for")]
+    [(level, text)] = of(findings, "admission")
+    assert level == "fail" and "the learner is at step 480, below the committed step 485" in text
 
 
 async def test_a_server_paused_by_failures_is_found(

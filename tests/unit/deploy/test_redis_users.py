@@ -133,6 +133,12 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await learner.discard(straggler, "no_spread")
     assert await gateway.expired_reasons() == {"stale": 1, "no_spread": 1}
     assert await learner.commit(1, taken[:2]) == 2
+    assert (await learner.committed()).step == 1
+    await learner.go_back("/checkpoints/0", 0, taken[:2])
+    assert (await learner.stat()).trained == 0
+    again = [lease for lease in await rollout.lease("r0", 8) if lease.prompt_id in taken[:2]]
+    assert [await rollout.append(lease, b"group", 0) for lease in again] == ["accepted"] * 2
+    assert await learner.commit(1, await learner.take(1, 8)) == 2
     assert await learner.allocate_version(1) == 1
     assert (await learner.stat()).conservation_error == 0
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError, DiskFull, Fenced
-from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
+from penstock.replay.contract import GoneBack
+from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.manifest import write_manifest
 
 
@@ -22,8 +24,8 @@ def test_the_newest_is_continued_and_only_the_newest_are_kept(tmp_path: Path) ->
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         make(store, step)
-    found = store.to_resume("auto")
-    assert found is not None and found[1].step == 3
+    assert [read_state(path).step for path in store.candidates("auto")] == [3, 2]
+    assert store.candidates("off") == []
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -31,16 +33,25 @@ def test_a_named_checkpoint_is_resumed_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=5)
     older = str(make(store, 1))
     make(store, 2)
-    found = store.to_resume(older)
-    assert found is not None and (found[1].step, found[1].resumed_from) == (1, older)
-    make(store, 2, term=2, resumed_from=older)
-    again = store.to_resume(older)
-    assert again is not None and (again[1].step, again[1].term) == (2, 2), "a restart does not go back again"
+    assert store.candidates(older) == [Path(older)]
+    newest = make(store, 2, term=2, resumed_from=older)
+    assert store.candidates(older)[0] == newest, "a restart does not go back again"
+
+
+def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    first, target, _ = (make(store, step) for step in (1, 2, 3))
+    gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
+    assert store.candidates("auto", gone_back) == [target, first]
+    later = make(store, 3, term=2)
+    assert store.candidates("auto", gone_back) == [later, target, first]
+    copied = GoneBack(str(shutil.copytree(target, tmp_path / "copies" / "best")), term=2, num_roll_backs=0)
+    assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
 
 
 def test_a_named_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner.checkpoint.resume: .*nothing is not a checkpoint's folder"):
-        CheckpointStore(tmp_path, keep=1).to_resume(str(tmp_path / "nothing"))
+        CheckpointStore(tmp_path, keep=1).candidates(str(tmp_path / "nothing"))
 
 
 def test_a_checkpoint_of_a_newer_version_is_resumed(tmp_path: Path) -> None:
@@ -50,8 +61,7 @@ def test_a_checkpoint_of_a_newer_version_is_resumed(tmp_path: Path) -> None:
     file = folder / TRAINER_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"field_of_tomorrow": [1]}))
     write_manifest(folder, {})
-    found = store.to_resume("auto")
-    assert found is not None and found[1] == TrainerState(1, 1, 1, [(1, 1)])
+    assert read_state(store.candidates("auto")[0]) == TrainerState(1, 1, 1, [(1, 1)])
 
 
 def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:

@@ -17,14 +17,19 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from learner_ranks import make_rank, with_model
+from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
+from penstock.config.service import ReplayConfig
 from penstock.disk_space import folder_bytes
-from penstock.errors import CheckpointDamaged, DiskFull, ProcessDied, TrainingDiverged
+from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.checkpoints.loading import load_checkpoint, load_newest
+from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE
 from penstock_learner.checkpoints.writer import CheckpointWriter
+from penstock_learner.loop.take_over import TakeOver, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
@@ -55,7 +60,7 @@ class OneRank:
 
 
 class NoQueue:
-    async def commit(self, step: int, prompt_ids: Sequence[int]) -> None:
+    async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int) -> None:
         pass
 
 
@@ -74,7 +79,7 @@ def save(folder: Path, roles: dict[str, Any], step: int) -> Path:
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         queue: Any = NoQueue()
         writer = CheckpointWriter(store, queue, roles, Ledger(), metrics, on_durable=lambda: None)
-        await writer.begin(TrainerState(step, step, 1), [])
+        await writer.begin(TrainerState(step, step, 1, [(1, step)]), [])
         await writer.wait_until_written()
 
     asyncio.run(write())
@@ -158,12 +163,21 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
     newest = save(tmp_path, roles, step=5)
     flip(newest / "critic" / "__0_0.distcp", 0.5)
     store = CheckpointStore(tmp_path, keep=5)
-    found = asyncio.run(load_newest(store.newest_first(), roles, oldest_step=4))
-    assert found is not None and found[1].step == 4 and same(weights(roles), saved)
+
+    async def taken_over(queue: MemoryReplayQueue) -> TakeOver:
+        async def load(path: Path) -> None:
+            await load_checkpoint(path, roles)
+
+        return await take_over(queue, store, CheckpointConfig(), load, settle_s=0)
+
+    queue = MemoryReplayQueue(MemoryStore(), ReplayConfig())
+    assert asyncio.run(taken_over(queue)).state.step == 4 and same(weights(roles), saved)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"{newest.name} cannot be used: {newest / 'critic' / '__0_0.distcp'} is damaged: expected checksum" in line
-    with pytest.raises(CheckpointDamaged, match=r"no checkpoint of step 5 or later is intact: .*critic/__0_0.distcp"):
-        asyncio.run(load_newest(store.newest_first(), roles, oldest_step=5))
+    asyncio.run(queue.commit(5, [5]))
+    message = r"step-00000004 is at step 4, but step 5 is committed; newer .* damaged: .*critic/__0_0.distcp.*go_back"
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(taken_over(queue))
 
 
 def test_a_checkpoint_of_an_older_version_is_loaded_with_a_warning(

@@ -116,3 +116,30 @@ async def test_a_learner_with_the_checkpoint_of_another_store_fences_nobody(cont
     with pytest.raises(ConfigError, match="not the one that the checkpoint was written with"):
         await controller.run()
     assert (await controller.queue.stat()).term == 0
+
+
+async def test_a_checkpoint_from_before_the_newest_commit_is_refused_with_both_numbers(
+    controller: LearnerController,
+) -> None:
+    save(controller, 480)
+    queue = contended(controller)
+    await queue.take_term(0)
+    await queue.commit(485, [1, 2, 3])
+    with pytest.raises(
+        ConfigError, match=r"step-00000480 is at step 480, but step 485 is committed; 3 groups .*go_back"
+    ):
+        await controller.run()
+    assert queue.term == 1, "a learner that is refused fences nobody"
+
+
+async def test_a_run_without_its_checkpoints_is_refused(controller: LearnerController) -> None:
+    queue = contended(controller)
+    await queue.take_term(0)
+    await queue.commit(485, [1])
+    with pytest.raises(ConfigError, match=r"the model folder is at step 0, but step 485 is committed"):
+        await controller.run()
+
+
+def test_going_back_needs_the_name_of_a_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="go_back needs resume to be the path"):
+        validate({"run": "test", "model": {"path": "m"}, "learner": {"checkpoint": {"go_back": True}}}, "test")

@@ -68,7 +68,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.placement import place_roles
     from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
-    from penstock_learner.roles.role_group import gather_all, send_beats
+    from penstock_learner.roles.role_group import gather_all, keep_spares, send_beats
 
     learner = config.learner
     check_loggers(learner.loggers)
@@ -92,11 +92,12 @@ async def serve(config: RunConfig) -> None:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, controller.stopping.set)
-        beats = asyncio.create_task(send_beats(groups.values()))
+        beside = [asyncio.create_task(work(groups.values())) for work in (send_beats, keep_spares)]
         try:
             await controller.run()
         finally:
-            await end_task(beats)
+            for task in beside:
+                await end_task(task)
         await gather_all(*(role.end(await_successor=controller.stopping.is_set()) for role in groups.values()))
         logger.info("finished")
 

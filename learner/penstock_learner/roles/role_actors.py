@@ -8,6 +8,7 @@ In a private Ray, ranks end with their controller.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -51,9 +52,12 @@ class RoleActors:
     def has_spares(self) -> bool:
         return self.config.learner.spare_ranks
 
+    def prepare(self) -> None:
+        """Import the models, which `make` needs and a controller that adopts its ranks does not. Blocks for seconds."""
+        importlib.import_module("penstock_learner.roles.workers")
+
     def make(self, number: int, owner: str) -> list[Any]:
         """Make one actor per rank. `number` makes the names differ from those of the other sets."""
-        # Imports the models, which a controller that adopts its ranks does not need.
         from penstock_learner.roles.workers import WORKERS
 
         remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(WORKERS[self.name])

@@ -42,6 +42,14 @@ async def send_beats(roles: Iterable[RoleGroup]) -> None:
         await asyncio.sleep(BEAT_S)
 
 
+async def keep_spares(roles: Iterable[RoleGroup]) -> None:
+    """Replace the spares that were used or have died, again and again."""
+    while True:
+        for role in roles:
+            await role.refill_spares()
+        await asyncio.sleep(BEAT_S)
+
+
 class RoleGroup:
     """The actors of one role, rank by rank.
 
@@ -78,8 +86,6 @@ class RoleGroup:
         await self.call_all("load")
         await self.call_all("mark_up")
         self.is_up = True
-        if self.source.has_spares:
-            self.spares = self._make_set()
 
     async def adopt(self) -> bool:
         """Take the ranks that an earlier controller left. False if there are none, or if they are not fit for use:
@@ -97,9 +103,25 @@ class RoleGroup:
             else:
                 for actor in actors:
                     ray.kill(actor)
+        return self.is_up
+
+    async def refill_spares(self) -> None:
+        """Make the spares if there are none, or if one of them has died. Called beside training."""
+        spares = self.spares
+        if spares:
+            try:
+                await self._gather(
+                    "beat", [self._call(actor, "beat", lane=BEAT_LANE) for actor in spares], self.timeout_s
+                )
+            except RoleDied:
+                if self.spares is spares:  # the role has not needed them meanwhile
+                    self.spares = []
+                    for actor in spares:
+                        ray.kill(actor)
+        elif self.source.has_spares:
+            await asyncio.to_thread(self.source.prepare)
         if self.is_up and self.source.has_spares and not self.spares:
             self.spares = self._make_set()
-        return self.is_up
 
     def _kill_kept(self) -> None:
         """Kill the ranks that an earlier controller left."""

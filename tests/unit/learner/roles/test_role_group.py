@@ -82,6 +82,8 @@ class FakeCluster:
         self.sets[number] = [FakeActor(RecordingRank(self.config, rank, owner)) for rank in range(NUM_RANKS)]
         return self.sets[number]
 
+    def prepare(self) -> None: ...
+
     def find(self) -> dict[int, list[FakeActor]]:
         alive = {number: [actor for actor in actors if not actor.is_dead] for number, actors in self.sets.items()}
         return {number: actors for number, actors in alive.items() if actors}
@@ -167,6 +169,7 @@ async def test_a_spare_set_replaces_one_that_died() -> None:
     cluster = FakeCluster(has_spares=True)
     role = controller_of(cluster)
     await role.start()
+    await role.refill_spares()
     spares = cluster.sets[2]
     assert [actor.rank.calls for actor in spares] == [[], []], "a spare loads no model"
     cluster.sets[1][1].is_dead = True
@@ -174,12 +177,26 @@ async def test_a_spare_set_replaces_one_that_died() -> None:
         await role.call_all("update")
     await role.start()
     assert role.actors == spares
+    await role.refill_spares()
     assert role.spares == cluster.sets[3]
+
+
+async def test_a_spare_that_died_is_replaced_before_it_is_needed() -> None:
+    cluster = FakeCluster(has_spares=True)
+    role = controller_of(cluster)
+    await role.start()
+    await role.refill_spares()
+    cluster.sets[2][0].is_dead = True
+    await role.refill_spares()
+    assert role.spares == cluster.sets[3]
+    assert cluster.sets[2][1].is_dead, "its sibling still holds its resources"
 
 
 async def test_a_new_controller_adopts_the_spares_too() -> None:
     cluster = FakeCluster(has_spares=True)
-    await controller_of(cluster).start()
+    dead = controller_of(cluster)
+    await dead.start()
+    await dead.refill_spares()
     successor = controller_of(cluster)
     assert await successor.adopt()
     assert (successor.actors, successor.spares) == (cluster.sets[1], cluster.sets[2])

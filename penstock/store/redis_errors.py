@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,13 @@ async def guarded(call: Awaitable[Any]) -> Any:
 
 
 def _translate_response(message: str) -> PenstockError:
+    if passed := re.search(r"FENCED term (\d+) has passed; the current one is (\d+)", message):
+        own, current = int(passed[1]), int(passed[2])
+        if current < own:  # terms only grow
+            return Fenced(
+                f"Redis has lost data: it knows terms up to {current}, and this learner has term {own}; restore Redis' "
+                "data, then start the learner again"
+            )
     if "FENCED" in message:
         return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
     if refusal := cannot_write(message):

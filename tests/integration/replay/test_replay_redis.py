@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.errors import Fenced
 from penstock.replay import group_payloads
 from penstock.replay.contract import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -110,3 +111,10 @@ async def test_a_large_batch_passes_in_one_call(queue: RedisReplayQueue) -> None
         assert (await queue.get_prompt(prompt_id)).state == "trained"
     stat = await queue.stat()
     assert (stat.trained, stat.queued, stat.queued_bytes, stat.conservation_error) == (5000, 0, 0, 0)
+
+
+async def test_a_store_that_lost_its_data_is_not_taken_for_another_learner(queue: RedisReplayQueue) -> None:
+    await queue.take_term(2)
+    await queue.client.flushdb()
+    with pytest.raises(Fenced, match="Redis has lost data: it knows terms up to 0, and this learner has term 3"):
+        await queue.commit(1, [])

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from penstock.api_keys import Role
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable
+from penstock.v1 import runs_pb2
 from penstock_services.gateway.access import Caller
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,25 @@ def operation(
 
             return await run_guarded(call, caller, role, method.__name__, request, self.audit)
 
+        handle.role = role  # type: ignore[attr-defined]
         return handle
 
     return decorate
+
+
+async def find_guarded(find: Callable[[], Awaitable[A]], caller: Caller, handler: Any, run: str, audit: AuditLog) -> A:
+    """Await `find`, which looks up the run of a call to `handler`, if the caller has the handler's role.
+
+    A caller with too weak a key does not learn which runs exist. A call that ends here goes into the audit log if it
+    needs the role admin; otherwise the handler writes it."""
+    role: Role = handler.role
+    try:
+        caller.check(role, handler.__name__)
+        return await find()
+    except PenstockError as error:
+        if role == "admin":
+            audit.write(caller, handler.__name__, runs_pb2.GetRunRequest(run=run), error.reason)
+        raise
 
 
 async def run_guarded(

@@ -74,7 +74,8 @@ async def served_runs(request: Request) -> ServedRuns:
 async def find_run(run: str, request: Request) -> ServedRun:
     """The run that a path names."""
     served: ServedRuns = request.app.state.served
-    return await served.find("" if run == CONFIGURED_RUN else run)
+    caller, name = await caller_of(request), request.scope["endpoint"].__name__
+    return await served.find_for(caller, "" if run == CONFIGURED_RUN else run, lambda own: own.operation(name))
 
 
 async def caller_of(request: Request) -> Caller:

@@ -49,7 +49,7 @@ def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict
 
     def of_run(choose: Callable[[ServedRun], Handler]) -> Handler:
         async def handle(caller: Caller, request: Any) -> Any:
-            run = await served.find(request.run)
+            run = await served.find_for(caller, request.run, choose)
             return await choose(run)(caller, request)
 
         return handle

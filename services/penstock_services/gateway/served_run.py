@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -47,6 +48,11 @@ class ServedRun:
     dead_letters: DeadLetterHandlers
     datasets: DatasetHandlers
     generation: GenerateHandlers
+
+    def operation(self, name: str) -> Any:
+        """The handler of this name. Every REST route of a run has the name of its handler."""
+        found = (getattr(part, name, None) for part in vars(self).values())
+        return next(handler for handler in found if hasattr(handler, "role"))
 
     @property
     def name(self) -> str:

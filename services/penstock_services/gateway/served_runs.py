@@ -13,7 +13,8 @@ from penstock.errors import NotFound, Unavailable
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.redis_client import RedisClient
 from penstock.tracing import Tracing
-from penstock_services.gateway.operations import AuditLog, bounded
+from penstock_services.gateway.access import Caller
+from penstock_services.gateway.operations import AuditLog, bounded, find_guarded
 from penstock_services.gateway.served_run import ServedRun
 
 READY_TIMEOUT_S = 2.0
@@ -26,8 +27,9 @@ class ServedRuns:
 
     def __init__(
         self, client: RedisClient, config: RunConfig, created: CreatedRuns, open_run: Callable[[RunConfig], ServedRun],
-        stopping: asyncio.Event,
+        stopping: asyncio.Event, audit: AuditLog,
     ) -> None:  # fmt: skip
+        self.audit = audit
         self.client = client
         self.config = config
         self.created = created
@@ -49,12 +51,19 @@ class ServedRuns:
             created,
             lambda of: ServedRun.create(client, streams, of, created, audit, stopping, tracing),
             stopping,
+            audit,
         )
 
     async def find(self, run: str) -> ServedRun:
         """The run of this name. An empty name stands for the gateway's own run."""
         found = self._runs.get(run or self.config.run)
         return found if found is not None else await self._open(run or self.config.run)
+
+    async def find_for(self, caller: Caller, run: str, choose: Callable[[ServedRun], Any]) -> ServedRun:
+        """The run of this name, for a call of the handler that `choose` takes from a run. The caller's role is checked
+        before the run is looked up."""
+        own = await self.find("")
+        return await find_guarded(lambda: self.find(run), caller, choose(own), run, self.audit)
 
     async def _open(self, run: str) -> ServedRun:
         opened = await asyncio.to_thread(self._open_run, await self._config_of(run))

@@ -7,6 +7,7 @@ not exist.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import redis.asyncio as redis
 
 from gateways import PROMPT, Gateway, run_config, running
 from penstock.api_keys import make_key
-from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
+from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, runs_pb2_grpc
 
 Role = Literal["read", "submit", "admin"]
 WEAKER: dict[Role, tuple[Role, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
@@ -213,6 +214,22 @@ async def test_rest_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str
         assert await rest_status(gateway, operation, headers[role]) not in (401, 403, 405), operation
     for operation in OPEN:
         assert await rest_status(gateway, operation, None) == 200, operation
+
+
+async def test_the_role_is_checked_before_the_run_is_looked_up(guarded: tuple[Gateway, dict[str, str]]) -> None:
+    gateway, headers = guarded
+    for key, status in (("read", 403), ("submit", 403), ("admin", 404)):
+        answer = await gateway.rest.post("/v1/runs/nowhere:pause", headers={"Authorization": headers[key]})
+        assert answer.status_code == status
+        runs: Any = runs_pb2_grpc.RunServiceStub(gateway.channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await runs.StopRun(runs_pb2.ChangeRunRequest(run="nowhere"), metadata=(("authorization", headers[key]),))
+    written = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
+    assert [(e["key"], e["operation"], e["request"], e["outcome"]) for e in written] == [
+        (key, operation, {"run": "nowhere"}, "NOT_FOUND" if key == "admin" else "PERMISSION_DENIED")
+        for key in ("read", "submit", "admin")
+        for operation in ("pause_run", "stop_run")
+    ]
 
 
 async def rest_status(gateway: Gateway, operation: str, authorization: str | None) -> int:

@@ -57,6 +57,8 @@ class GenerateHandlers:
 
         return await run_guarded(open_answer, caller, "submit", "generate", request, self.audit)
 
+    generate.role = "submit"  # type: ignore[attr-defined]
+
     async def _open_answer(
         self, key_name: str, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:

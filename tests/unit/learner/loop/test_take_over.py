@@ -118,6 +118,10 @@ async def test_a_learner_with_the_checkpoint_of_another_store_fences_nobody(cont
     assert (await controller.queue.stat()).term == 0
 
 
+@pytest.mark.fault_row(
+    "checkpoints", "an older checkpoint is started", how="the newest checkpoint is gone or not named",
+    must="it is refused, with both steps; nothing changes",
+)  # fmt: skip
 async def test_a_checkpoint_from_before_the_newest_commit_is_refused_with_both_numbers(
     controller: LearnerController,
 ) -> None:

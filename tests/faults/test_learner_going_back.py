@@ -136,10 +136,18 @@ def check_all_trained_once(run: Run) -> None:
     assert (stat.trained, stat.pending_prompts, stat.queued, stat.in_flight) == (NUM_PROMPTS, 0, 0, 0)
 
 
+@pytest.mark.fault_row(
+    "checkpoints", "killed just after going back", how="a crash point",
+    must="the next learner goes on from the older checkpoint",
+)  # fmt: skip
 def test_a_learner_killed_just_after_it_went_back_is_continued(run: Run) -> None:
     check_crash(run, "after_go_back")
 
 
+@pytest.mark.fault_row(
+    "checkpoints", "going back, killed at {crash_at}", how="a named checkpoint, and a crash point",
+    must="no group is lost or trained twice",
+)  # fmt: skip
 @pytest.mark.long
 @pytest.mark.parametrize("crash_at", ["before_go_back", *NAMES])
 def test_a_learner_that_goes_back_and_is_killed_is_continued(crash_at: str, run: Run) -> None:
@@ -162,6 +170,10 @@ def check_crash(run: Run, crash_at: str) -> None:
     check_all_trained_once(run)
 
 
+@pytest.mark.fault_row(
+    "checkpoints", "going back to an older checkpoint", how="it is named on purpose",
+    must="it happens once, and only when asked",
+)  # fmt: skip
 def test_a_learner_goes_back_only_when_asked_and_only_once(run: Run) -> None:
     older = older_checkpoint(run)
     newest, _ = run.store.newest_first()

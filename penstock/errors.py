@@ -19,7 +19,8 @@ PenstockError                INTERNAL             500
 ├── CheckpointDamaged        DATA_LOSS            500   a file of a checkpoint is missing, truncated or changed
 ├── TrainingDiverged         ABORTED              500   a loss, a gradient or the weights were not finite
 └── ProcessDied              ABORTED              500   a child process ended when it should not have
-    └── RoleDied             ABORTED              500   a rank of a role died or hangs; the role can be restarted
+    ├── RoleDied             ABORTED              500   a rank of a role died or hangs; the role can be restarted
+    └── RayDied              ABORTED              500   the Ray that the learner runs on died
 
 A message is one line that says what happened and what to do.
 """
@@ -174,6 +175,10 @@ class RoleDied(ProcessDied):
     def __init__(self, role: str, message: str) -> None:
         super().__init__(message)
         self.role = role
+
+
+class RayDied(ProcessDied):
+    reason = "RAY_DIED"
 
 
 def first_error(error: BaseException) -> BaseException:

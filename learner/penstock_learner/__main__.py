@@ -6,13 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RayDied
 from penstock.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))
     except PenstockError as error:
-        print(f"penstock learner: error: {error}", file=sys.stderr)
+        print(f"penstock learner: error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, RayDied):
+            os._exit(1)  # Ray's exit handlers would wait for what has died, and then print a stack trace
         return 1
     return 0
 
@@ -68,6 +71,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.placement import place_roles
     from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
+    from penstock_learner.roles.ray_watch import run_while_ray_lives
     from penstock_learner.roles.role_group import gather_all, keep_spares, send_beats
 
     learner = config.learner
@@ -86,19 +90,24 @@ async def serve(config: RunConfig) -> None:
         logger.info("joining Ray")
         stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
-        groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)
-        queue = RedisReplayQueue(client, config.run, config.replay)
-        controller = LearnerController(config, queue, Fleet(client, config.run), groups, metrics, silence_s, tracing)
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, controller.stopping.set)
-        beside = [asyncio.create_task(work(groups.values())) for work in (send_beats, keep_spares)]
-        try:
-            await controller.run()
-        finally:
-            for task in beside:
-                await end_task(task)
-        await gather_all(*(role.end(await_successor=controller.stopping.is_set()) for role in groups.values()))
+
+        async def train() -> None:
+            groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)
+            queue = RedisReplayQueue(client, config.run, config.replay)
+            fleet = Fleet(client, config.run)
+            controller = LearnerController(config, queue, fleet, groups, metrics, silence_s, tracing)
+            loop = asyncio.get_running_loop()
+            for name in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(name, controller.stopping.set)
+            beside = [asyncio.create_task(work(groups.values())) for work in (send_beats, keep_spares)]
+            try:
+                await controller.run()
+            finally:
+                for task in beside:
+                    await end_task(task)
+            await gather_all(*(role.end(await_successor=controller.stopping.is_set()) for role in groups.values()))
+
+        await run_while_ray_lives(train())
         logger.info("finished")
 
 

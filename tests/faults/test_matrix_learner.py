@@ -172,6 +172,7 @@ def test_ray_fails(make_run: MakeRun, fault_free: FaultFree, name: str) -> None:
     run.recovered()
     run.until_more_steps(2)
     run.stop_and_check(fault_free)
+    assert f"penstock learner: error: Ray's {name} has ended" in run.log("learner")
 
 
 def program_of(process: psutil.Process) -> str:

@@ -14,9 +14,10 @@ import ray
 
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import Unavailable
+from penstock.errors import RayDied, Unavailable
 from penstock_learner.roles.placement import num_cpus
 from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
+from penstock_learner.roles.ray_watch import kill_own_processes
 from penstock_learner.roles.role_actors import namespace_of
 
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -35,12 +36,19 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
             _start(config, roles, f"{folder}/ray")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
+        is_alive = True
         try:
             yield
+        except RayDied:
+            is_alive = False
+            raise
         finally:
-            if config.learner.profile.ray_timeline:
-                write_ray_timeline(profiles_folder(config) / "ray-timeline.json")
-            ray.shutdown()
+            if not is_alive:
+                kill_own_processes()  # an orderly shutdown would wait for the part that died
+            else:
+                if config.learner.profile.ray_timeline:
+                    write_ray_timeline(profiles_folder(config) / "ray-timeline.json")
+                ray.shutdown()
 
 
 def remove_abandoned_folders() -> None:

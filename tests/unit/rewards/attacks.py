@@ -169,6 +169,10 @@ KERNEL = {
     "send by UDP": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', victim['port']))",
     "connect to a Unix socket": "socket.socket(socket.AF_UNIX).connect(victim['socket'])",
     "connect to an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0' + victim['socket'])",
+    "send to a Unix socket from a pair": """
+a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+a.sendto(b'x', victim['datagrams'])
+""",
     "ask the kernel by netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "pass a descriptor": """
 a, b = socket.socketpair()
@@ -176,6 +180,8 @@ socket.send_fds(a, [b'x'], [0])
 """,
     "io_uring": "call(425, 425, 1, ctypes.create_string_buffer(256))",
     "memory by memfd": "os.write(os.memfd_create('x'), b'x')",
+    "memory that no limit counts once it is unmapped": "mmap.mmap(-1, 4096)",
+    "the same by /dev/zero": "mmap.mmap(os.open('/dev/zero', os.O_RDONLY), 4096, prot=mmap.PROT_READ)",
     "shared memory": "call(31, 195, call(29, 194, 0, 4096, 0o1600), 0, 0)",
     "remove shared memory": "call(31, 195, victim['shared_memory'], 0, 0)",
     "attach shared memory": "call(30, 196, victim['shared_memory'], 0, 0)",
@@ -212,7 +218,8 @@ call(437, 437, -100, victim['file'].encode(), how, 24)
 
 if platform.machine() == "x86_64":
     KERNEL["a 32-bit system call"] = r"""
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+flags, prot = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+page = mmap.mmap(-1, 4096, flags=flags, prot=prot)
 page.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20; int 0x80; ret
 address = ctypes.addressof(ctypes.c_char.from_buffer(page))
 if ctypes.CFUNCTYPE(ctypes.c_int)(address)() < 0:

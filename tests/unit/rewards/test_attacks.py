@@ -175,14 +175,17 @@ def make_victims(server: Server) -> Iterator[Victims]:
         unix.bind(str(folder / "socket"))
         unix.listen()
         (folder / "socket").chmod(0o777)
-        with socket.socket(socket.AF_UNIX) as abstract:
+        with socket.socket(socket.AF_UNIX) as abstract, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
             abstract.bind(f"\0{folder / 'socket'}")
             abstract.listen()
+            datagrams.bind(str(folder / "datagrams"))
+            (folder / "datagrams").chmod(0o777)
             victims = Victims(server, folder)
             segments = []
             try:
                 for name in ATTACKS:
                     shared = {"port": listener.getsockname()[1], "socket": str(folder / "socket")}
+                    shared["datagrams"] = str(folder / "datagrams")
                     if "shared memory" in name:
                         made, _ = server.run(server.python, "-I", "-c", SHARED_MEMORY, "make", stdin=b"")
                         segments.append(made.strip())
@@ -250,6 +253,8 @@ def biting(server: Server) -> set[str]:
         "set the times of a file",
         "signal by F_SETOWN",
         "memory by memfd",
+        "memory that no limit counts once it is unmapped",
+        "send to a Unix socket from a pair",
         "watch a folder",
     }
     return bitten

@@ -37,6 +37,7 @@ def sandbox_numbers(machine: str) -> dict[str, int]:
     calls |= {
         "clone": denied_calls.CLONE, "open": denied_calls.OPEN, "openat": denied_calls.OPENAT,
         "fcntl": denied_calls.FCNTL, "ioctl": denied_calls.IOCTL, "prctl": denied_calls.PRCTL,
+        "socketpair": denied_calls.SOCKETPAIR, "mmap": denied_calls.MMAP,
     }  # fmt: skip
     known = {name: number for name, numbers in calls.items() if (number := numbers[column]) is not None}
     return known | {
@@ -57,7 +58,7 @@ def test_numbers_are_those_of_the_kernel(machine: str) -> None:
 
 def verdict(machine: str, call: int, *arguments: int, architecture: int | None = None, isolated: bool = False) -> int:
     """Run the filter as the kernel does, for a process whose id is 77, or for one in namespaces of its own."""
-    data = {0: call, 4: architecture or seccomp._ARCHITECTURES[machine][1], 16: 0, 24: 0, 32: 0}
+    data = {0: call, 4: architecture or seccomp._ARCHITECTURES[machine][1], 16: 0, 24: 0, 32: 0, 40: 0}
     data |= dict(zip(seccomp._AT_ARGUMENTS, arguments, strict=False))
     program = seccomp.filter_program(machine, own_pid=None if isolated else 77, shares_files=not isolated)
     at = loaded = 0
@@ -118,6 +119,16 @@ def test_the_filter_sees_commands_and_flags(machine: str) -> None:
         assert verdict(machine, numbers["openat"], 0, 0, flags) == ALLOW, oct(flags)
     for flags in (0o1000, 3, 0o1003):
         assert verdict(machine, numbers["openat"], 0, 0, flags) == REFUSE, oct(flags)
+    for family, kind, expected in (
+        (1, 1, ALLOW),
+        (1, 0o2000001, ALLOW),
+        (1, 2, REFUSE),
+        (1, 5, REFUSE),
+        (30, 1, REFUSE),
+    ):
+        assert verdict(machine, numbers["socketpair"], family, kind) == expected, (family, kind)
+    for flags, expected in ((0x22, ALLOW), (0x01, ALLOW), (0x02, ALLOW), (0x21, REFUSE), (0x23, REFUSE)):
+        assert verdict(machine, numbers["mmap"], 0, 4096, 3, flags) == expected, hex(flags)
 
 
 @pytest.mark.parametrize("machine", HEADERS)

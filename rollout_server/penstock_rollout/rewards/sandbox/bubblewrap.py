@@ -39,7 +39,7 @@ from penstock_rollout.rewards.sandbox.limits import Limits, descendants, memory_
 from penstock_rollout.rewards.sandbox.program import Program, closing_streams, environment
 
 _FOLDER = "/tmp"  # noqa: S108  (a file system of the program's own)
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 _START_S = 10.0
 """How long bubblewrap may take to set up the namespaces."""
 _END_S = 10.0

@@ -77,6 +77,8 @@ OPENAT: Numbers = (257, 56)
 FCNTL: Numbers = (72, 25)
 IOCTL: Numbers = (16, 29)
 PRCTL: Numbers = (157, 167)
+SOCKETPAIR: Numbers = (53, 199)
+MMAP: Numbers = (9, 222)
 
 FCNTL_COMMANDS = {
     "F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_SETFL": 4, "F_GETLK": 5, "F_SETLK": 6, "F_SETLKW": 7,
@@ -91,5 +93,7 @@ IOCTL_REQUESTS = {
 }  # fmt: skip
 """Allowed requests: those that Python and the C library make on ordinary files and pipes."""
 
+AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
+MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 O_ACCMODE, O_TRUNC = 0x3, 0x200
 PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ _MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 READABLE = (
     sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.__file__).parent), "/usr", "/lib", "/lib64", "/bin",
-    "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero",
+    "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random",
 )  # fmt: skip
 """Paths that an interpreter needs to start and import. /proc, /home, /tmp and the rest of /etc stay closed."""
 

@@ -20,7 +20,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, (16, 24, 32)
+_AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, (16, 24, 32, 40)
 """Offsets into what a filter sees of a call. Of each argument it loads the lower half."""
 _X32 = 0x40000000
 _ANY_PID = 0x7EADBEEF
@@ -61,6 +61,8 @@ def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> 
         ({"openat": denied_calls.OPENAT}, _open_rule(2)),
         ({"ioctl": denied_calls.IOCTL}, _only(1, denied_calls.IOCTL_REQUESTS.values())),
         ({"fcntl": denied_calls.FCNTL}, _fcntl_rule()),
+        ({"socketpair": denied_calls.SOCKETPAIR}, _socketpair_rule()),
+        ({"mmap": denied_calls.MMAP}, _mmap_rule()),
     ]
     for calls, rule in tables:
         for numbers in calls.values():
@@ -95,6 +97,23 @@ def _open_rule(argument: int) -> list[Instruction]:
     access, truncate = denied_calls.O_ACCMODE, denied_calls.O_TRUNC
     tests = [step for value in (access, access | truncate, truncate) for step in ((_JUMP_EQUAL, 0, 1, value), _REFUSE)]
     return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), (_AND, 0, 0, access | truncate), *tests, _PERMIT]
+
+
+def _socketpair_rule() -> list[Instruction]:
+    """Permit pairs of Unix streams, which stay connected to each other. A datagram socket of a pair can send to every
+    Unix socket of the machine."""
+    return [
+        (_LOAD, 0, 0, _AT_ARGUMENTS[0]), (_JUMP_EQUAL, 1, 0, denied_calls.AF_UNIX), _REFUSE,
+        (_LOAD, 0, 0, _AT_ARGUMENTS[1]), (_AND, 0, 0, denied_calls.SOCK_TYPE_MASK),
+        (_JUMP_EQUAL, 1, 0, denied_calls.SOCK_STREAM), _REFUSE, _PERMIT,
+    ]  # fmt: skip
+
+
+def _mmap_rule() -> list[Instruction]:
+    """Refuse shared memory without a file. It stays until its last page is unmapped, and no limit of a process counts
+    the pages that are unmapped before."""
+    flags = denied_calls.MAP_SHARED | denied_calls.MAP_ANONYMOUS
+    return [(_LOAD, 0, 0, _AT_ARGUMENTS[3]), (_AND, 0, 0, flags), (_JUMP_EQUAL, 0, 1, flags), _REFUSE, _PERMIT]
 
 
 @functools.cache

@@ -96,6 +96,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._bytes_without_progress += len(data)
         super().data_received(data)
+        if self._read_due == math.inf and (self.cycle is None or self.cycle.response_complete):
+            # Empty lines before a request begin none, but they end uvicorn's timer of an idle connection.
+            self._read_due = self.loop.time() + self.limits.header_timeout_s
         if self._bytes_without_progress > self.limits.max_header_bytes:
             self._refuse_headers()
 

@@ -145,6 +145,15 @@ async def test_bytes_that_come_one_by_one_do_not_keep_a_request_alive(configure:
         dripping.cancel()
 
 
+async def test_empty_lines_between_requests_do_not_keep_a_connection_alive(configure: Configure) -> None:
+    async with running(configure(header_timeout_s=0.5)) as gateway, connected(gateway) as client:
+        await client.send(HEAD + b"\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            await client.reader.readuntil(b"}")
+        await client.send(b"\r\n")
+        assert await client.read_to_end() == b""
+
+
 async def test_a_client_that_reads_nothing_is_disconnected(configure: Configure) -> None:
     async with running(configure(send_timeout_s=0.5)) as gateway:
         with socket.socket() as client:

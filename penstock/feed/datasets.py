@@ -80,7 +80,12 @@ def _parquet_rows(path: Path, limits: ReadLimits | None) -> Iterator[tuple[str, 
                         raise _too_large(path, limits)
                     yield f"{path} row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # also text that is not UTF-8, and dates
         raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
 
 
@@ -130,7 +135,7 @@ def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     for row in batch.to_pylist():
                         yield f"{path} row {number}", row
                         number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InvalidInput(str(path), f"cannot be read as Arrow ({_one_line(error)}); save it again") from error
 
 
@@ -161,7 +166,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 where = f"{path} line {number}"
                 try:
                     yield where, json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
                     raise InvalidInput(where, f"is not JSON ({error}); every line must be one object") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(str(path), f"cannot be read as UTF-8 text ({_one_line(error)})") from error
@@ -175,12 +180,16 @@ def _prompt(where: str, row: Any, num_samples: int, sampling: Sampling) -> Promp
     ground_truth = reward_model.get("ground_truth")
     _check_json(f"{where}: reward_model.ground_truth", ground_truth)
     _check_json(f"{where}: extra_info", extra_info)
+    messages = _messages(f"{where}: prompt", row.get("prompt"))
+    agent_name = row_field(where, row, "agent_name", str, "")
+    data_source = row_field(where, row, "data_source", str, "")
+    _check_text(where, agent_name, data_source, *(text for message in messages for text in message))
     return Prompt(
-        messages=_messages(f"{where}: prompt", row.get("prompt")),
+        messages=messages,
         sampling=sampling,
         num_samples=num_samples,
-        agent_name=row_field(where, row, "agent_name", str, "") or Prompt.agent_name,
-        data_source=row_field(where, row, "data_source", str, ""),
+        agent_name=agent_name or Prompt.agent_name,
+        data_source=data_source,
         ground_truth=ground_truth,
         extra_info=extra_info,
     )
@@ -208,6 +217,13 @@ def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: An
         expected = "an object" if kind is dict else "text"
         raise InvalidInput(f"{where}: {name}", f"must be {expected}, not {_kind(value)}")
     return value
+
+
+def _check_text(where: str, *texts: str) -> None:
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(where, f"holds text that UTF-8 cannot write ({error.reason}); write it again") from error
 
 
 def _check_json(where: str, value: Any) -> None:

@@ -108,6 +108,31 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "extra_info": {"x": ' + 5000 * "1" + "}}", "line 1: is not JSON"),
+        (r'{"prompt": "\ud800"}', "line 1: holds text that UTF-8 cannot write"),
+        (r'{"prompt": "a", "data_source": "\ud800"}', "line 1: holds text that UTF-8 cannot write"),
+    ],
+)
+def test_values_that_nothing_can_hold_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InvalidInput, match=message):
+        read(path)
+
+
+def test_parquet_values_that_python_cannot_hold_are_refused(tmp_path: Path) -> None:
+    no_text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
+    no_date = pa.StructArray.from_arrays([pa.array([2**62]).cast(pa.timestamp("us"))], ["at"])
+    for table in (pa.table({"prompt": no_text}), pa.table({"prompt": ["a"], "extra_info": no_date})):
+        path = tmp_path / "train.parquet"
+        pq.write_table(table, path)
+        with pytest.raises(InvalidInput, match="cannot be read as Parquet"):
+            read(path)
+
+
 def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", [ROWS[0], ROWS[1] | {"prompt": []}])
     with pytest.raises(InvalidInput, match="train.parquet row 1: prompt: must be"):

@@ -16,8 +16,10 @@ works on, so that a few bad prompts do not open it. Then
   not count;
 - the first success closes it.
 
-While the failures approach a limit, no prompt is dead-lettered. A prompt that was spared by MAX_SPARED breakers is
-treated as bad itself: its failures count, and they open no breaker. An expired lease is no failure here: it tells that
+While the failures approach a limit, no prompt is dead-lettered. A server first leases prompts that have not failed on
+it since its last success, so that one prompt does not use up its attempts before others were tried. A prompt that was
+spared by MAX_SPARED breakers, while groups of other prompts were accepted between them, is treated as bad itself: its
+failures count, and they open no breaker. An expired lease is no failure here: it tells that
 a server died, not why. Neither is a failure that is final, because it concerns only its prompt.
 
 The memory queue uses this class. lua/prelude_breaker.lua does the same on Redis.

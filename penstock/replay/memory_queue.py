@@ -154,17 +154,21 @@ class MemoryReplayQueue:
         self._reclaim()
         if store.is_paused or server_id in store.drained:
             return []
-        breaker = store.open_breaker(server_id) if config.breaker.failures else None
+        breaker = store.breakers.get(server_id) if config.breaker.failures else None
         if breaker is None:
             return await self._lease(server_id, max_prompts, {})
+        if not breaker.is_open:
+            others = await self._lease(server_id, max_prompts, breaker.prompts)
+            return others + await self._lease(server_id, max_prompts - len(others), {})
         version = store.counters["policy_version"]
         if not breaker.may_probe(store.clock(), version):
             return []
         leases = await self._lease(server_id, min(max_prompts, 1), breaker.prompts)
+        if not leases:  # all prompts in line were tried before
+            breaker.prompts.clear()
+            leases = await self._lease(server_id, min(max_prompts, 1), {})
         if leases:
             breaker.record_probe(config.breaker, store.clock(), version)
-        else:
-            breaker.prompts.clear()
         return leases
 
     async def _lease(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:

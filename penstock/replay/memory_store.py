@@ -93,6 +93,8 @@ class MemoryPrompt:
     failures: int = 0
     spared: int = 0
     """How many opened breakers took its failures back."""
+    spared_at: int = -1
+    """The number of accepted groups at the last of them."""
     owner: tuple[str, int] | None = None
     """Server and attempt of the lease; None if it is not leased."""
     submitted_at: float = 0.0
@@ -246,9 +248,11 @@ class MemoryStore:
         if verdict == "opened":
             breaker.prompts[prompt_id] -= 1  # this failure is not counted yet
             for spared, failures in breaker.prompts.items():
-                if spared in self.prompts:
-                    self.prompts[spared].spared += 1
-                    self.prompts[spared].failures -= failures
+                if prompt := self.prompts.get(spared):
+                    # While no group at all is accepted, breakers that open one after the other count once.
+                    prompt.spared += prompt.spared_at != self.counters["inserted"]
+                    prompt.spared_at = self.counters["inserted"]
+                    prompt.failures -= failures
             breaker.prompts = dict.fromkeys(breaker.prompts, 0)
         return verdict
 

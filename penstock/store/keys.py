@@ -67,7 +67,7 @@ class RunKeys:
     breakers = Key()
     """Hash: server that failed since its last success to the record of its breaker."""
     spared = Key()
-    """Hash: prompt id to how many opened breakers took its failures back."""
+    """Hash: prompt id to how many opened breakers took its failures back, and the accepted groups at the last one."""
     pending = Key()
     """Sorted set of prompts that can be leased, by priority and age."""
     leases = Key()

@@ -16,15 +16,15 @@ end
 
 if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
 
--- A server whose breaker is open leases one prompt at a time, which it has not probed yet.
-local breaker = tonumber(ARGV[9]) > 0 and open_breaker(server)
+-- A server leases the prompts that have not failed on it since its last success before those that have. While its
+-- breaker is open, it leases one at a time.
+local failures = tonumber(ARGV[9]) > 0 and redis.call('EXISTS', BREAKERS) == 1 and read_breaker(server) or nil
+local breaker = failures and failures.opened_ms > 0 and failures
 if breaker then
   if not may_probe(breaker, now) then return rows(COLUMNS, {}) end
   wanted = math.min(wanted, 1)
 end
-local function was_probed(id)
-  return breaker and breaker.prompts[id]
-end
+local skipped = failures and failures.prompts or {}
 
 -- Upper bound on the prompts that one call skips because Redis may still lose them.
 local MAX_SKIPPED = 1024
@@ -53,34 +53,46 @@ local function may_answer(id)
   return tonumber(pinned) == version
 end
 
-local num_evals, looked_at = 0, wanted + ((has_pins or breaker) and MAX_PINNED_SKIPPED or 0)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
-  if num_evals < wanted and may_answer(id) and not was_probed(id) then
-    redis.call('ZREM', EVAL_PENDING, id)
-    grant(id, EVAL_LEASES)
-    num_evals = num_evals + 1
+local function lease_evaluations()
+  local looked_at = wanted + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
+    if wanted > 0 and may_answer(id) and not skipped[id] then
+      redis.call('ZREM', EVAL_PENDING, id)
+      grant(id, EVAL_LEASES)
+      wanted = wanted - 1
+    end
   end
 end
 
 local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
-local room = limit - (counter('trained') + queued() + in_flight())
-if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
-local budget = is_pinned and 0 or wanted - num_evals
-local window = budget + math.min(newest - durable_id, MAX_SKIPPED) + (breaker and MAX_SKIPPED or 0)
-for _, id in ipairs(budget > 0 and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
-  if budget == 0 then break end
-  if tonumber(id) <= durable_id and not was_probed(id) then
-    -- A returned prompt counts in in_flight already, so it needs no room.
-    if redis.call('SREM', RETURNED, id) == 0 then
-      if room <= 0 then break end
-      room = room - 1
-      count('admitted', 1)
-      redis.call('ZADD', OPEN, next_admission(), id)
+local function lease_prompts()
+  local room = limit - (counter('trained') + queued() + in_flight())
+  if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
+  local window = wanted + math.min(newest - durable_id, MAX_SKIPPED) + (failures and MAX_SKIPPED or 0)
+  for _, id in ipairs(wanted > 0 and not is_pinned and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
+    if wanted == 0 then break end
+    if tonumber(id) <= durable_id and not skipped[id] then
+      -- A returned prompt counts in in_flight already, so it needs no room.
+      if redis.call('SREM', RETURNED, id) == 0 then
+        if room <= 0 then break end
+        room = room - 1
+        count('admitted', 1)
+        redis.call('ZADD', OPEN, next_admission(), id)
+      end
+      redis.call('ZREM', PENDING, id)
+      grant(id, LEASES)
+      wanted = wanted - 1
     end
-    redis.call('ZREM', PENDING, id)
-    grant(id, LEASES)
-    budget = budget - 1
   end
 end
-if breaker then record_probe(server, breaker, #leased > 0, now, tonumber(ARGV[9])) end
+
+lease_evaluations()
+lease_prompts()
+local has_tried_all = wanted > 0 and next(skipped) ~= nil
+if has_tried_all then
+  skipped = {}
+  lease_evaluations()
+  lease_prompts()
+end
+if breaker then record_probe(server, breaker, #leased > 0, has_tried_all, now, tonumber(ARGV[9])) end
 return rows(COLUMNS, leased)

@@ -66,6 +66,21 @@ async def test_a_burst_pauses_leasing_and_costs_no_attempt(make_queue: MakeQueue
     assert (await queue.stat()).dead_lettered == 0, "the failures of the burst were taken back"
 
 
+@pytest.mark.parametrize("places", [1, 4])
+async def test_no_server_and_no_restart_costs_an_attempt_while_everything_fails(
+    make_queue: MakeQueue, places: int
+) -> None:
+    """Servers join one after the other, or one is restarted under new names. Each tries until its breaker opens."""
+    queue = make_queue(groups_per_step=4, max_attempts=2, breaker=SLOW)
+    await submit(queue, 8)
+    for server in map(str, range(6)):
+        while leases := await queue.lease(server, places):
+            await fail(queue, leases, "non_finite", server, running=places - 1)
+    stat = await queue.stat()
+    assert (stat.dead_lettered, stat.pending_prompts) == (0, 8)
+    await assert_conserved(queue)
+
+
 async def test_probes_try_other_prompts_and_a_success_resumes(make_queue: MakeQueue) -> None:
     queue = make_queue(groups_per_step=4, max_attempts=2, breaker=BREAKER)
     await submit(queue, 8)

@@ -73,6 +73,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self.gone_back: GoneBack | None = None
+        """What the run went back to, once a take-over has found that it did."""
 
     def partial_folder(self, step: int, term: int) -> Path:
         """Make an empty folder for the ranks to write to. Removes files that a crashed learner left. Blocks."""
@@ -120,8 +122,11 @@ class CheckpointStore:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         _flush(self.folder)
-        abandoned = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
-        for old in [*self.newest_first()[self.keep :], *abandoned]:
+        # Checkpoints that the run gave up when it went back cannot replace this one, so they do not count as kept.
+        usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
+        kept = [path for path in usable if path.parent == self.folder][: self.keep]
+        unfinished = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
+        for old in [*(path for path in self.newest_first() if path not in kept), *unfinished]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 

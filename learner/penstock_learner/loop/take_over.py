@@ -8,8 +8,9 @@ newest a moment ago no longer covers everything that was acknowledged. From then
          └ the one before ◄┼────────────────────────────────────────┘ damaged: name the file
                            └ `checkpoint.go_back` asks for it: the queue undoes the commits that it does not cover
 
-Going back is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing. After
-it, a learner with any config continues from that checkpoint or from later ones, and never from those it abandoned.
+Going back is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing, and
+nothing is trained before Redis can no longer lose it. After it, a learner with any config continues from that
+checkpoint or from later ones, and never from those it abandoned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.learner import CheckpointConfig
-from penstock.errors import CheckpointDamaged, ConfigError
+from penstock.errors import CheckpointDamaged, ConfigError, Unavailable
 from penstock.replay.contract import Committed, GroupConsumer
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
@@ -75,7 +76,11 @@ async def take_over(
         await queue.go_back(choice.path, choice.state.step, choice.uncovered)
         crash_point("after_go_back")
         logger.warning("went back to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
+        await asyncio.sleep(settle_s)
         gone_back = (await queue.committed()).gone_back
+        if gone_back is None or gone_back.checkpoint != choice.path:
+            raise Unavailable("Redis has lost that the run went back; start the learner again, and it goes back again")
+    checkpoints.gone_back = gone_back
     state, has_gone_back = choice.state, False
     if gone_back is not None and gone_back.checkpoint == choice.path:
         # Roll backs that were ordered before belong to the steps that were given up.

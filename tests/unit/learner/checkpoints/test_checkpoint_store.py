@@ -49,6 +49,19 @@ def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) ->
     assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
 
 
+def test_abandoned_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    """If the first checkpoint after going back is damaged, the one that the run went back to is still there."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    target, _ = (make(store, step) for step in (1, 2))
+    store.gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
+    later = make(store, 2, term=2)
+    assert store.newest_first() == [later, target]
+    elsewhere = shutil.copytree(target, tmp_path / "best")
+    store.gone_back = GoneBack(str(elsewhere), term=3, num_roll_backs=0)
+    newest = [make(store, step, term=3) for step in (2, 3, 4)][:0:-1]
+    assert store.newest_first() == newest and elsewhere.is_dir(), "only the run's own checkpoints are removed"
+
+
 def test_a_named_checkpoint_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"learner.checkpoint.resume: .*nothing is not a checkpoint's folder"):
         CheckpointStore(tmp_path, keep=1).candidates(str(tmp_path / "nothing"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Unavailable
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop.controller import LearnerController
+from penstock_learner.loop.take_over import take_over
 from penstock_learner.metrics import LearnerMetrics
 
 
@@ -142,6 +144,31 @@ async def test_a_run_without_its_checkpoints_is_refused(controller: LearnerContr
     await queue.commit(485, [1])
     with pytest.raises(ConfigError, match=r"the model folder is at step 0, but step 485 is committed"):
         await controller.run()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
+    controller: LearnerController, is_lost: bool
+) -> None:
+    """Otherwise the groups that were given up would be missing in the weights, and nobody would make them again."""
+    target = save(controller, 480)
+    queue = contended(controller)
+    await queue.submit([b"p"] * 2, [0] * 2, "")
+    await queue.take_term(0)
+    await queue.commit(485, [1, 2])
+
+    async def load(_: Path) -> None:
+        if is_lost:
+            asyncio.get_running_loop().call_later(0.02, setattr, queue.store, "gone_back", None)
+
+    config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "go_back": True})
+    taking = take_over(queue, controller.checkpoints, config, load, settle_s=0.05)
+    if is_lost:
+        with pytest.raises(Unavailable, match="lost that the run went back; start the learner again"):
+            await taking
+        return
+    assert (await taking).has_gone_back
+    assert controller.checkpoints.gone_back == queue.store.gone_back is not None
 
 
 def test_going_back_needs_the_name_of_a_checkpoint() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.feed.datasets import read_prompts
+from penstock.feed.datasets import ReadLimits, read_prompts
 from penstock.trajectory import Prompt, Sampling
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9)
@@ -188,3 +189,69 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             read(tmp_path / name)
+
+
+LIMITS = ReadLimits(max_rows=100, max_bytes=2**25)
+
+
+def read_limited(path: Path) -> list[Prompt]:
+    return list(read_prompts(path, num_samples=1, sampling=SAMPLING, limits=LIMITS))
+
+
+def repeated(text: str, num_times: int) -> pa.Array:
+    """One row, a list of messages that are all the same."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * num_times, pa.int32()), pa.array([text]))
+    messages = pa.StructArray.from_arrays([texts, texts], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array([0, num_times], pa.int32()), messages)
+
+
+def test_values_of_a_parquet_file_are_counted_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": repeated("u", 1_000_000)}), path, write_statistics=False, store_schema=False)
+    assert path.stat().st_size < 2**14
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
+    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+        read_limited(path)
+
+
+def test_a_parquet_file_cannot_lie_about_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": [2**26 * "u"]}), path, compression="zstd", use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    content = path.read_bytes()
+    for number in {group.total_byte_size, group.column(0).total_uncompressed_size}:
+        true = varint(2 * number)
+        content = content.replace(true, b"\x82" + (len(true) - 2) * b"\x80" + b"\x00")
+    path.write_bytes(content)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
+    assert pq.ParquetFile(path).metadata.row_group(0).total_byte_size == 1
+    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+        read_limited(path)
+
+
+def varint(number: int) -> bytes:
+    """A number as the footer of a Parquet file has it."""
+    *rest, last = [number >> shift & 0x7F for shift in range(0, number.bit_length(), 7)]
+    return bytes([part | 0x80 for part in rest] + [last])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"data_page_size": 64}]
+)
+def test_limits_change_no_parquet_file_that_keeps_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = [ROWS[index % 3] | {"extra_info": {"index": index, "parts": [f"{index}", "é"]}} for index in range(100)]
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=40, **options)
+    assert read_limited(path) == list(read_prompts(path, num_samples=1, sampling=SAMPLING))
+
+
+def test_damaged_pages_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    whole = path.read_bytes()
+    for at in range(4, 400, 3):
+        path.write_bytes(whole[:at] + b"\xff\xff\xff" + whole[at + 3 :])
+        with contextlib.suppress(InvalidInput):
+            read_limited(path)

@@ -193,7 +193,7 @@ ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     for cls in (
         ConfigError, InvalidInput, PromptTooLong, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict,
         Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, DiskFull, CheckpointDamaged,
-        TrainingDiverged, ProcessDied,
+        TrainingDiverged, ProcessDied, RayDied,
     )
 }  # fmt: skip
 """The errors that a process rebuilds from what a peer reported."""

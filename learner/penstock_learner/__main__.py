@@ -59,7 +59,6 @@ async def serve(config: RunConfig) -> None:
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
-    from penstock.cancellation import end_task
     from penstock.metrics import serve_metrics, write_endpoint
     from penstock.replay.redis_queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
@@ -72,7 +71,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.roles.placement import place_roles
     from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
     from penstock_learner.roles.ray_watch import run_while_ray_lives
-    from penstock_learner.roles.role_group import gather_all, keep_spares, send_beats
+    from penstock_learner.roles.role_group import run_with_ranks
 
     learner = config.learner
     check_loggers(learner.loggers)
@@ -99,13 +98,7 @@ async def serve(config: RunConfig) -> None:
             loop = asyncio.get_running_loop()
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, controller.stopping.set)
-            beside = [asyncio.create_task(work(groups.values())) for work in (send_beats, keep_spares)]
-            try:
-                await controller.run()
-            finally:
-                for task in beside:
-                    await end_task(task)
-            await gather_all(*(role.end(await_successor=controller.stopping.is_set()) for role in groups.values()))
+            await run_with_ranks(controller.run(), groups.values(), controller.stopping)
 
         await run_while_ray_lives(train())
         logger.info("finished")

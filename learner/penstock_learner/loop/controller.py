@@ -89,12 +89,13 @@ class LearnerController:
         """Set it to stop after the running step, with a checkpoint."""
         self.resuming = config.learner.checkpoint
         """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
+        self._has_term = False
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again.
 
         A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it fences
-        nobody."""
+        nobody. Nor does a learner whose term has passed: it raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         while not self.stopping.is_set():
@@ -102,10 +103,18 @@ class LearnerController:
                 await self._start_roles(died)
                 logger.info("the roles are ready")
                 if not self.stopping.is_set():
+                    await self._raise_if_fenced()
                     await self._run_term()
                 return
             except RoleDied as error:
                 died = error
+                await self._raise_if_fenced()
+
+    async def _raise_if_fenced(self) -> None:
+        """Raise Fenced if another learner took over from this one. A learner that was suspended may find that before it
+        finds a rank dead, or too late. It must not take the run back."""
+        if self._has_term:
+            await self.queue.commit(0, [])
 
     async def _start_roles(self, died: RoleDied | None) -> None:
         """Start all roles, or after a death the dead one. Without a checkpoint, all trained roles start again too."""
@@ -138,6 +147,7 @@ class LearnerController:
     async def _run_term(self) -> None:
         """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
         taken = await take_over(self.queue, self.checkpoints, self.resuming, self._load, self.config.replay.settle_s)
+        self._has_term = True
         term = await begin_term(self.config, self.queue, taken)
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from penstock.cancellation import end_task
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
 from penstock_learner.roles.role_actors import BEAT_LANE, LANES, RoleActors
 
@@ -48,6 +49,25 @@ async def keep_spares(roles: Iterable[RoleGroup]) -> None:
         for role in roles:
             await role.refill_spares()
         await asyncio.sleep(BEAT_S)
+
+
+async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
+    """Do the controller's work, with beats and spares beside it. Then end the ranks, or let them wait for a successor
+    if the controller is to stop.
+
+    If the work fails because a rank fails that is still alive, for example with a broken CUDA context, the ranks end
+    too: they would fail every controller that adopts them. After any other error they wait for the next controller."""
+    beside = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
+    try:
+        try:
+            await work
+        finally:
+            for task in beside:
+                await end_task(task)
+    except ProcessDied:
+        await gather_all(*(role.end() for role in roles))
+        raise
+    await gather_all(*(role.end(await_successor=stopping.is_set()) for role in roles))
 
 
 class RoleGroup:

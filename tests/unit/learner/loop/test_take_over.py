@@ -11,11 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
-from penstock.errors import ConfigError, Unavailable
+from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.file_checksums import FileRecord, find_damage
+from penstock_learner.loop import controller as controller_module
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.loop.take_over import take_over
 from penstock_learner.metrics import LearnerMetrics
@@ -111,6 +112,22 @@ async def test_a_learner_that_is_to_stop_takes_no_term(controller: LearnerContro
     controller.stopping.set()
     await controller.run()
     assert (await controller.queue.stat()).term == 0
+
+
+async def test_a_learner_that_finds_a_rank_dead_after_it_was_replaced_does_not_take_the_run_back(
+    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suspended learner wakes up past the deadline of a call to its ranks, and takes them for dead."""
+    successor = MemoryReplayQueue(contended(controller).store, controller.config.replay)
+
+    async def wake_up(*_: object) -> None:
+        await successor.take_term(0)
+        raise RoleDied("policy", "policy.update did not finish in 15 s")
+
+    monkeypatch.setattr(controller_module, "begin_term", wake_up)
+    with pytest.raises(Fenced, match="another learner has taken over"):
+        await controller.run()
+    assert (await successor.stat()).term == successor.term
 
 
 async def test_a_learner_with_the_checkpoint_of_another_store_fences_nobody(controller: LearnerController) -> None:

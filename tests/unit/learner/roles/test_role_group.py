@@ -12,9 +12,9 @@ from ray.exceptions import RayActorError
 
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock.errors import Fenced, RoleDied
+from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.role_group import RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
 
@@ -212,3 +212,34 @@ async def test_the_ranks_of_a_controller_that_was_told_to_stop_wait_for_the_next
     assert cluster.sets[1][0].rank.beat_at < before, "they would wait as long as for a controller that has crashed"
     assert await successor.adopt()
     assert cluster.sets[1][0].rank.beat_at >= before
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(ProcessDied("policy.update failed: CUDA error"), True), (Unavailable("Redis"), False)]
+)
+async def test_ranks_that_fail_are_not_left_to_the_next_controller(error: Exception, ends: bool) -> None:
+    """A rank with a broken CUDA context is alive and answers `adopt`. Every controller that adopts it would fail."""
+    cluster = FakeCluster()
+    role = controller_of(cluster)
+    await role.start()
+
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await run_with_ranks(fail(), [role], asyncio.Event())
+    assert cluster.is_given_up == ends
+
+
+async def test_a_controller_that_was_replaced_ends_no_ranks_when_it_fails() -> None:
+    cluster = FakeCluster()
+    zombie, successor = controller_of(cluster), controller_of(cluster)
+    await zombie.start()
+    await successor.adopt()
+
+    async def fail() -> None:
+        raise ProcessDied("policy.update failed")
+
+    with pytest.raises(ProcessDied):
+        await run_with_ranks(fail(), [zombie], asyncio.Event())
+    assert not cluster.is_given_up

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,9 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
         cause = cause.__cause__ or cause.__context__
     if any(isinstance(each, OSError) and each.errno in _FULL_ERRORS for each in causes):
         return True
-    return "No space left on device" in str(error) or measure_disk(folder).free_bytes < FULL_BYTES
+    if any(os.strerror(number) in str(error) for number in _FULL_ERRORS):
+        return True
+    return measure_disk(folder).free_bytes < FULL_BYTES
 
 
 class DiskWatch:

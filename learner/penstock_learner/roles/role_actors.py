@@ -8,6 +8,7 @@ In a private Ray, ranks end with their controller.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections import defaultdict
@@ -85,7 +86,8 @@ class RoleActors:
         sets: dict[int, dict[int, Any]] = defaultdict(dict)
         for name in list_named_actors():
             if match := re.fullmatch(rf"{self.name}-(\d+)-(\d+)", name):
-                sets[int(match[2])][int(match[1])] = ray.get_actor(name)
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    sets[int(match[2])][int(match[1])] = ray.get_actor(name)
         return {number: [ranks[rank] for rank in sorted(ranks)] for number, ranks in sorted(sets.items())}
 
     def give_up(self) -> None:

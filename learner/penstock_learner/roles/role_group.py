@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Collection, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 
 from penstock.cancellation import end_task
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
@@ -22,6 +22,8 @@ connection first, which does not explain the failure."""
 ADOPT_S = 30.0
 """How long a rank may take to end the call of a dead controller. A rank whose partner never got that call waits longer,
 in a collective operation that cannot end: it is killed."""
+DEATHS = (RayActorError, NodeDiedError, ObjectLostError)
+"""Errors that mean that a rank died. A large answer is lost if its node dies after the rank has answered."""
 END_S = 10.0
 BEAT_S = 10.0
 
@@ -246,10 +248,11 @@ class RoleGroup:
 
     def _explained(self, method: str, errors: list[BaseException]) -> BaseException:
         """The error that explains the others. If a rank died, that explains the errors of the other ranks."""
-        if any(isinstance(error, RayActorError) for error in errors):
+        if any(isinstance(error, DEATHS) for error in errors):
             return RoleDied(self.name, f"a rank of the {self.name} role died in {method}")
         error = errors[0]
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, PenstockError):
             return cause
-        return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {cause}")
+        reason = next(iter(str(cause).splitlines()), "")  # CUDA and Ray explain themselves at length
+        return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {reason} (see the rank's log)")

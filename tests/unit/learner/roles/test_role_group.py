@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
 
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
+from penstock_learner.roles import role_actors
 from penstock_learner.roles.rank import Rank
+from penstock_learner.roles.role_actors import RoleActors
 from penstock_learner.roles.role_group import RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
@@ -243,3 +245,39 @@ async def test_a_controller_that_was_replaced_ends_no_ranks_when_it_fails() -> N
     with pytest.raises(ProcessDied):
         await run_with_ranks(fail(), [zombie], asyncio.Event())
     assert not cluster.is_given_up
+
+
+@pytest.mark.parametrize("error", [ObjectLostError("0" * 56, None, "update"), NodeDiedError("its node")])
+async def test_a_node_that_dies_with_the_answer_of_a_rank_has_killed_the_rank(error: Exception) -> None:
+    role = controller_of(FakeCluster())
+    await role.start()
+    failed = asyncio.get_running_loop().create_future()
+    failed.set_exception(error)
+    with pytest.raises(RoleDied, match="a rank of the policy role died in update"):
+        await role._gather("update", [failed], timeout_s=10)
+
+
+def test_ranks_that_end_while_they_are_looked_up_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(name: str) -> str:
+        if name == "policy-0-1":
+            raise ValueError("Failed to look up actor with name 'policy-0-1'")
+        return name
+
+    names = ["policy-0-1", "policy-0-2", "policy-1-2", "critic-0-1"]
+    monkeypatch.setattr(role_actors, "list_named_actors", lambda: names)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    config = validate({"run": "r", "model": {"path": "m"}, "learner": {"ray_address": "head:6379"}}, "test")
+    found = RoleActors(config, "policy", config.learner.policy, reserved=None).find()
+    assert found == {2: ["policy-0-2", "policy-1-2"]}
+
+
+async def test_the_error_of_a_rank_is_one_line() -> None:
+    role = controller_of(FakeCluster())
+    await role.start()
+    failed = asyncio.get_running_loop().create_future()
+    failed.set_exception(RuntimeError("CUDA error: device-side assert\nCUDA kernel errors might be reported later"))
+    with pytest.raises(ProcessDied) as raised:
+        await role._gather("update", [failed], timeout_s=10)
+    assert (
+        str(raised.value) == "policy.update failed: RuntimeError: CUDA error: device-side assert (see the rank's log)"
+    )

@@ -230,6 +230,37 @@ time.sleep(20)
     assert outcome.ended == "files" or b"No space left" in outcome.error_tail, outcome
 
 
+@pytest.mark.parametrize("keep", ["kept.append(file)", "kept.append(mapped(file)); os.close(file)"])
+def test_files_that_were_removed_count_while_they_are_used(run: Run, keep: str) -> None:
+    program = f"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+mapped = lambda file: libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))
+kept = []
+for number in range(200):
+    file = os.open("file", os.O_CREAT | os.O_RDWR)
+    os.unlink("file")
+    os.write(file, bytes(2**16))
+    {keep}
+time.sleep(15)
+"""
+    outcome = run(program)
+    assert outcome.ended == "files" or b"No space left" in outcome.error_tail, outcome
+
+
+def test_a_removed_file_within_the_limits_may_be_used(run: Run) -> None:
+    program = """
+import mmap, tempfile, time
+with tempfile.TemporaryFile() as file:
+    file.write(bytes(4096)); file.flush()
+    block = mmap.mmap(file.fileno(), 4096)
+time.sleep(0.6)
+print("done")
+"""
+    assert run(program).stdout == b"done\n"
+
+
 @pytest.mark.parametrize(
     "leftovers",
     [

@@ -97,6 +97,7 @@ def test_the_filter_refuses_and_allows_on_either_architecture(machine: str) -> N
     assert verdict(machine, numbers["clone"], 0x10000000) == REFUSE, "a user namespace"
     assert verdict(machine, numbers["clone3"]) == NO_SUCH_CALL, "the C library falls back to clone"
     assert verdict(machine, numbers["prctl"], 1) == REFUSE, "the signal that ends it with its parent"
+    assert verdict(machine, numbers["prctl"], 4) == REFUSE, "hiding what it has open"
     assert verdict(machine, numbers["prctl"], 15) == ALLOW, "the name of a thread"
     for name, number in {"x86_64": {"read": 0, "openat": 257}, "aarch64": {"read": 63, "openat": 56}}[machine].items():
         assert verdict(machine, number) == ALLOW, name

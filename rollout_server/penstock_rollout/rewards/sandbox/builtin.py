@@ -149,7 +149,8 @@ class ConfinedProgram:
         return memory_is_exceeded(in_session(self.process.pid, processes), processes, self._limits.memory_bytes)
 
     def exceeds_files(self) -> bool:
-        return files_are_exceeded(self._folder, self._limits.folder_bytes)
+        pids = in_session(self.process.pid, read_processes()) if sys.platform == "linux" else ()
+        return files_are_exceeded(self._folder, self._limits.folder_bytes, pids)
 
     def kill(self) -> None:
         """Kill the program's process group and reap all of it."""

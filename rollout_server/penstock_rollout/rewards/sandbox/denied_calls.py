@@ -96,4 +96,5 @@ IOCTL_REQUESTS = {
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 O_ACCMODE, O_TRUNC = 0x3, 0x200
-PR_SET_PDEATHSIG = 1
+PRCTL_OPTIONS = {"PR_SET_PDEATHSIG": 1, "PR_SET_DUMPABLE": 4}
+"""Refused options: outlive the reward process, and hide which files are open."""

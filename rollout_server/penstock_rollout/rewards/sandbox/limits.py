@@ -6,8 +6,10 @@ control group where there is one; otherwise the sandbox measures it while the pr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +110,13 @@ def _proportional_bytes(pid: int, resident_bytes: int) -> int:
     return resident_bytes
 
 
-def files_are_exceeded(folder: Path, limit_bytes: int) -> bool:
-    """Whether the files below a folder are too many, too large together or too deep, or cannot be counted."""
-    num_bytes = num_files = 0
+def files_are_exceeded(folder: Path, limit_bytes: int, pids: Iterable[int] = ()) -> bool:
+    """Whether the files below a folder, and those that processes have removed but still use, are too many, too large
+    together or too deep, or cannot be counted."""
+    removed = _removed_files(folder, pids)
+    if removed is None:
+        return True
+    num_bytes, num_files = sum(removed.values()), len(removed)
     folders = [(str(folder), 0)]
     while folders:
         path, depth = folders.pop()
@@ -122,12 +128,31 @@ def files_are_exceeded(folder: Path, limit_bytes: int) -> bool:
                     status = entry.stat(follow_symlinks=False)
                     num_bytes += status.st_blocks * 512
                     num_files += 1
-                    if num_bytes > limit_bytes or num_files > MAX_FILES:
-                        return True
                     if entry.is_dir(follow_symlinks=False):
                         folders.append((entry.path, depth + 1))
+                    if num_bytes > limit_bytes or num_files > MAX_FILES:
+                        return True
         except FileNotFoundError:
             continue  # the program removed it
         except OSError:
             return True  # closed, which would hide what is in it
-    return False
+    return num_bytes > limit_bytes
+
+
+def _removed_files(folder: Path, pids: Iterable[int]) -> dict[int, int] | None:
+    """Sizes of the files without a name that processes have open, by inode. None if a process maps one that it has
+    closed, because its size is unknown then."""
+    device = folder.stat().st_dev
+    sizes: dict[int, int] = {}
+    mapped: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or this process may not look into it
+            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  (a Path for each would double the cost)
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{pid}/fd/{name}")  # noqa: PTH116
+                    if status.st_nlink == 0 and stat.S_ISREG(status.st_mode) and status.st_dev == device:
+                        sizes[status.st_ino] = status.st_blocks * 512
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            start = f"{folder}/"
+            mapped.update(int(line.split()[4]) for line in lines if start in line and line.endswith(" (deleted)"))
+    return sizes if mapped <= sizes.keys() else None

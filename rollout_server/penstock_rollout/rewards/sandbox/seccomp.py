@@ -54,7 +54,7 @@ def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> 
     if own_pid is not None:
         tables.append((denied_calls.ON_PROCESSES_OF_THE_SERVER, [_REFUSE]))
         tables.append((denied_calls.ON_ITSELF_ONLY, _only(0, [own_pid])))
-        tables.append(({"prctl": denied_calls.PRCTL}, _unless(0, _JUMP_EQUAL, denied_calls.PR_SET_PDEATHSIG)))
+        tables.append(({"prctl": denied_calls.PRCTL}, _unless(0, _JUMP_EQUAL, *denied_calls.PRCTL_OPTIONS.values())))
     tables += [
         ({"clone": denied_calls.CLONE}, _unless(0, _JUMP_SET, _NEW_NAMESPACES)),
         ({"open": denied_calls.OPEN}, _open_rule(1)),
@@ -77,9 +77,10 @@ def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
     return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), *tests, _REFUSE]
 
 
-def _unless(argument: int, test: int, operand: int) -> list[Instruction]:
-    """Refuse the call if the test of an argument holds."""
-    return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), (test, 0, 1, operand), _REFUSE, _PERMIT]
+def _unless(argument: int, test: int, *operands: int) -> list[Instruction]:
+    """Refuse the call if the test of an argument holds for an operand."""
+    tests = [instruction for operand in operands for instruction in ((test, 0, 1, operand), _REFUSE)]
+    return [(_LOAD, 0, 0, _AT_ARGUMENTS[argument]), *tests, _PERMIT]
 
 
 def _fcntl_rule() -> list[Instruction]:

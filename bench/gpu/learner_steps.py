@@ -16,7 +16,8 @@ from torch import Tensor
 from penstock.config.learner import LearnerConfig
 from penstock_learner.loop.advantage_step import denominators_of
 from penstock_learner.model import attention
-from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.architectures import path_of
+from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.packing import SequenceBatch, partition
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sharding import prepare_for_training
@@ -137,7 +138,9 @@ class Ours:
             }
         )
         lm = make_model(shape, DTYPES[masters], device, attention.NAME)
-        self.model = PackedCausalLM(lm, self.learner.logprob_chunk_tokens, compiled=compiled)
+        path = path_of(lm.config)
+        assert path.is_packed
+        self.model = CausalLM(lm, self.learner.logprob_chunk_tokens, path, compiled=compiled)
         prepare_for_training(self.model, self.learner, torch.bfloat16, is_cuda=device.type == "cuda")
         self.update = PolicyUpdate(self.model, make_optimizer(self.model, self.learner, LR), self.learner, device)
         self.num_steps = 0

@@ -7,12 +7,14 @@ from penstock.start_checks import check_model, check_redis, check_roles, check_r
 from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.loggers.opening import check_loggers
+from penstock_learner.model.architectures import require_causal
 
 
 def check(config: RunConfig) -> str:
     """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
     check_redis(config.redis)
     check_model(config)
+    require_causal(config.model.path, "model.path")
     check_roles(config.learner)
     check_run_folder(config)
     ClusterKey.of(config).make_if_missing()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from penstock.config.learner import LoraConfig
-from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.causal_lm import CausalLM
 
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 """Endings of the names that peft gives to an adapter's two matrices."""
 
 
-def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:
+def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing."""
     import peft
 
@@ -20,7 +20,7 @@ def add_adapter(model: PackedCausalLM, config: LoraConfig) -> None:
     model.has_adapter = True
 
 
-def is_pushed(model: PackedCausalLM, name: str) -> bool:
+def is_pushed(model: CausalLM, name: str) -> bool:
     """Whether a push sends the parameter: every parameter, or only the adapter's if the model has one."""
     return not model.has_adapter or name.endswith((_LORA_A, _LORA_B))
 

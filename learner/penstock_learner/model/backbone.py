@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock_learner.model.attention import Packing
+from penstock.errors import ConfigError
+from penstock_learner.model.attention import prepare_masks
 from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.packed_layout import Packing
 from penstock_learner.model.packing import SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
@@ -38,8 +40,37 @@ class ModelInputs:
 
 
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-    """[tokens, hidden] after the last layer. `lm` is a Hugging Face model whose backbone is called `model`."""
+    """[tokens, hidden] after the last layer, on the packed path. The backbone of `lm` is called `model`."""
+    prepare_masks(lm, packing)
     states: Tensor = lm.model(
         input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), packing=packing, use_cache=False
     ).last_hidden_state[0]
     return states
+
+
+def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
+    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask.
+
+    No token looks right, so padding changes nothing, whatever the layers are."""
+    packing = inputs.packing
+    return {
+        "input_ids": inputs.token_ids[packing.gather],
+        "attention_mask": packing.is_token.long(),
+        "use_cache": False,
+    }
+
+
+def decoder_layers(lm: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder layers of a Hugging Face model, and the name under which it has them, such as `model.layers`."""
+    config = lm.config.get_text_config()
+    found = [
+        (name, module)
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if not found:
+        raise ConfigError(
+            f"model type {lm.config.model_type} has no list of {config.num_hidden_layers} layers, so it cannot be "
+            "sharded; use another model"
+        )
+    return found[0]

@@ -1,10 +1,12 @@
 """A Hugging Face causal model as the learner uses it: packed tokens in, log-probs and entropies of the response out.
 
-The [tokens, vocabulary] logits are never whole in memory (`log_prob_head.py`).
+On the packed path the [tokens, vocabulary] logits are never whole in memory (`log_prob_head.py`). Models that cannot
+take it use Hugging Face's own forward of padded rows (`architectures.py`).
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +15,47 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock_learner.model import attention
-from penstock_learner.model.backbone import ModelInputs, hidden_states
-from penstock_learner.model.log_prob_head import log_probs_and_entropy
+from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of
+from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
+from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
+from penstock_learner.model.rotary import depends_on_length, embed_each_sequence
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
+logger = logging.getLogger(__name__)
 
-class PackedCausalLM(nn.Module):
+
+class CausalLM(nn.Module):
     """Wraps the model so that the sharded root covers embedding, layers and head in one forward pass.
 
     The head works on `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
 
-    def __init__(self, lm: nn.Module, chunk_tokens: int, *, compiled: bool = False) -> None:
+    def __init__(self, lm: nn.Module, chunk_tokens: int, path: ModelPath, *, compiled: bool = False) -> None:
         super().__init__()
         self.lm: Any = lm
         self.chunk_tokens = chunk_tokens
+        self.path = path
         self.compiled = compiled
         self.has_adapter = False
+        self.logit_form = logit_form_of(self.lm.config)
 
-    def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Log-prob [T], with gradient, and entropy [T], without, of every response token."""
+    def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob [T], with gradient, and entropy [T], without, of every response token.
+
+        `padded` asks for Hugging Face's own forward also of a model on the packed path."""
+        if padded or not self.path.is_packed:
+            return self._forward_padded(inputs)
         if inputs.packing.parallel is not None:
             return self._forward_slice(inputs, inputs.packing.parallel)
         hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
         return self._head(hidden[inputs.predicting], inputs.targets, inputs.temperatures)
+
+    def _forward_padded(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        if inputs.packing.parallel is not None:
+            raise ConfigError(f"learner.sequence_parallel must be 1 with this model: {self.path.reason}")
+        packing = inputs.packing
+        logits: Tensor = self.lm(**padded_inputs(inputs)).logits
+        predicting = logits[packing.rows[inputs.predicting], packing.columns[inputs.predicting]]
+        return log_probs_of_logits(predicting, inputs.targets, inputs.temperatures, chunk_tokens=self.chunk_tokens)
 
     def _forward_slice(self, inputs: ModelInputs, parallel: SequenceParallel) -> tuple[Tensor, Tensor]:
         """Compute this rank's slice of the tokens. Every rank gets the results of all tokens."""
@@ -59,22 +79,47 @@ class PackedCausalLM(nn.Module):
             targets,
             temperatures,
             chunk_tokens=self.chunk_tokens,
+            form=self.logit_form,
             compiled=self.compiled,
         )
 
 
-def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False) -> PackedCausalLM:
-    """Load a Hugging Face folder with packed attention. Never reaches the network."""
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path {path} is not a model folder (no config.json); give a Hugging Face checkpoint")
+def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False) -> CausalLM:
+    """Load a Hugging Face folder on the path that its architecture takes. Never reaches the network.
+
+    Raises ConfigError, in one line, for a folder that holds no causal model which Hugging Face can load."""
     from transformers import AutoModelForCausalLM
 
+    lm, model_path = load_on_path(AutoModelForCausalLM, path, "model.path", dtype=dtype)
+    return CausalLM(lm, chunk_tokens, model_path, compiled=compiled)
+
+
+def load_on_path(kind: Any, folder: Path, key: str, **settings: Any) -> tuple[Any, ModelPath]:
+    """Load a folder with an Auto class of Hugging Face, and choose the model's path. Errors name the config's `key`."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{key} {folder} is not a model folder (no config.json); give a Hugging Face checkpoint")
+    from transformers import AutoConfig
+
     attention.register()
-    lm = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
-    )
-    if getattr(lm.lm_head, "bias", None) is not None:
-        raise ConfigError(
-            f"model.path {path} has a bias in its head, which the learner cannot train; use another model"
-        )
-    return PackedCausalLM(lm, chunk_tokens, compiled=compiled)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        path = path_of(config)
+        if path.is_packed:
+            settings["attn_implementation"] = attention.NAME
+        lm = kind.from_pretrained(folder, local_files_only=True, **settings)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
+    if path.is_packed and not _fits_packed(lm):
+        path = ModelPath(is_packed=False, reason="its backbone or head has parts that the packed path does not know")
+        lm.set_attn_implementation("sdpa")
+    if path.is_packed and depends_on_length(lm):
+        embed_each_sequence(lm)
+    if not path.is_packed:
+        logger.warning("%s %s is trained with padding, which is slower: %s", key, folder, path.reason)
+    return lm, path
+
+
+def _fits_packed(lm: Any) -> bool:
+    head = getattr(lm, "lm_head", getattr(lm, "score", None))
+    return hasattr(lm, "model") and head is not None and getattr(head, "bias", None) is None

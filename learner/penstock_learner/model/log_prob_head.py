@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from penstock_learner.model.architectures import LogitForm
+
+_PLAIN = LogitForm()
 _ALIGNED = 128
 """The size of a vocabulary block is a multiple of this: products of odd sizes are slow."""
-Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Statistics = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def log_probs_and_entropy(
@@ -28,40 +32,74 @@ def log_probs_and_entropy(
     temperatures: Tensor,
     *,
     chunk_tokens: int,
+    form: LogitForm = _PLAIN,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob [T] of each target, with gradient to `hidden` [T, H] and `weight` [V, H], and entropy [T], without.
 
-    Both are float32 and use the logits divided by `temperatures` [T]. `compiled` fuses the operations between the
-    matrix products."""
+    Both are float32 and use the logits in their `form`, divided by `temperatures` [T]. `compiled` fuses the operations
+    between the matrix products."""
+    # c · tanh(s · x / c) / t equals c' · tanh(x / c') / t' with c' = c / s and t' = t / s.
+    temperatures = temperatures / form.scale if form.scale != 1 else temperatures
+    cap = None if form.softcap is None else form.softcap / form.scale
     log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperatures, chunk_tokens, compiled
+        hidden, weight, targets, temperatures, cap, chunk_tokens, compiled
     )
     return log_probs, entropy
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def log_probs_of_logits(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, *, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them.
+
+    The backward pass computes the softmax of each chunk again, so that it is never whole in memory."""
+    parts = [
+        checkpoint(_statistics, *chunk, None, use_reentrant=False)
+        for chunk in zip(*(tensor.split(chunk_tokens) for tensor in (logits, targets, temperatures)), strict=True)
+    ]
+    log_probs, entropy, _ = (torch.cat(part) for part in zip(*parts, strict=True))
+    return log_probs, entropy.detach()
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    """The logits in float32, soft capped."""
+    return logits.float() if cap is None else cap * torch.tanh(logits.float() / cap)
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, entropy, and log of the softmax's denominator, each [C] for a chunk of C tokens."""
-    scaled = logits.float() / temperatures.unsqueeze(1)
+    scaled = _capped(logits, cap) / temperatures.unsqueeze(1)
     highest = scaled.amax(dim=1)
     exponentials = (scaled - highest.unsqueeze(1)).exp()
     denominator = exponentials.sum(dim=1)
     log_denominator = highest + denominator.log()
     # Entropy is log Z - E[logit]. Both are taken relative to the highest logit, so large logits lose no precision.
     mean = (exponentials * (scaled - highest.unsqueeze(1))).sum(dim=1) / denominator
-    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float() / temperatures
+    chosen = _capped(logits.gather(1, targets.unsqueeze(1)).squeeze(1), cap) / temperatures
     return chosen - log_denominator, denominator.log() - mean, log_denominator
 
 
 def _logit_gradient(
-    logits: Tensor, targets: Tensor, temperatures: Tensor, log_denominator: Tensor, gradient: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    log_denominator: Tensor,
+    gradient: Tensor,
+    cap: float | None,
 ) -> Tensor:
-    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature.
+    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature · slope of the soft cap.
 
     `targets` are relative to the first entry of the block."""
-    probabilities = (logits.float() / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)).exp()
+    capped = _capped(logits, cap)
+    probabilities = (capped / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)).exp()
     is_target = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == targets.unsqueeze(1)
-    return ((is_target.float() - probabilities) * (gradient / temperatures).unsqueeze(1)).to(logits.dtype)
+    result = (is_target.float() - probabilities) * (gradient / temperatures).unsqueeze(1)
+    if cap is not None:
+        result = result * (1 - (capped / cap).square())
+    return result.to(logits.dtype)
 
 
 _compiled: dict[str, Any] = {}
@@ -85,20 +123,21 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperatures: Tensor,
+        cap: float | None,
         chunk_tokens: int,
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         statistics = _functions(compiled)[0]
         columns = _columns(weight)
         parts = [
-            statistics(h @ columns, target, temperature)
+            statistics(h @ columns, target, temperature, cap)
             for h, target, temperature in zip(
                 *(tensor.split(chunk_tokens) for tensor in (hidden, targets, temperatures)), strict=True
             )
         ]
         log_probs, entropy, log_denominator = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_denominator)
-        ctx.chunk_tokens, ctx.compiled = chunk_tokens, compiled
+        ctx.cap, ctx.chunk_tokens, ctx.compiled = cap, chunk_tokens, compiled
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
@@ -113,14 +152,14 @@ class _LogProbs(torch.autograd.Function):
         for first in range(0, len(weight), size):
             block = weight[first : first + size]
             grad_logits = logit_gradient(
-                hidden @ _columns(block), targets - first, temperatures, log_denominator, gradient
+                hidden @ _columns(block), targets - first, temperatures, log_denominator, gradient, ctx.cap
             )
             if grad_hidden is not None:
                 _add_product(grad_hidden, grad_logits, block)
             if grad_weight is not None:
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[first : first + size])
             del grad_logits
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _columns(weight: Tensor) -> Tensor:

@@ -11,43 +11,63 @@ from torch import Tensor, nn
 
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
-from penstock_learner.model import attention
-from penstock_learner.model.backbone import ModelInputs, hidden_states
-from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.architectures import ModelPath, logit_form_of
+from penstock_learner.model.backbone import ModelInputs, decoder_layers, hidden_states, padded_inputs
+from penstock_learner.model.causal_lm import load_model, load_on_path
 
 
-class PackedScalarModel(nn.Module):
+class ScalarModel(nn.Module):
     """Wraps a sequence classifier so that the sharded root covers embedding, layers and head in one forward pass."""
 
-    def __init__(self, lm: nn.Module) -> None:
+    def __init__(self, lm: nn.Module, path: ModelPath) -> None:
         super().__init__()
         self.lm: Any = lm
+        self.path = path
 
-    def forward(self, inputs: ModelInputs, positions: Tensor) -> Tensor:
-        """The head's number at each of these positions of the packed tokens."""
-        hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
-        return self._numbers(hidden[positions])
+    def forward(
+        self, inputs: ModelInputs, positions: Tensor, *, padded: bool = False, with_head: bool = True
+    ) -> Tensor:
+        """The head's number at each of these positions of the packed tokens, or without the head, the hidden states.
+
+        `padded` asks for Hugging Face's own forward also of a model on the packed path."""
+        if padded or not self.path.is_packed:
+            packing = inputs.packing
+            row, column = packing.rows[positions], packing.columns[positions]
+            return self._forward_padded(padded_inputs(inputs), row, column, with_head=with_head)
+        hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)[positions]
+        return self._numbers(hidden) if with_head else hidden
+
+    def _forward_padded(self, rows: dict[str, Any], row: Tensor, column: Tensor, *, with_head: bool) -> Tensor:
+        hidden: Tensor = self.lm.base_model(**rows).last_hidden_state[row, column]
+        return self._numbers(hidden) if with_head else hidden
 
     def _numbers(self, hidden: Tensor) -> Tensor:
         numbers: Tensor = self.lm.score(hidden)
         return numbers.float().sum(dim=1)  # sums one column: FSDP's root must not return a view
 
 
-class PackedJudge(PackedScalarModel):
+class JudgeModel(ScalarModel):
     """A causal model whose number is the probability of `yes` against `no` as the next token."""
 
-    def __init__(self, lm: nn.Module, yes_id: int, no_id: int) -> None:
-        super().__init__(lm)
+    def __init__(self, lm: nn.Module, path: ModelPath, yes_id: int, no_id: int) -> None:
+        super().__init__(lm, path)
         self.yes_id = yes_id
         self.no_id = no_id
+        self.logit_form = logit_form_of(self.lm.config)
+
+    def _forward_padded(self, rows: dict[str, Any], row: Tensor, column: Tensor, *, with_head: bool) -> Tensor:
+        return self._preference(self.lm(**rows).logits[row, column].float())
 
     def _numbers(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm.lm_head(hidden).float()
+        return self._preference(self.logit_form.apply(self.lm.lm_head(hidden).float()))
+
+    def _preference(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits[:, self.yes_id] - logits[:, self.no_id])
 
 
-def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> PackedScalarModel:
-    """Load a Hugging Face folder with packed attention. Never reaches the network. Errors name the config's `key`.
+def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
+    """Load a Hugging Face folder on the path that its architecture takes. Never reaches the network. Errors name the
+    config's `key`.
 
     The folder must hold a sequence classifier with one label. With `make_head` it may hold any other decoder, which
     gets a head of zeros. Zeros are the same on every rank."""
@@ -58,22 +78,20 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
         )
     from transformers import AutoModelForSequenceClassification
 
-    attention.register()
-    lm: Any = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
-    )
-    if not hasattr(lm, "score") or not hasattr(lm.model, "layers"):
+    lm, model_path = load_on_path(AutoModelForSequenceClassification, path, key, num_labels=1, dtype=dtype)
+    if not hasattr(lm, "score"):
         raise ConfigError(f"{key} {path} has no backbone with layers and a head `score`; give a decoder-only model")
+    decoder_layers(lm)
     if not has_head:
         nn.init.zeros_(lm.score.weight)
-    return PackedScalarModel(lm)
+    return ScalarModel(lm, model_path)
 
 
-def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[PackedJudge, list[int]]:
+def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[JudgeModel, list[int]]:
     """Load a causal model as a judge. Also returns the tokens of the question that the judge answers."""
     from transformers import AutoTokenizer
 
-    lm = load_model(path, dtype, chunk_tokens=1).lm
+    model = load_model(path, dtype, chunk_tokens=1)
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
 
     def ids_of(text: str) -> list[int]:
@@ -83,7 +101,7 @@ def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
     answers = [ids_of(text) for text in (config.yes, config.no)]
     if any(len(ids) != 1 for ids in answers) or answers[0] == answers[1]:
         raise ConfigError(f"{key}: yes {config.yes!r} and no {config.no!r} must be two different tokens of {path}")
-    return PackedJudge(lm, answers[0][0], answers[1][0]), ids_of(config.question)
+    return JudgeModel(model.lm, model.path, answers[0][0], answers[1][0]), ids_of(config.question)
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.learner import LearnerConfig
+from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
 
 class LayeredModel(Protocol):
-    """An `nn.Module` around a Hugging Face model whose decoder layers are `lm.model.layers`."""
+    """An `nn.Module` around a Hugging Face model with a list of decoder layers."""
 
     lm: Any
 
@@ -34,7 +35,7 @@ def prepare_for_training(
     """Choose which layers are recomputed, compile them where the config says so, and shard the model.
 
     Gradients are reduced in float32 whatever the compute type is."""
-    layers = list(model.lm.model.layers)
+    layers = list(decoder_layers(model.lm)[1])
     # The activations of the first layers live longest. Gradients take the memory that the last layers free.
     num_recomputed = round(len(layers) * learner.activation_checkpointing)
     for index, layer in enumerate(layers):
@@ -68,7 +69,7 @@ def shard(
         and offload == OffloadPolicy()
     ):
         return
-    layers = list(model.lm.model.layers)
+    layers = list(decoder_layers(model.lm)[1])
     assert isinstance(model, nn.Module)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)

@@ -13,8 +13,9 @@ from penstock_learner.algorithms.value_loss import value_loss
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
-from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.scalar_model import check_tokenizer, load_scalar_model
+from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import CriticReport
@@ -38,6 +39,7 @@ class CriticWorker(TrainerRank):
         self.model = load_scalar_model(path, dtype, key=KEY, make_head=True)
         self.lr = config.lr
         self.prepare(self.model, config.lr)
+        require_right(self.model, KEY, self.device, compute_dtype_of(self.config))
 
     def values(self, part: RankShard) -> NDArray[np.float32]:
         """[T] values of this rank's micro-batches under the current weights, concatenated."""

@@ -15,7 +15,8 @@ from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import RankShard
-from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
@@ -42,6 +43,7 @@ class PolicyWorker(TrainerRank):
         if learner.lora is not None:
             add_adapter(self.model, learner.lora)
         self.prepare(self.model, learner.lr)
+        require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
         parallel = make_sequence_parallel(learner.sequence_parallel)
         self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, parallel)
         host = self.config.learner.publish_host or self.node_address

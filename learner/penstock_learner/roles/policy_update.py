@@ -30,7 +30,7 @@ from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
@@ -57,7 +57,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        model: PackedCausalLM,
+        model: CausalLM,
         optimizer: ScaledAdamW,
         learner: LearnerConfig,
         device: torch.device,
@@ -148,7 +148,7 @@ def _on_host(statistics: T) -> T:
 
 
 def forward_log_probs(
-    model: PackedCausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
+    model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
 ) -> NDArray[np.float32]:
     """[T] log-probs of every micro-batch, concatenated, without gradient."""
     with torch.no_grad():

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.packing import RankShard
+from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard
 from penstock_learner.roles.policy_update import forward_log_probs
 from penstock_learner.roles.rank import Rank
@@ -24,6 +25,7 @@ class ReferenceWorker(Rank):
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
+        require_right(self.model, "model.path", self.device, self.model_dtype)
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs of this rank's micro-batches, concatenated."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.scalar_model import check_tokenizer, load_judge, load_scalar_model
+from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard
 from penstock_learner.roles.rank import Rank
 
@@ -36,6 +37,7 @@ class RewardModelWorker(Rank):
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
+        require_right(self.model, KEY, self.device, self.model_dtype)
 
     def scores(self, part: RankShard) -> NDArray[np.float32]:
         """[S] one score for each sequence of this rank's micro-batches, in order.

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, TrainingDiverged
 from penstock_learner.file_checksums import FileRecord, find_damage
-from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.finite import first_nonfinite
 from penstock_learner.model.precision import compute_dtype_of
-from penstock_learner.model.scalar_model import PackedScalarModel
+from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.utilisation import RankUsage, measure_usage
 from penstock_learner.optim.adamw import local_shard
@@ -34,7 +34,7 @@ from penstock_learner.roles.rank import Rank
 class TrainerRank(Rank):
     """A rank whose model is trained. Its `load` calls `prepare`."""
 
-    def prepare(self, model: PackedCausalLM | PackedScalarModel, lr: float) -> None:
+    def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
         """Shard the model over the role's ranks and give it an optimizer of its own."""
         learner = self.config.learner
         if not learner.cpu_offload:

@@ -22,10 +22,11 @@ from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.export import write_folder
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import PackedCausalLM, load_model
+from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.device_copies import to_device
 from penstock_learner.model.packing import SequenceBatch, partition
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import full_weight, prepare_for_training
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
@@ -69,7 +70,7 @@ class SupervisedTrainer:
     def __init__(self, config: RunConfig, learner: LearnerConfig, device: torch.device) -> None:
         self.learner = learner
         self.device = device
-        self.model: PackedCausalLM = load_model(
+        self.model: CausalLM = load_model(
             config.model.path,
             DTYPES[learner.master_dtype],
             learner.logprob_chunk_tokens,
@@ -78,6 +79,7 @@ class SupervisedTrainer:
         if not learner.cpu_offload:
             self.model.to(device)
         prepare_for_training(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
+        require_right(self.model, "model.path", device, compute_dtype_of(config))
         self.optimizer = make_optimizer(self.model, learner, learner.lr)
         self.num_steps = 0
         self.num_skipped = 0

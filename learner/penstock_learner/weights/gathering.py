@@ -9,10 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock_learner.model.adapter import is_pushed, pushed_name
-from penstock_learner.model.causal_lm import PackedCausalLM
+from penstock_learner.model.backbone import decoder_layers
+from penstock_learner.model.causal_lm import CausalLM
 
 
-def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:
+def pushed_shapes(model: CausalLM) -> list[tuple[str, tuple[int, ...]]]:
     """Return the name and the full shape of every tensor that `gathered_weights` yields, in the same order."""
     return [
         (pushed_name(name), tuple(parameter.shape))
@@ -21,7 +22,7 @@ def pushed_shapes(model: PackedCausalLM) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered_weights(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight, unsharded. This is a collective: all ranks must iterate together.
 
     A tensor is valid until the next one is requested. When the first tensor of a layer is yielded, the layer's gather
@@ -36,7 +37,7 @@ def gathered_weights(model: PackedCausalLM) -> Iterator[tuple[str, torch.Tensor]
 
 
 @torch.no_grad()
-def load_gathered(model: PackedCausalLM, weight_of: Callable[[str], torch.Tensor]) -> None:
+def load_gathered(model: CausalLM, weight_of: Callable[[str], torch.Tensor]) -> None:
     """Copy full weights into the model: each rank takes its shard. This is a collective."""
     for unit, prefix, module in _units(model):
         if isinstance(unit, FSDPModule):
@@ -48,18 +49,18 @@ def load_gathered(model: PackedCausalLM, weight_of: Callable[[str], torch.Tensor
             parameter.copy_(whole)
 
 
-def _units(model: PackedCausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+def _units(model: CausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
     """Yield the modules that are sharded separately, the root first."""
     yield model, "", model.lm
-    for index, layer in enumerate(model.lm.model.layers):
-        yield layer, f"model.layers.{index}.", layer
+    list_name, layers = decoder_layers(model.lm)
+    for index, layer in enumerate(layers):
+        yield layer, f"{list_name}.{index}.", layer
 
 
-def _own_parameters(
-    prefix: str, module: torch.nn.Module, model: PackedCausalLM
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _own_parameters(prefix: str, module: torch.nn.Module, model: CausalLM) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters of one unit. Those of the root are the parameters that belong to no layer."""
+    layers = f"{decoder_layers(model.lm)[0]}."
     is_root = module is model.lm
     for name, parameter in module.named_parameters():
-        if is_pushed(model, prefix + name) and not (is_root and name.startswith("model.layers.")):
+        if is_pushed(model, prefix + name) and not (is_root and name.startswith(layers)):
             yield prefix + name, parameter

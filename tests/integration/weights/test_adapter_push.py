@@ -17,7 +17,7 @@ from engine_member import HOST, config_of, greedy_log_probs, member
 from learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from penstock.config.learner import LoraConfig
 from penstock_learner.model.adapter import add_adapter
-from penstock_learner.model.causal_lm import PackedCausalLM, load_model
+from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.sharding import shard
 from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
@@ -33,7 +33,7 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def adapted(model_path: Path) -> PackedCausalLM:
+def adapted(model_path: Path) -> CausalLM:
     """A sharded model with an adapter that changes something."""
     model = load_model(model_path, torch.float32, 64)
     add_adapter(model, LORA)

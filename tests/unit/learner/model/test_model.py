@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import PackedCausalLM, load_model
+from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.packing import SequenceBatch, batch_of
 from tiny_model import make_tiny_qwen2
 
@@ -33,7 +33,7 @@ def some_batch() -> SequenceBatch:
     return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
 
 
-def log_probs(model: PackedCausalLM, batch: SequenceBatch) -> torch.Tensor:
+def log_probs(model: CausalLM, batch: SequenceBatch) -> torch.Tensor:
     return model(ModelInputs.of(batch, CPU))[0]
 
 

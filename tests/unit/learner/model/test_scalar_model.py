@@ -14,7 +14,7 @@ from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.packing import SequenceBatch, batch_of
-from penstock_learner.model.scalar_model import PackedScalarModel, check_tokenizer, load_scalar_model
+from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, load_scalar_model
 from tiny_model import make_tiny_classifier, make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen2(tmp_path_factory.mktemp("causal"), seed=3)
 
 
-def load(folder: Path, *, make_head: bool = False) -> PackedScalarModel:
+def load(folder: Path, *, make_head: bool = False) -> ScalarModel:
     return load_scalar_model(folder, torch.float32, key="learner.critic.path", make_head=make_head)
 
 

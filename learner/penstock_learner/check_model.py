@@ -1,0 +1,48 @@
+"""`penstock check-model FOLDER`: whether the learner trains a model rightly, and on which path.
+
+$ penstock check-model Qwen2.5-0.5B
+model       qwen2, 494.0M parameters, float32
+path        packed
+difference  4.3e-06 (at most 0.001) from Hugging Face's own forward, sequences up to 72 tokens
+right
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+_EXIT_WRONG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock check-model", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type to compute in")
+    arguments = parser.parse_args(argv)
+    return check_model(arguments.folder, arguments.dtype)
+
+
+def check_model(folder: Path, dtype_name: str) -> int:
+    """Print the comparison as a table. Returns the exit code."""
+    import torch
+
+    from penstock_learner.model.causal_lm import load_model
+    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.self_check import compare_with_plain
+
+    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype_name]
+    model = load_model(folder, dtype, chunk_tokens=2048).to(device)
+    check = compare_with_plain(model, str(folder), device, dtype)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    rows = {
+        "model": f"{model.lm.config.model_type}, {millions:.1f}M parameters, {dtype_name}",
+        "path": "packed" if check.is_packed else f"padded, which is slower: {model.path.reason}",
+        "difference": f"{check.error:.1e} (at most {check.limit:.2g}) from Hugging Face's own forward, "
+        f"sequences up to {check.longest} tokens",
+    }
+    for name, text in rows.items():
+        print(f"{name:<12}{text}")
+    print("right" if check.ok else "WRONG: the learner would train this model wrongly; use another one")
+    return 0 if check.ok else _EXIT_WRONG

@@ -1,0 +1,98 @@
+"""How the learner runs a model, by its architecture: packed, padded, or not at all.
+
+| path   | used                                                    | how                                             |
+|--------|---------------------------------------------------------|-------------------------------------------------|
+| packed | architectures that tests compare with the plain forward | tokens without padding, logits never whole      |
+| padded | every other decoder that Hugging Face can load          | Hugging Face's own forward of right-padded rows |
+
+A model that can take neither path is refused when it is loaded. docs/models.md lists what was compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+_PACKED_TYPES = """
+    afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite
+    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax jais2 jetmoe laguna lfm2 lfm2_moe llama llama4_text mellum mimo_v2_flash minimax_m2 ministral
+    ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+"""
+PACKED_TYPES = frozenset(_PACKED_TYPES.split())
+"""Values of `model_type` whose packed path was compared with the plain forward, token by token (docs/models.md)."""
+_PACKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_LOGITS_DIVIDED = frozenset({"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"})
+"""Types whose logits are divided by `logits_scaling`. HyperCLOVA X multiplies by it."""
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """What a model does with its head's output: `scale · logits`, or `softcap · tanh(scale · logits / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        scaled = logits * self.scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """The path of a model, and why it was chosen."""
+
+    is_packed: bool
+    reason: str
+    """Why the path is not packed, or empty."""
+
+
+def require_causal(folder: Path, key: str) -> None:
+    """Raise ConfigError if the folder's model type is not a causal language model. Loads no weights."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+    except (ValueError, KeyError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{key} {folder} is of type {model_type}, which is not a causal language model; use another")
+
+
+def path_of(config: Any) -> ModelPath:
+    """The path of a model with this Hugging Face `config`."""
+    reason = _why_not_packed(config)
+    return ModelPath(is_packed=not reason, reason=reason)
+
+
+def _why_not_packed(config: Any) -> str:
+    if config.model_type not in PACKED_TYPES:
+        return f"type {config.model_type} is not known to be right on the packed path"
+    others = set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS
+    if others:
+        return f"layers of type {', '.join(sorted(others))} carry state from one sequence to the next"
+    if config.model_type == "llama4_text" and config.attn_temperature_tuning:
+        return "its attention temperature depends on the place in the row"
+    return ""
+
+
+def logit_form_of(config: Any) -> LogitForm:
+    """What a model on the packed path does with the output of its head."""
+    scale = 1.0
+    if config.model_type in _LOGITS_DIVIDED:
+        scale = 1 / config.logits_scaling
+    elif config.model_type == "hyperclovax":
+        scale = config.logits_scaling
+    elif getattr(config, "logit_scale", None) is not None:  # Cohere
+        scale = config.logit_scale
+    return LogitForm(scale, getattr(config, "final_logit_softcapping", None))

@@ -1,0 +1,172 @@
+"""Implementations of causal attention over packed sequences. All of them have the same result.
+
+| name     | used                       | how                                                                        |
+|----------|----------------------------|----------------------------------------------------------------------------|
+| varlen   | on CUDA in half precision  | `torch.nn.attention.varlen`: flash attention over the packed tokens        |
+| padded   | everywhere else, and where | Tokens are copied into a right-padded [sequences, longest] block and back. |
+|          | sequences are of about     | Causal attention is exact there: no token looks right, so none sees        |
+|          | equal length               | padding. On Hopper it runs on cuDNN, in two thirds of the time of flash.   |
+| flexible | on CUDA, if scores have a  | FlexAttention: a kernel that torch compiles for this form of the scores    |
+|          | soft cap or sinks          |                                                                            |
+| explicit | there without CUDA         | The scores of the padded block are computed as a tensor                    |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from penstock_learner.model.packed_layout import Packing, from_block, to_block
+
+varlen_attn: Callable[..., Any] | None
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a torch that was built without flash attention
+    varlen_attn = None
+
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+"""The parameters differ between releases of torch."""
+_VARLEN_HAS_WINDOW = "window_size" in _VARLEN_PARAMETERS
+_FLASH_HEAD_DIM = 256
+"""Flash attention takes heads of at most this size."""
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """How attention scores are made from queries and keys, and which of them a token uses."""
+
+    scale: float | None
+    """Factor of the products. None means 1 / sqrt(head size)."""
+    window: int | None
+    """A token sees this many tokens, itself included. None means all earlier ones."""
+    softcap: float | None
+    """Scores s become softcap · tanh(s / softcap)."""
+    sinks: Tensor | None
+    """[heads] a score that takes part in the softmax of every token, without a value."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
+    if not form.is_plain:
+        return (_flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
+    has_flash = varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    has_flash = has_flash and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM
+    if form.window is None:
+        return (_varlen if has_flash and not packing.is_full else _padded)(q, k, v, packing, form)
+    return (_varlen if has_flash and _VARLEN_HAS_WINDOW else _padded)(q, k, v, packing, form)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    options: dict[str, Any] = {"is_causal": True}
+    if _VARLEN_HAS_WINDOW:
+        options = {"window_size": (-1 if form.window is None else form.window - 1, 0)}
+    if "enable_gqa" in _VARLEN_PARAMETERS:  # releases without the parameter do it by themselves
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if form.scale is not None:
+        if "scale" in _VARLEN_PARAMETERS:
+            options["scale"] = form.scale
+        else:
+            q = q * (form.scale * q.shape[2] ** 0.5)
+    value_dim = v.shape[2]
+    if value_dim != q.shape[2]:
+        v = functional.pad(v, (0, q.shape[2] - value_dim))
+    offsets, longest = packing.offsets, packing.longest
+    assert varlen_attn is not None
+    attended: Tensor = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+    return attended[:, :, :value_dim]
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    q, k, v = (to_block(states, packing).transpose(1, 2) for states in (q, k, v))
+    mask = None if form.window is None else _visible(q.shape[2], form.window, q.device)
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        output = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=form.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return from_block(output.transpose(1, 2), packing)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    q, k, v = (to_block(states, packing).transpose(1, 2) for states in (q, k, v))
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
+    scale = q.shape[3] ** -0.5 if form.scale is None else form.scale
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill(~_visible(q.shape[2], form.window, q.device), float("-inf"))
+    if form.sinks is not None:
+        sinks = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3)[..., : k.shape[2]].to(v.dtype)
+    return from_block((weights @ v).transpose(1, 2), packing)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] whether the token of a row sees the token of a column."""
+    position = torch.arange(length, device=device)
+    distance = position.unsqueeze(1) - position
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    softcap = form.softcap
+
+    def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    attended, log_denominator = _compiled("flex_attention")(
+        *(states.transpose(0, 1).unsqueeze(0) for states in (q, k, v)),
+        score_mod=None if softcap is None else capped,
+        block_mask=block_mask(packing, form.window),
+        scale=form.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+    if form.sinks is not None:
+        # A sink adds its exponential to the softmax's denominator and nothing to the sum of values.
+        share = torch.sigmoid(log_denominator - form.sinks.float().view(1, -1, 1))
+        attended = attended * share.unsqueeze(3).to(attended.dtype)
+    output: Tensor = attended[0].transpose(0, 1)
+    return output
+
+
+def block_mask(packing: Packing, window: int | None) -> Any:
+    """FlexAttention's mask of the packed tokens. It is made once for all layers with the same window."""
+    name = ("block mask", window)
+    if name not in packing.derived:
+        rows = packing.rows
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            is_visible = (rows[query] == rows[key]) & (query >= key)
+            return is_visible if window is None else is_visible & (query - key < window)
+
+        size = len(rows)
+        packing.derived[name] = _compiled("create_block_mask")(sees, None, None, size, size, device=str(rows.device))
+    return packing.derived[name]
+
+
+@cache
+def _compiled(name: str) -> Any:
+    """A function of FlexAttention, compiled on first use. Uncompiled, it would hold all scores in memory."""
+    from torch.nn.attention import flex_attention
+
+    return torch.compile(getattr(flex_attention, name))

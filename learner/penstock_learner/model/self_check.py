@@ -1,0 +1,151 @@
+"""Compares a model's own path with Hugging Face's plain forward of the same weights, before anything is trained.
+
+The sequences are random tokens, longer than every window and every length at which the model changes, and they share
+one forward pass. The plain forward takes them one at a time. The largest difference of any token counts, and what is
+allowed is measured too: the plain forward with one attention implementation differs from itself with another by the
+rounding of the compute type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.model.packing import SequenceBatch
+from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
+
+_MARGIN = 4.0
+"""The path may differ this many times as much as two plain forwards do."""
+_LIMITS = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.05, 0.5), torch.float16: (0.01, 0.1)}
+"""Least and most that may be allowed, by the compute type. Some plain attention implementations leave out a part of a
+model's attention, so two of them can differ by more than rounding."""
+_SHORT = (5, 33, 48)
+"""Lengths of the sequences beside the longest."""
+_BEYOND = 24
+"""The longest sequence is this much longer than every window."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The outcome of a comparison. Differences are in nats for a causal model, else relative to the values' spread."""
+
+    is_packed: bool
+    error: float
+    """The largest difference of any token."""
+    limit: float
+    """The largest difference that rounding explains."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # false for NaN
+
+
+def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError, with the numbers, if the model's path is wrong. Collective where the model is sharded."""
+    check = compare_with_plain(model, key, device, dtype)
+    if not check.ok:
+        raise ConfigError(
+            f"{key}: {model.lm.config.model_type} on the {'packed' if check.is_packed else 'padded'} path differs from "
+            f"Hugging Face's own forward by {check.error:.3g} at one token (at most {check.limit:.3g} is rounding, "
+            f"sequences up to {check.longest} tokens); it would be trained wrongly, so use another model"
+        )
+
+
+def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> SelfCheck:
+    """Compare the model's path with the plain forward. Collective where the model is sharded.
+
+    Raises ConfigError if the model cannot run at all."""
+    batch = _random_batch(_lengths(model.lm.config), model.lm.config.get_text_config().vocab_size)
+    run = _runner(model, device)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            own = run(batch, False)
+            plain = [_one_at_a_time(model, run, batch, name) for name in _implementations(model.lm)]
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{key}: a model of type {model.lm.config.model_type} cannot be run: {first_line}; use another model"
+        ) from error
+    spread = 1.0 if isinstance(model, CausalLM) else float(plain[0].std()) or 1.0
+    noise = max(float((other - plain[0]).abs().max()) for other in plain)
+    difference = float((own - plain[0]).abs().max())
+    least, most = _LIMITS[dtype]
+    limit = min(max(least, _MARGIN * noise / spread), most)
+    return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()))
+
+
+Runner = Callable[[SequenceBatch, bool], Tensor]
+"""Runs a batch on the model's own path, or, if the second argument is true, through Hugging Face's forward."""
+
+
+def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Runner:
+    if isinstance(model, CausalLM):
+        return lambda batch, padded: model(ModelInputs.of(batch, device), padded=padded)[0].float()
+    with_head = isinstance(model, JudgeModel)
+
+    def run(batch: SequenceBatch, padded: bool) -> Tensor:
+        inputs = ModelInputs.of(batch, device)
+        everywhere = torch.arange(len(batch.token_ids), device=device)
+        # A critic's new head is zero everywhere, so its hidden states are compared.
+        values: Tensor = model(inputs, everywhere, padded=padded, with_head=with_head)
+        return values.float()
+
+    return run
+
+
+def _one_at_a_time(model: CausalLM | ScalarModel, run: Runner, batch: SequenceBatch, implementation: str) -> Tensor:
+    with _attention(model.lm, implementation):
+        return torch.cat([run(batch.select([index]), True) for index in range(batch.num_sequences)])
+
+
+def _implementations(lm: Any) -> list[str]:
+    """The plain attention implementations that the model supports."""
+    return ["eager", *(["sdpa"] if lm._supports_sdpa else [])]
+
+
+@contextmanager
+def _attention(lm: Any, implementation: str) -> Iterator[None]:
+    before = lm.config._attn_implementation
+    lm.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        lm.set_attn_implementation(before)
+
+
+def _lengths(config: Any) -> list[int]:
+    """Tokens of each sequence. None is longer than the model allows."""
+    text = config.get_text_config()
+    named = ("sliding_window", "attention_chunk_size", "window_size", "original_max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [getattr(text, name, None) for name in named] + [rope.get("original_max_position_embeddings")]
+    allowed = getattr(text, "max_position_embeddings", None) or 1 << 20
+    wanted = [limit + _BEYOND for limit in limits if isinstance(limit, int) and limit + _BEYOND <= allowed]
+    return [min(length, allowed) for length in (*_SHORT, max(wanted, default=_SHORT[-1] + _BEYOND))]
+
+
+def _random_batch(lengths: list[int], vocabulary: int) -> SequenceBatch:
+    """Sequences of random tokens, all of which but the first are responses."""
+    num_tokens, num_responses = sum(lengths), sum(lengths) - len(lengths)
+    return SequenceBatch(
+        token_ids=np.random.default_rng(0).integers(0, vocabulary, num_tokens),
+        lengths=np.array(lengths, dtype=np.int64),
+        prompt_lengths=np.ones(len(lengths), dtype=np.int64),
+        temperatures=np.ones(len(lengths), dtype=np.float32),
+        rewards=np.zeros(len(lengths), dtype=np.float32),
+        group_ids=np.arange(len(lengths)),
+        loss_mask=np.ones(num_responses, dtype=np.uint8),
+        behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
+        token_versions=np.zeros(num_responses, dtype=np.int64),
+    )

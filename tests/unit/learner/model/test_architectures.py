@@ -1,0 +1,102 @@
+"""Every architecture's log-probs and gradients against Hugging Face's own forward, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock_learner.model import attention_kernels, causal_lm
+from penstock_learner.model.architectures import LogitForm, require_causal
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.self_check import compare_with_plain, require_right
+from tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_model
+
+CPU = torch.device("cpu")
+FAST = {
+    "llama", "qwen3, sliding window", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "cohere, scaled",
+    "granite, scaled", "phi3, longrope", "llama, dynamic rope", "qwen2_moe, windows", "deepseek_v3", "qwen3_next",
+    "lfm2, convolutions", "jamba", "gpt2", "phi",
+}  # fmt: skip
+"""One of each kind. The others are compared in the long tests."""
+
+
+def _cases() -> list[object]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_log_probs_and_gradients_are_those_of_the_plain_forward(name: str, tmp_path: Path) -> None:
+    model, batch = tiny_model(name), random_batch()
+    model.save_pretrained(tmp_path)
+    wanted = plain_log_probs(model, batch)
+    wanted.sum().backward()
+    own = load_model(tmp_path, torch.float32, chunk_tokens=16)
+    log_probs, _ = own(ModelInputs.of(batch, CPU))
+    log_probs.sum().backward()
+    assert float((log_probs - wanted).detach().abs().max()) < 1e-4
+    gradients = {name: parameter.grad for name, parameter in own.lm.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            scale = float(parameter.grad.abs().max())
+            assert float((gradients[name] - parameter.grad).abs().max()) <= 1e-3 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2, wide head", "gpt_oss", "llama, dynamic rope", "qwen3_next"])
+def test_a_right_model_passes_its_self_check(name: str, tmp_path: Path) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    check = compare_with_plain(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
+    assert check.ok and check.error < 1e-4 and check.longest > 8
+
+
+def _drop(monkeypatch: pytest.MonkeyPatch, **dropped: object) -> None:
+    """Make attention ignore a part of the scores' form."""
+    from dataclasses import replace
+
+    kept = attention_kernels.attend
+    monkeypatch.setattr(
+        "penstock_learner.model.attention.attend",
+        lambda q, k, v, packing, form: kept(q, k, v, packing, replace(form, **dropped)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [("mistral", "window"), ("gpt_oss", "sinks"), ("gemma2, wide head", "softcap"), ("granite, scaled", "scale")],
+)
+def test_the_self_check_refuses_attention_that_ignores_a_part(
+    name: str, dropped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, 16)
+    _drop(monkeypatch, **{dropped: None})
+    with pytest.raises(ConfigError, match=r"on the packed path differs from Hugging Face's own forward by \d"):
+        require_right(model, "model.path", CPU, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["cohere, scaled", "granite, scaled", "gemma2, wide head"])
+def test_the_self_check_refuses_a_head_without_its_scale_or_cap(name: str, tmp_path: Path) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, 16)
+    model.logit_form = LogitForm()
+    assert not compare_with_plain(model, "model.path", CPU, torch.float32).ok
+
+
+def test_the_self_check_refuses_packed_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("qwen3_next").save_pretrained(tmp_path)
+    monkeypatch.setattr(causal_lm, "path_of", lambda config: causal_lm.ModelPath(is_packed=True, reason=""))
+    with pytest.raises(ConfigError, match="qwen3_next on the packed path differs"):
+        require_right(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
+
+
+def test_what_is_not_a_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    for refuse in (lambda: require_causal(tmp_path, "model.path"), lambda: load_model(tmp_path, torch.float32, 16)):
+        with pytest.raises(ConfigError) as raised:
+            refuse()
+        assert "t5" in str(raised.value).lower() and "\n" not in str(raised.value)

@@ -97,9 +97,9 @@ def main() -> int:
         return median_ratio(measured[ours], measured[limit])
 
     bars = [
-        Bar("save, with checksums / without", share("save with checksums", "save"), 0.8),
-        Bar("load, verified / not verified", share("verify and load", "load"), 0.6),
-        Bar("staging in bfloat16, checked / not checked", share("stage and check", "stage"), 0.6),
+        Bar("save, with checksums / without", share("save with checksums", "save"), 0.85),
+        Bar("load, verified / not verified", share("verify and load", "load"), 0.7),
+        Bar("staging in bfloat16, checked / not checked", share("stage and check", "stage"), 0.8),
         Bar("looking for non-finite shards / saving them", share("check all shards", "save"), 3.0),
     ]
     return 0 if report("checkpoints", f"{NUM_BYTES / 1e9:.1f} GB, one thread", list(measured.values()), bars) else 1

@@ -38,6 +38,11 @@ BENCHES = {
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
+    "attention_forms": (
+        "Windows, caps and sinks",
+        "bench/gpu/attention_forms.py",
+        "the learner's step of a model with them, and of the same model without",
+    ),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
 }  # fmt: skip
 """Title, command and subject of each file of results."""

@@ -26,9 +26,9 @@ The learner takes one of two paths, by the architecture in `config.json`:
 | packed | those in the first table | sequences without padding; the logits are never whole in memory |
 | padded | every other causal model that Hugging Face can load | Hugging Face's own forward of right-padded rows |
 
-The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. A model
-that can take neither path is refused in one line, by `penstock learner --check` and at the start. The log says so if a
-model takes the padded path, and why.
+The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. A
+model that can take neither path is refused in one line, by `penstock learner --check` and at the start. The log says so
+if a model takes the padded path, and why.
 
 Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) compares its path with the plain
 forward of the same weights before it does anything else. The sequences are longer than every window and share one

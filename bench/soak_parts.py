@@ -147,14 +147,33 @@ def root_process(part: Part) -> psutil.Process | None:
     return tree[0] if tree else None
 
 
+_ACTIVE_S = 1.0
+_ACTIVE_SHARE = 0.1
+"""A rank that trains uses at least this share of a core, a spare almost nothing."""
+
+
 def rank_process(cluster: Part, dice: random.Random) -> psutil.Process | None:
-    """One of the policy's ranks or their spares, which are workers of Ray."""
-    ranks = []
+    """One of the policy's ranks, which are workers of Ray. A spare, which has computed nothing lately, is not drawn."""
+    before = _rank_seconds(cluster)
+    time.sleep(_ACTIVE_S)
+    after = _rank_seconds(cluster)
+    busy = [
+        process
+        for process, seconds in after.items()
+        if seconds - before.get(process, seconds) >= _ACTIVE_SHARE * _ACTIVE_S
+    ]
+    ranks = busy or list(after)
+    return dice.choice(sorted(ranks, key=lambda process: process.pid)) if ranks else None
+
+
+def _rank_seconds(cluster: Part) -> dict[psutil.Process, float]:
+    """Seconds of CPU time of each rank and each spare."""
+    seconds = {}
     for process in cluster.tree():
         with suppress(psutil.Error):
             if "ray::PolicyWorker" in " ".join(process.cmdline()[:1]):
-                ranks.append(process)
-    return dice.choice(sorted(ranks, key=lambda process: process.pid)) if ranks else None
+                seconds[process] = sum(process.cpu_times()[:2])
+    return seconds
 
 
 def host_description() -> str:

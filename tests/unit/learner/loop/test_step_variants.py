@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
+from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, TrainerState
 from tiny_model import make_tiny_qwen2
 
 TESTS = Path(__file__).parents[3]
@@ -130,6 +131,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> N
 def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{path: {folder / 'model'}}}")
+    (folder / "shards" / TRAINER_FILE).write_text(json.dumps(asdict(TrainerState())))
     words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(tmp_path / "out")]
     assert cli(words) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

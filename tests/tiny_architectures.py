@@ -57,7 +57,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", _MLA),
     "minicpm3": ("minicpm3", _MLA),
     "youtu": ("youtu", _MLA),
-    "dots1": ("dots1", {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 4}),
+    "dots1": (
+        "dots1",
+        {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    ),
     "falcon": ("falcon", {"head_dim": None}),
     "gptj": ("gptj", {"rotary_dim": 8}),
     "codegen": ("codegen", {"rotary_dim": 8}),

@@ -57,21 +57,22 @@ class KeyFile:
 
     def load(self) -> None:
         """Read the file when the gateway starts. Raises ConfigError unless it holds a key."""
-        self.refresh()
+        self.refresh(is_logged=False)
         if self.problem:
             raise ConfigError(self.problem)
+        logger.info("read %d API keys from %s", len(self.keys), self.path)
 
-    def refresh(self) -> bool:
+    def refresh(self, *, is_logged: bool = True) -> bool:
         """Read the file again if it has changed. Returns whether the keys have."""
         stamp = _stamp(self.path)
         if self._must_read or stamp != self._stamp:
             # The stamp is taken before the file is read. A change in between is seen the next time.
             self._must_read = stamp is not None and time_ns() - max(stamp[:2]) < RECENT_NS
             self._stamp = stamp
-            return self._read()
+            return self._read(is_logged)
         return self._expire()
 
-    def _read(self) -> bool:
+    def _read(self, is_logged: bool) -> bool:
         before, problem = self.keys, self.problem
         try:
             self.keys, self.problem, self._broken_since = self.parse(self.path.read_text(), self.path), "", None
@@ -87,7 +88,7 @@ class KeyFile:
         if self.problem and self.keys and self._broken_since is None:
             self._broken_since = monotonic()
         self._expire()
-        if self.problem != problem or self.keys != before:
+        if is_logged and (self.problem != problem or self.keys != before):
             self._report()
         return self.keys != before
 

@@ -31,6 +31,7 @@ from chromium import LAUNCH, SCREENSHOTS, needs_chromium
 from demo_process import ROOT, DemoProcess
 from learner_runs import checkpoint_state
 from open_listeners import beyond_loopback, listeners
+from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Policy
@@ -255,7 +256,7 @@ def test_the_console_shows_what_top_shows(
         page = browser.new_page(viewport={"width": 1200, "height": 1000})
         page.set_default_timeout(20_000)
         before = step_of_top()
-        page.goto(f"http://{endpoint(live, 'gateway')}")
+        page.goto(f"http://{endpoint(live, 'gateway')}/#key={read_own_key(live.folder)}")
         shown = page.locator(".fact", has=page.get_by_text("step", exact=True)).locator("b").inner_text()
         page.get_by_role("cell", name="rollout-0").wait_for()
         picture = page.screenshot(path=Path(SCREENSHOTS or tmp_path) / "live-console.png")

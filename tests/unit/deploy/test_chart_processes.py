@@ -100,7 +100,7 @@ def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("process", "override", "complaint"),
     [
-        ("gateway", "--gateway.api_key_file=/nowhere", "gateway.api_key_file /nowhere cannot be read"),
+        ("gateway", "--gateway.api_key_file=/nowhere", "gateway.api_key_file /nowhere does not exist"),
         ("rollout", "--model.path=/nowhere", "model.path /nowhere is not a model folder"),
         ("rollout", "--rollout.reward.function_file=/nowhere.py", "function_file /nowhere.py does not exist"),
         ("rollout", "--rollout.engine.name=sglang", "sglang is not installed"),

@@ -347,6 +347,6 @@ async def test_the_confinement_of_code_is_logged_once(
     scorer = await make_scorer(function_file=None, default={"kind": "code"}, num_processes=2)
     with caplog.at_level("INFO"):
         await scorer.check()
-        await scorer.score("any", ["print(1)"] * 4, {"inputs": [""], "outputs": ["1"]}, {})
+        await scorer.score("prompt 1", "any", ["print(1)"] * 4, {"inputs": [""], "outputs": ["1"]}, {})
     said = [record.message for record in caplog.records if "code rewards run" in record.message]
     assert len(said) == 1 and "confined by" in said[0]

@@ -59,7 +59,8 @@ def test_an_error_of_an_earlier_start_is_not_shown(tmp_path: Path) -> None:
     loud = group.start("part", [sys.executable, "-c", "raise SystemExit('penstock part: error: of this one')"])
     loud.process.wait(30)
     assert "exited with code 1: of this one (log" in str(loud.error())
-    group.stop()
+    assert group._cleanup is not None
+    group._cleanup.close()  # `group.stop()` ends every child of this process, also those of other tests
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

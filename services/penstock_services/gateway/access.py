@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_own_key
@@ -21,9 +23,14 @@ class Caller:
     """Name of the API key."""
     role: Role
     request_id: str
+    has_valid_key: Callable[[], bool]
+    """A key can be removed while a stream is open."""
 
     def check(self, role: Role, operation: str) -> None:
-        """Raise PermissionDenied unless this caller has `role` or a higher one."""
+        """Raise PermissionDenied unless this caller has `role` or a higher one, and Unauthenticated if its key has been
+        removed since."""
+        if not self.has_valid_key():
+            raise Unauthenticated(f"the key {self.name!r} is no longer valid")
         if ROLES.index(self.role) < ROLES.index(role):
             raise PermissionDenied(f"{operation} needs the role {role}; the key {self.name!r} has {self.role}")
 
@@ -74,7 +81,11 @@ class Access:
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
                 f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"
             )
-        return Caller(key.name, key.role, request_id)
+        return Caller(key.name, key.role, request_id, partial(self._still_has, key))
+
+    def _still_has(self, key: ApiKey) -> bool:
+        self.refresh()
+        return key in self.keys
 
     def refresh(self) -> None:
         """Read the files of keys again if they have changed."""

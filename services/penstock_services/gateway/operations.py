@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from redis.exceptions import RedisError
 
@@ -112,7 +112,10 @@ async def run_guarded(
     outcome = "OK"
     try:
         caller.check(role, name)
-        return await call()
+        answer = await call()
+        if isinstance(answer, AsyncIterator):
+            return cast(A, _while_valid(answer, caller, role, name))
+        return answer
     except PenstockError as error:
         outcome = error.reason
         raise
@@ -122,6 +125,17 @@ async def run_guarded(
     finally:
         if role == "admin":
             audit.write(caller, name, request, outcome)
+
+
+async def _while_valid(items: AsyncIterator[Any], caller: Caller, role: Role, name: str) -> AsyncIterator[Any]:
+    """Yield the items of a stream until the caller's key is removed."""
+    try:
+        async for item in items:
+            caller.check(role, name)
+            yield item
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
 
 
 async def bounded(call: Awaitable[A], deadline_s: float) -> A:

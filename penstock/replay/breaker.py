@@ -12,8 +12,8 @@ works on, so that a few bad prompts do not open it. Then
 
 - every failure since the last success is taken back from the prompts' attempts;
 - the server leases one prompt as a probe after `probe_s`, then after twice that time, up to MAX_WAIT_S, and at once
-  whenever a new policy version is published. A probe prefers prompts that have not failed yet, and its failure does
-  not count;
+  whenever a new policy version is published. A probe prefers prompts that have not failed yet, and training prompts
+  after a held-out prompt has failed. Its failure does not count;
 - the first success closes it.
 
 While the failures approach a limit, no prompt is dead-lettered. A server first leases prompts that have not failed on
@@ -46,6 +46,8 @@ is not buried yet. `spared`: it does not count. `opened`: it does not count, and
 class Breaker:
     reason: str = ""
     """Reason of the newest failure."""
+    failed_evaluation: bool = False
+    """Whether the newest failure was that of a held-out prompt."""
     failures: int = 0
     non_finite: int = 0
     prompts: dict[int, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.admission import admission
-from penstock.replay.breaker import Verdict
+from penstock.replay.breaker import Breaker, Verdict
 from penstock.replay.contract import (
     AppendOutcome,
     Committed,
@@ -163,23 +163,36 @@ class MemoryReplayQueue:
         version = store.counters["policy_version"]
         if not breaker.may_probe(store.clock(), version):
             return []
-        leases = await self._lease(server_id, min(max_prompts, 1), breaker.prompts)
+        leases = await self._probe(server_id, min(max_prompts, 1), breaker)
         if not leases:  # all prompts in line were tried before
             breaker.prompts.clear()
-            leases = await self._lease(server_id, min(max_prompts, 1), {})
+            leases = await self._probe(server_id, min(max_prompts, 1), breaker)
         if leases:
             breaker.record_probe(config.breaker, store.clock(), version)
         return leases
 
+    async def _probe(self, server_id: str, max_prompts: int, breaker: Breaker) -> list[Lease]:
+        """Lease one prompt that was not tried. After a held-out prompt has failed, the other kind is preferred."""
+        if breaker.failed_evaluation and (
+            leases := await self._lease_training(server_id, max_prompts, breaker.prompts)
+        ):
+            return leases
+        return await self._lease(server_id, max_prompts, breaker.prompts)
+
     async def _lease(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
-        store, config = self.store, self.config
-        durable_id = store.newest_durable_id(config.settle_s)
+        store = self.store
+        durable_id = store.newest_durable_id(self.config.settle_s)
         waiting = store.eval_pending.lowest(len(store.eval_pending), below=durable_id + 1)
         answerable = [i for i in waiting if i not in skipped and self._may_answer(server_id, i)]
         evaluations = answerable[:max_prompts]
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
         leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
+        return leases + await self._lease_training(server_id, max_prompts - len(leases), skipped)
+
+    async def _lease_training(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
+        store, config, leases = self.store, self.config, list[Lease]()
+        durable_id = store.newest_durable_id(config.settle_s)
         room = (await self.stat()).admission_room
         if store.counters["queued_bytes"] >= config.capacity_bytes:
             room = 0

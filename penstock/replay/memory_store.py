@@ -243,6 +243,7 @@ class MemoryStore:
         if not config.failures or self.prompts[prompt_id].spared >= MAX_SPARED:
             return "counted"
         breaker = self.breakers.setdefault(server_id, Breaker())
+        breaker.failed_evaluation = prompt_id in self.eval_leases
         version = self.counters["policy_version"]
         verdict = breaker.record_failure(config, prompt_id, failure, num_running, self.clock(), version)
         if verdict == "opened":

@@ -86,13 +86,17 @@ local function lease_prompts()
   end
 end
 
-lease_evaluations()
-lease_prompts()
+-- Held-out prompts come first, but a probe after one of them has failed prefers the other kind.
+local function lease_all()
+  if breaker and breaker.failed_evaluation then lease_prompts() end
+  lease_evaluations()
+  lease_prompts()
+end
+lease_all()
 local has_tried_all = wanted > 0 and next(skipped) ~= nil
 if has_tried_all then
   skipped = {}
-  lease_evaluations()
-  lease_prompts()
+  lease_all()
 end
 if breaker then record_probe(server, breaker, #leased > 0, has_tried_all, now, tonumber(ARGV[9])) end
 return rows(COLUMNS, leased)

@@ -39,6 +39,7 @@ local function record_failure(server, id, reason, num_running, limits)
   if limits.failures == 0 or read_spared(id) >= MAX_SPARED then return 'counted' end
   local breaker = read_breaker(server) or {failures = 0, non_finite = 0, prompts = {}, opened_ms = 0}
   breaker.reason, breaker.failures = reason, breaker.failures + 1
+  breaker.failed_evaluation = redis.call('HEXISTS', EVAL_OF, id) == 1
   if reason == 'non_finite' then breaker.non_finite = breaker.non_finite + 1 end
   local verdict = 'spared'
   if breaker.opened_ms > 0 then

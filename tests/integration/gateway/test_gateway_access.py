@@ -174,6 +174,29 @@ async def test_a_keys_file_that_is_empty_or_gone_revokes_its_keys(
         assert await keys.statuses(gateway) == [401, 200]
 
 
+async def test_a_key_that_is_removed_ends_its_streams(configure: Callable[..., RunConfig], tmp_path: Path) -> None:
+    (old_secret, old), (new_secret, new) = make_key("old", "submit"), make_key("new", "submit")
+    old_headers, new_headers = ({"Authorization": f"Bearer {secret}"} for secret in (old_secret, new_secret))
+    (tmp_path / "keys").write_text(f"{old.line}\n{new.line}\n")
+    async with running(configure(keys_file=tmp_path / "keys")) as gateway, asyncio.timeout(20):
+        prompts, *_ = stubs(gateway)
+        message = prompts_pb2.Message(role="user", content="hi")
+        wanted = prompts_pb2.SubmitPromptsRequest(prompts=[prompts_pb2.Prompt(messages=[message], num_samples=1)])
+        submitting = prompts.StreamPrompts(metadata=[("authorization", old_headers["Authorization"])])
+        await submitting.write(wanted)
+        [prompt_id] = (await submitting.read()).prompt_ids
+        async with gateway.rest.stream("GET", f"{RUN}/results", headers=old_headers) as response:
+            (tmp_path / "keys").write_text(new.line)
+            cancelled = {"prompt_ids": [prompt_id]}
+            await rest(gateway, "POST", f"{RUN}/prompts:cancel", json=cancelled, headers=new_headers)
+            lines = [line async for line in response.aiter_lines() if line.startswith(("event", "data"))]
+        assert lines[0] == "event: problem" and json.loads(lines[1][6:])["reason"] == "UNAUTHENTICATED", lines
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await submitting.write(wanted)
+            await submitting.read()
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_a_change_between_reading_the_keys_and_the_first_request_is_seen(
     configure: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ class RoleGroup:
                 await self._gather(
                     "beat", [self._call(actor, "beat", lane=BEAT_LANE) for actor in spares], self.timeout_s
                 )
-            except RoleDied:
+            except ProcessDied:
                 if self.spares is spares:  # the role has not needed them meanwhile
                     self.spares = []
                     for actor in spares:

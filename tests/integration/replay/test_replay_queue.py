@@ -323,3 +323,19 @@ async def test_ages_are_of_what_is_next_in_line(queue: ReplayQueue) -> None:
 def ms_since(time_s: float) -> float:
     """Milliseconds since a reading of the monotonic clock, with 2 ms for ages that are rounded."""
     return 1000 * (time.monotonic() - time_s) + 2
+
+
+async def test_an_empty_commit_only_tells_a_learner_whether_its_term_has_passed(make_queue: MakeQueue) -> None:
+    queue, successor = make_queue(), make_queue()
+    await submit(queue, 4)
+    await queue.take_term(0)
+    await finish(queue, await queue.lease("s", 2))
+    await queue.take(1, 2)
+    before = await queue.stat()
+    assert await queue.commit(0, []) == 0
+    assert replace(await queue.stat(), pending_age_ms=0, ready_age_ms=0) == replace(
+        before, pending_age_ms=0, ready_age_ms=0
+    )
+    await successor.take_term(0)
+    with pytest.raises(Fenced):
+        await queue.commit(0, [])

@@ -183,6 +183,20 @@ async def test_a_spare_set_replaces_one_that_died() -> None:
     assert role.spares == cluster.sets[3]
 
 
+async def test_a_spare_that_fails_is_replaced_too() -> None:
+    cluster = FakeCluster(has_spares=True)
+    role = controller_of(cluster)
+    await role.start()
+    await role.refill_spares()
+    cluster.sets[2][0].rank.beat = fail_to_beat  # type: ignore[method-assign]
+    await role.refill_spares()
+    assert role.spares == cluster.sets[3]
+
+
+def fail_to_beat() -> None:
+    raise MemoryError
+
+
 async def test_a_spare_that_died_is_replaced_before_it_is_needed() -> None:
     cluster = FakeCluster(has_spares=True)
     role = controller_of(cluster)

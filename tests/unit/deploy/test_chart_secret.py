@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rendered_chart import VALUES, Manifest, needs_helm, of_kind, one, render
+from rendered_chart import VALUES, Manifest, needs_helm, of_kind, one, render, run_helm
 
 pytestmark = needs_helm
 NAME = "test-penstock-keys"
@@ -21,6 +21,8 @@ class Cluster(ThreadingHTTPServer):
     """Answers discovery, and holds one Secret or none."""
 
     stored: Manifest | None = None
+    old_default: Manifest | None = None
+    """The Secret that releases use whose values leave `secretName` to an older chart."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -37,6 +39,7 @@ class Answer(BaseHTTPRequestHandler):
             "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
             "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [secret]},
             f"/api/v1/namespaces/default/secrets/{NAME}": self.server.stored,  # type: ignore[attr-defined]
+            "/api/v1/namespaces/default/secrets/penstock": self.server.old_default,  # type: ignore[attr-defined]
         }
         found = bodies.get(path)
         self.send_response(200 if found else 404)
@@ -86,6 +89,16 @@ def test_an_upgrade_keeps_the_keys_of_the_cluster_and_adds_missing_ones(cluster:
     second = keys_of(one(render(*cluster.arguments, values="no-gpu", anew=True), "Secret"))
     assert len(second.pop("ray-token")) == 48
     assert second == keys_of(first)
+
+
+def test_an_upgrade_does_not_replace_the_keys_of_the_former_default(cluster: Cluster) -> None:
+    first = one(render(*cluster.arguments, values="no-gpu", anew=True), "Secret")
+    cluster.old_default = first | {"metadata": {"name": "penstock"}}
+    result = run_helm("template", *cluster.arguments, "--is-upgrade", values="no-gpu")
+    assert result.returncode != 0 and "set secretName to penstock" in result.stderr
+    assert render(*cluster.arguments, "--is-upgrade", "--set=secretName=penstock", values="no-gpu", anew=True)
+    cluster.stored = first
+    assert render(*cluster.arguments, "--is-upgrade", values="no-gpu", anew=True), "its own Secret is there already"
 
 
 def test_a_secret_of_the_operator_is_used_as_it_is() -> None:

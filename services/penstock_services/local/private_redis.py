@@ -32,7 +32,7 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Pa
     The password is kept in a file next to it, so that a restarted run uses the same one."""
     folder.mkdir(parents=True, exist_ok=True)
     password_file = folder / "password"
-    if not password_file.exists():
+    if not password_file.exists() or not password_file.read_text():  # empty: it was cut off by a kill or a full disk
         password_file.touch(mode=0o600)
         password_file.write_text(secrets.token_urlsafe(24))
     password = password_file.read_text()

@@ -1,0 +1,18 @@
+"""The config of a private Redis server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock_services.local.private_redis import write_config
+
+
+def test_a_password_is_kept_and_made_again_if_it_was_cut_off(tmp_path: Path) -> None:
+    _, first = write_config(tmp_path, 7000)
+    config, second = write_config(tmp_path, 7000)
+    assert first == second
+    (tmp_path / "password").write_text("")
+    _, third = write_config(tmp_path, 7000)
+    [line] = [line for line in config.read_text().splitlines() if line.startswith("requirepass")]
+    assert len(line.split()) == 2 and line.split()[1] in third
+    assert (tmp_path / "password").stat().st_mode & 0o777 == 0o600

@@ -74,6 +74,16 @@ asyncio.run(asyncio.sleep(0))
     assert outcome.stdout.split() == [b"thread", b"child"], outcome.error_tail
 
 
+def test_the_usual_devices_can_be_used(run: Run) -> None:
+    program = """
+import os, subprocess
+subprocess.run(["/bin/echo", "nothing"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+print(len(open("/dev/urandom", "rb").read(4)), open(os.devnull, "w").write("x"))
+"""
+    outcome = run(program)
+    assert outcome.stdout == b"4 1\n", outcome.error_tail
+
+
 def test_an_endless_loop_is_ended_at_its_deadline(run: Run) -> None:
     outcome = run("print('began', flush=True)\nwhile True: pass", wall_s=2.0)
     assert outcome.ended == "deadline" and not outcome.succeeded

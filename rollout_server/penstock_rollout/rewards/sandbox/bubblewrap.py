@@ -108,8 +108,9 @@ class Bubblewrap:
             "--perms", "1777", "--size", str(max(limits.folder_bytes, resource.getpagesize())), "--tmpfs", _FOLDER,
         ]  # fmt: skip
         roots = readable_roots()
-        for parent in sorted({str(parent) for path in roots for parent in Path(path).parents if parent != Path("/")}):
-            words += ["--dir", parent]  # otherwise it has the mode of the original, such as 0700 for /root
+        shown = (*roots, *_DEVICES)
+        for parent in sorted({str(parent) for path in shown for parent in Path(path).parents if parent != Path("/")}):
+            words += ["--dir", parent]  # otherwise only root may enter it, or it has the mode of the original
         for path in roots:
             words += ["--ro-bind-try", path, path]
         for path in _DEVICES:

@@ -43,7 +43,6 @@ BENCHES = {
         "bench/gpu/attention_forms.py",
         "the learner's step of a model with them, and of the same model without",
     ),
-    "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
 

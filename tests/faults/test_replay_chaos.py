@@ -15,7 +15,16 @@ from faults.chaos.chaos_run import ChaosRun, Plan, Report
 from faults.chaos.processes import LOSS_WINDOW_S
 from penstock.replay.redis_queue import RedisReplayQueue
 
-STAYING_KEYS = {"counters", "trained", "policies", "policy_versions", "results", "submitted", "lease_signals"}
+STAYING_KEYS = {
+    "counters",
+    "trained",
+    "kept_prompts",
+    "policies",
+    "policy_versions",
+    "results",
+    "submitted",
+    "lease_signals",
+}
 MAY_STAY = {"manifests", "expired_reasons"}
 
 

@@ -14,6 +14,7 @@ from tiny_architectures import tiny_model
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own parts
 NAMES = ["llama", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "granite, scaled", "qwen3_next"]
 
 

@@ -127,23 +127,25 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
     softcap = form.softcap
 
     def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    attended, log_denominator = _compiled("flex_attention")(
+    attended, also = _compiled("flex_attention")(
         *(states.transpose(0, 1).unsqueeze(0) for states in (q, k, v)),
         score_mod=None if softcap is None else capped,
         block_mask=block_mask(packing, form.window),
         scale=form.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if form.sinks is not None:
         # A sink adds its exponential to the softmax's denominator and nothing to the sum of values.
-        share = torch.sigmoid(log_denominator - form.sinks.float().view(1, -1, 1))
+        share = torch.sigmoid(also.lse - form.sinks.float().view(1, -1, 1))
         attended = attended * share.unsqueeze(3).to(attended.dtype)
     output: Tensor = attended[0].transpose(0, 1)
     return output

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line_of
 
 _PACKED_TYPES = """
     afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
@@ -63,7 +63,7 @@ def require_causal(folder: Path, key: str) -> None:
     try:
         model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
     except (ValueError, KeyError, OSError) as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{key} {folder} is of type {model_type}, which is not a causal language model; use another")

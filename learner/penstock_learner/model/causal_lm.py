@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model import attention
 from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of
 from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
-from penstock_learner.model.rotary import depends_on_length, embed_each_sequence
+from penstock_learner.model.rotary import embed_each_sequence
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
 logger = logging.getLogger(__name__)
@@ -108,14 +108,14 @@ def load_on_path(kind: Any, folder: Path, key: str, **settings: Any) -> tuple[An
             settings["attn_implementation"] = attention.NAME
         lm = kind.from_pretrained(folder, local_files_only=True, **settings)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
     if path.is_packed and not _fits_packed(lm):
         path = ModelPath(is_packed=False, reason="its backbone or head has parts that the packed path does not know")
         lm.set_attn_implementation("sdpa")
-    if path.is_packed and depends_on_length(lm):
+    if path.is_packed:
         embed_each_sequence(lm)
-    if not path.is_packed:
+    else:
         logger.warning("%s %s is trained with padding, which is slower: %s", key, folder, path.reason)
     return lm, path
 

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
-def depends_on_length(lm: nn.Module) -> bool:
-    """Whether the model has a rotary embedding that depends on the length of the sequence."""
-    return any(_kinds(module) & _BY_LENGTH for module in lm.modules())
-
-
 def embed_each_sequence(lm: nn.Module) -> None:
-    """Make the model's rotary embeddings treat each packed sequence by itself. Sequences begin at position 0."""
+    """Make rotary embeddings that depend on the length treat each packed sequence by itself. Others stay as they are.
+
+    Sequences begin at position 0."""
     for module in lm.modules():
         if _kinds(module) & _BY_LENGTH:
             module.forward = _EachSequence(module)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.packing import SequenceBatch
@@ -73,7 +73,7 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
             own = run(batch, False)
             plain = [_one_at_a_time(model, run, batch, name) for name in _implementations(model.lm)]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = first_line_of(error)
         raise ConfigError(
             f"{key}: a model of type {model.lm.config.model_type} cannot be run: {first_line}; use another model"
         ) from error

@@ -59,8 +59,8 @@ def _units(model: CausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Mod
 
 def _own_parameters(prefix: str, module: torch.nn.Module, model: CausalLM) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters of one unit. Those of the root are the parameters that belong to no layer."""
-    layers = f"{decoder_layers(model.lm)[0]}."
-    is_root = module is model.lm
+    # Only the root looks for the layers: finding them walks through the whole model.
+    left_out = (f"{decoder_layers(model.lm)[0]}.",) if module is model.lm else ()
     for name, parameter in module.named_parameters():
-        if is_pushed(model, prefix + name) and not (is_root and name.startswith(layers)):
+        if is_pushed(model, prefix + name) and not name.startswith(left_out):
             yield prefix + name, parameter

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceStream
 from penstock.weights.deadline import Deadline
@@ -196,7 +196,7 @@ def _is_finished(call: Callable[[], object]) -> bool:
     except RuntimeError as error:
         if getattr(error, "status", None) == IN_PROGRESS:
             return False
-        first_line = str(error).partition("\n")[0]
+        first_line = first_line_of(error)
         raise WeightPushFailed(f"NCCL failed: {first_line}") from error
     return True
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import torch
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.ipc import IpcOffer, export_handle
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.deadline import Deadline
@@ -41,7 +41,7 @@ class CudaIpcSender:
             handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
             return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
         except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
+            first_line = first_line_of(error)
             raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line}") from error
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from penstock.errors import Unavailable, WeightPushFailed
+from penstock.errors import Unavailable, WeightPushFailed, first_line_of
 from penstock.weights.deadline import Deadline
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_learner.rendezvous import open_store
@@ -48,7 +48,7 @@ class GlooSender:
             for work in in_flight:
                 work.wait(timedelta(seconds=deadline.remaining_s))
         except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
+            first_line = first_line_of(error)
             raise WeightPushFailed(f"the broadcast broke: {first_line}") from error
 
     def close(self, *, failed: bool) -> None:

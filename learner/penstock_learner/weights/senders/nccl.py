@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
@@ -48,7 +48,7 @@ class NcclSender:
                 self._group.open(deadline)
             self._send(self._group, shipment, deadline)
         except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
+            first_line = first_line_of(error)
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
 
     def _send(self, group: NcclGroup, shipment: Shipment, deadline: Deadline) -> None:

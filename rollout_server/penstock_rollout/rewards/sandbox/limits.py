@@ -25,13 +25,13 @@ class Limits:
     """The limits of one program."""
 
     cpu_s: int
-    """Of each process."""
+    """CPU time that each process may use."""
     memory_bytes: int
-    """Of each process (address space), and of all processes together."""
+    """Size of each process's address space, and memory that all processes may hold together."""
     file_bytes: int
-    """Of each file."""
+    """Size that each file may have."""
     folder_bytes: int
-    """Of all files together."""
+    """Size that all files of the folder may have together."""
     max_processes: int
 
     def of_a_process(self, num_others: int = 0) -> list[tuple[int, int, int]]:

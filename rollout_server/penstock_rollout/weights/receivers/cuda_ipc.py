@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, IpcOffer, Mappings, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import bucket_offsets, wire_sizes
@@ -37,7 +37,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
             yield from _copies(pointer, offer.num_ready, offsets, sizes, reception, _copy_stream(index))
     except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
+        first_line = first_line_of(error)
         raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line}") from error
 
 

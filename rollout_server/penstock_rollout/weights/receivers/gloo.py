@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.checksums import RunningChecksum
 from penstock.weights.deadline import POLL_S, Deadline
 from penstock.weights.manifest import wire_sizes
@@ -42,7 +42,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         yield from _broadcasts(group, reception)
     except RuntimeError as error:
         deadline.check()
-        first_line = str(error).partition("\n")[0]
+        first_line = first_line_of(error)
         raise WeightPushFailed(f"receiving weights from {reception.rendezvous} failed: {first_line}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
 from penstock.weights.cuda.relay import NUM_SLOTS, Relay
 from penstock.weights.deadline import Deadline
@@ -35,7 +35,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     except BaseException as error:
         _groups.drop(joined)
         if isinstance(error, RuntimeError):
-            first_line = str(error).partition("\n")[0]
+            first_line = first_line_of(error)
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
         raise
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
     from penstock.private_files import keep_files_private
-    from penstock.start_checks import check_run_folder
+    from penstock.start_checks import make_run_folder
     from penstock.weights.cluster_key import ClusterKey
 
     try:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{arguments.config}: ok (learner, {check(config)})")
             return 0
         keep_files_private()
-        check_run_folder(config)
+        make_run_folder(config)
         ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))
     except PenstockError as error:

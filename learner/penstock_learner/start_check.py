@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
+from penstock_learner.algorithms.advantages import ADVANTAGES
+from penstock_learner.algorithms.losses import LOSSES
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.loggers.opening import check_loggers
 from penstock_learner.model.architectures import require_causal
@@ -16,9 +20,30 @@ def check(config: RunConfig) -> str:
     check_model(config)
     require_causal(config.model.path, "model.path")
     check_roles(config.learner)
+    check_functions(config.learner.algorithm)
+    _check_gpus(config)
     check_run_folder(config)
-    ClusterKey.of(config).make_if_missing()
+    ClusterKey.of(config).check()
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).candidates(checkpoint.resume)
     return f"from {found[0].name}" if found else "from the model folder"
+
+
+def check_functions(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError if the advantage or the loss cannot be imported."""
+    try:
+        ADVANTAGES.get(algorithm.advantage.name)
+        LOSSES.get(algorithm.loss.name)
+    except ValueError as error:
+        raise ConfigError(f"learner.algorithm: {error}") from error
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Raise ConfigError if a private Ray on this machine could not place the roles."""
+    if not config.learner.ray_address:
+        import torch
+
+        from penstock_learner.roles.placement import check_gpus
+
+        check_gpus(config.learner, config.learner.needed_roles, torch.cuda.device_count())

@@ -36,6 +36,11 @@ class ClusterKey:
         named = config.weights.cluster_key_file
         return cls(named or config.folder / FILE_NAME, may_make=named is None)
 
+    def check(self) -> None:
+        """Raise ConfigError if there is no usable key and none would be made. Makes nothing."""
+        if self.file.exists() or not self.may_make:
+            self.read()
+
     def make_if_missing(self) -> None:
         """Make the file, which only its owner can read, if this run makes its own key. Processes that start at the same
         time end up with the same key. Raises ConfigError if there is no usable key."""

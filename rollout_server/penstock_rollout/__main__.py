@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     from penstock.config.loading import load_config
     from penstock.private_files import keep_files_private
-    from penstock.start_checks import check_run_folder
+    from penstock.start_checks import make_run_folder
 
     try:
         config = load_config(arguments.config, overrides)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{arguments.config}: ok (rollout server {arguments.server_id}, engine {engine})")
             return 0
         keep_files_private()
-        check_run_folder(config)
+        make_run_folder(config)
         from penstock_rollout.server import serve
 
         asyncio.run(serve(config, arguments.server_id))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.ports import is_loopback
-from penstock.start_checks import check_model, check_redis, check_rewards, check_run_folder
+from penstock.start_checks import check_lengths, check_model, check_redis, check_rewards, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.engines.factory import resolve_engine_name
+from penstock_rollout.engines.factory import check_devices, resolve_engine_name
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.rewards.scorer import Scorer
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it."""
+    """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it.
+
+    Reward functions are loaded in a process of their own, as the server does. Nothing is written."""
     check_address(config)
     check_redis(config.redis)
     check_model(config)
@@ -20,9 +28,21 @@ def check(config: RunConfig) -> str:
     for name, file in (("tools_file", agents.tools_file), ("interactions_file", agents.interactions_file)):
         if file is not None and not file.is_file():
             raise ConfigError(f"rollout.agents.{name} {file} does not exist; check the path")
+    check_lengths(config)
     check_run_folder(config)
-    ClusterKey.of(config).make_if_missing()
-    return resolve_engine_name(config.rollout.engine)
+    ClusterKey.of(config).check()
+    engine = resolve_engine_name(config.rollout.engine)
+    check_devices(engine, config.rollout.engine)
+    asyncio.run(_check_reward_functions(config))
+    return engine
+
+
+async def _check_reward_functions(config: RunConfig) -> None:
+    scorer = Scorer(config.rollout.reward, RolloutMetrics(CollectorRegistry()))
+    try:
+        await scorer.check()
+    finally:
+        await scorer.close()
 
 
 def check_address(config: RunConfig) -> None:

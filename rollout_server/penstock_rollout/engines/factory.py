@@ -32,6 +32,20 @@ def resolve_engine_name(config: EngineConfig) -> str:
     return "torch"
 
 
+def check_devices(name: str, config: EngineConfig) -> None:
+    """Raise ConfigError if this machine has too few GPUs for the engine."""
+    if name == "torch" or (name == "vllm" and is_cpu_build()):
+        return
+    import torch
+
+    num_here, num_needed = torch.cuda.device_count(), config.tensor_parallel_size
+    if num_here < num_needed:
+        raise ConfigError(
+            f"rollout.engine {name} needs {num_needed} GPU{'s' * (num_needed > 1)}, but this machine has {num_here}; "
+            "lower rollout.engine.tensor_parallel_size, or use rollout.engine.name torch"
+        )
+
+
 def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> Engine:
     """Create the engine without starting it. Imports only the engine that was chosen."""
     name = resolve_engine_name(config)

@@ -101,9 +101,14 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for anything wrong that can be found before a port is opened."""
-    check_keys(config.gateway)
-    _read_tls(config.gateway)
+    check_gateway(config.gateway)
     check_redis(config.redis)
+
+
+def check_gateway(config: GatewayConfig) -> None:
+    """Raise ConfigError if keys or certificates are missing or cannot be read."""
+    check_keys(config)
+    _read_tls(config)
 
 
 class _RestServer(uvicorn.Server):

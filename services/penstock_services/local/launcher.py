@@ -22,7 +22,7 @@ from penstock.config.service import GatewayConfig, LauncherConfig
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
 from penstock.logs import setup_logging
 from penstock.private_files import keep_files_private
-from penstock.start_checks import check_redis, check_run_folder
+from penstock.start_checks import check_redis, check_run_folder, make_run_folder
 from penstock.store.created_runs import CreatedRun, CreatedRuns
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.redis_client import connect
@@ -116,7 +116,7 @@ class Launcher:
         gateway listens on loopback."""
         config = created.config_at(self.config)
         config = config.model_copy(update={"gateway": GatewayConfig(), "launcher": LauncherConfig()})
-        check_run_folder(config)
+        make_run_folder(config)
         path = config.folder / "created.yaml"
         path.touch(mode=0o600)
         path.write_text(dump_config(config))

@@ -16,12 +16,12 @@ from penstock.client import PenstockClient
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock.ports import free_port, port_is_free, wait_for_port
+from penstock.ports import free_port, wait_for_port
 from penstock.private_files import close_to_others
-from penstock.start_checks import check_datasets, check_model, check_rewards, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import Child, ProcessGroup
+from penstock_services.local.start_check import check_before_start
 
 LEARNER = "learner"
 FEED = "feed"
@@ -157,22 +157,3 @@ class LocalRun:
         lock.write(str(os.getpid()))
         lock.flush()
         self.processes.held_file = lock
-
-
-def check_before_start(config: RunConfig) -> None:
-    """Make every check that is possible before a process is started. Raises ConfigError."""
-    check_model(config)
-    check_rewards(config.rollout.reward)
-    check_datasets(config)
-    check_run_folder(config)
-    if config.gateway.keys_file is not None and config.gateway.api_key_file is None:
-        raise ConfigError(
-            "gateway.keys_file holds hashes only, and `penstock up` itself calls the gateway; set gateway.api_key_file "
-            "as well"
-        )
-    for name in ("port", "grpc_port"):
-        port = getattr(config.gateway, name)
-        if port and not port_is_free(config.gateway.host, port):
-            raise ConfigError(
-                f"port {port} on {config.gateway.host} is in use; set gateway.{name} to a free one, or 0 for any"
-            )

@@ -22,12 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from penstock.config.loading import load_config
     from penstock.private_files import keep_files_private
-    from penstock_services.local.local_run import check_before_start
+    from penstock.start_checks import doubts_about
+    from penstock_services.local.start_check import check_before_start, check_processes
     from penstock_services.local.supervisor import supervise
 
     config = load_config(arguments.config, overrides)
+    check_before_start(config)
+    for doubt in doubts_about(config):
+        print(f"warning: {doubt}", flush=True)
     if arguments.check:
-        check_before_start(config)
+        asyncio.run(check_processes(config))
         print(f"{arguments.config}: ok")
         return 0
     keep_files_private()

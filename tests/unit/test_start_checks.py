@@ -17,12 +17,12 @@ from penstock_rollout.start_check import check as check_rollout
 from penstock_services.local.start_check import check_before_start
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
-DATA = DEMO.with_name("train.jsonl")
+DATA = DEMO.with_name("train.parquet")
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`config("--a.b", "1")` is the demo's config with overrides. Its run folder does not exist, and must not be made."""
+    """`config("--a.b", "1")` is the demo's config with overrides. Its run folder is not there, and must not be made."""
     monkeypatch.chdir(DEMO.parents[2])
 
     def make(*overrides: str) -> RunConfig:

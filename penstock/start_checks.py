@@ -1,12 +1,12 @@
 """Checks that a process makes before it starts anything, also for `--check`.
 
-Each check_… raises ConfigError, and writes nothing."""
+Each check_… raises ConfigError, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import ast
 import json
-import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -130,12 +130,13 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Check that the run's folder can be created and written to. Creates nothing."""
+    """Check that the run's folder can be created and written to. Leaves nothing behind."""
     existing = next(folder for folder in (config.folder, *config.folder.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise _unwritable(config, "Not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unwritable(config, "Permission denied")
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".check-"):
+            pass
+    except OSError as error:
+        raise _unwritable(config, error) from error
 
 
 def make_run_folder(config: RunConfig) -> None:
@@ -146,8 +147,8 @@ def make_run_folder(config: RunConfig) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise _unwritable(config, error.strerror or str(error)) from error
+        raise _unwritable(config, error) from error
 
 
-def _unwritable(config: RunConfig, reason: str) -> ConfigError:
-    return ConfigError(f"run_dir {config.run_dir} cannot be written to: {reason}; set it to a writable folder")
+def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
+    return ConfigError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a writable folder")

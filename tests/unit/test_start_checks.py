@@ -91,7 +91,7 @@ def test_an_engine_and_gpus_that_are_not_there(config: Any, monkeypatch: pytest.
     monkeypatch.setattr("penstock_rollout.start_check.resolve_engine_name", lambda _: "sglang")
     with pytest.raises(ConfigError, match=r"rollout\.engine sglang needs 2 GPUs, but this machine has 1"):
         check_rollout(config("--rollout.engine.tensor_parallel_size", "2"))
-    with pytest.raises(ConfigError, match="asks for 2 GPUs, but this machine has 1"):
+    with pytest.raises(ConfigError, match="asks for 4 GPUs, but this machine has 1"):
         check_learner(config("--learner.policy.gpus_per_rank", "2"))
 
 

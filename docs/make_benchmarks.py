@@ -37,6 +37,7 @@ BENCHES = {
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
+    "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
     "attention_forms": (
         "Windows, caps and sinks",

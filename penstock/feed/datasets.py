@@ -14,30 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.feed.parquet_pages import column_sizes
+from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
 from penstock.trajectory import Prompt, Sampling
 
-_BATCH_ROWS = 1024
-_BATCH_BYTES = 16 * 2**20
-"""About how much of a Parquet file of unknown origin is decoded at once."""
-_VALUE_BYTES = 64
-"""What a text, a number or a null costs besides its content, as a Python object."""
 _COLUMNS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name")
 _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
-
-
-@dataclass(frozen=True)
-class ReadLimits:
-    """What a file that a stranger sent may hold. A small Parquet file can decode to many gigabytes."""
-
-    max_rows: int
-    max_bytes: int
-    """Bytes of the decoded columns of a Parquet file, with 64 for each value."""
 
 
 def read_prompts(
@@ -66,66 +51,17 @@ def _rows(path: Path, limits: ReadLimits | None) -> Iterator[tuple[str, Any]]:
 
 def _parquet_rows(path: Path, limits: ReadLimits | None) -> Iterator[tuple[str, Any]]:
     import pyarrow
-    from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
-            _check_columns(path, file.schema_arrow.names)
-            columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-            chunks = _chunks(file.metadata, columns)
-            batch_rows = _checked_batch_rows(path, file.metadata, chunks, limits) if limits else _BATCH_ROWS
-            number, num_bytes = 0, 0
-            for batch in file.iter_batches(batch_size=batch_rows, columns=columns):
-                if limits is not None and batch.nbytes > limits.max_bytes:
-                    raise _too_large(path, limits)
-                for row in batch.to_pylist():
-                    num_bytes += _size(row) if limits is not None else 0
-                    if limits is not None and num_bytes > limits.max_bytes:
-                        raise _too_large(path, limits)
-                    yield f"{path} row {number}", row
-                    number += 1
+        names = column_names(path)
+        _check_columns(path, names)
+        columns = [name for name in _COLUMNS if name in names]
+        rows = all_rows(path, columns) if limits is None else limited_rows(path, columns, limits)
+        for number, row in enumerate(rows):
+            yield f"{path} row {number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         # ValueError is also raised for text that is not UTF-8, and OverflowError for dates.
         raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
-
-
-def _chunks(metadata: Any, columns: Sequence[str]) -> list[Any]:
-    """The parts of a Parquet file that hold these columns."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
-    return [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
-
-
-def _checked_batch_rows(path: Path, metadata: Any, chunks: Sequence[Any], limits: ReadLimits) -> int:
-    """How many rows to decode at once so that they stay small, whatever they repeat. Checks what the pages of the file
-    hold before any is decoded."""
-    if metadata.num_rows > limits.max_rows:
-        raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
-    with path.open("rb") as file:
-        sizes = column_sizes(file, ((_start(chunk), chunk.total_compressed_size) for chunk in chunks))
-    total = sum(size.num_bytes + _VALUE_BYTES * size.num_values for size in sizes)
-    if total > limits.max_bytes:
-        raise _too_large(path, limits)
-    largest = max((size.num_bytes for size in sizes), default=0)
-    return min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, largest)))
-
-
-def _start(chunk: Any) -> int:
-    """Where the first page of a column is."""
-    first = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
-    return int(min(first, chunk.data_page_offset) if first else chunk.data_page_offset)
-
-
-def _size(value: Any) -> int:
-    """Bytes of a decoded value. Arrow counts a text that is repeated only once."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 8 + sum(map(_size, parts))
-
-
-def _too_large(path: Path, limits: ReadLimits) -> InvalidInput:
-    return InvalidInput(str(path), f"decodes to more than {limits.max_bytes} bytes; split it")
 
 
 def _folder_rows(path: Path) -> Iterator[tuple[str, Any]]:

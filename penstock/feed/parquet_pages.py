@@ -17,8 +17,13 @@ _MAX_HEADER_BYTES = 2**16
 """Arrow writes headers of less than 100 bytes, and of a few kilobytes with statistics."""
 _MAX_DEPTH = 8
 _UNCOMPRESSED_BYTES, _COMPRESSED_BYTES, _NUM_VALUES = 2, 3, 1
-_KINDS = (5, 7, 8)
+_DICTIONARY = 7
+_KINDS = (5, _DICTIONARY, 8)
 """Fields of a page's header, one of which describes the page: data, dictionary, data of version 2."""
+_ENCODING_FIELDS = {5: 2, 8: 4}
+"""The field that holds the encoding, by the kind of the page."""
+_DELTA_BYTE_ARRAY = 7
+"""This encoding stores how much of the text before is repeated: the size of the page says nothing about the texts."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +31,39 @@ class ColumnSize:
     """What one column of a row group decodes to, before texts are repeated."""
 
     num_bytes: int
+    dictionary_bytes: int
+    """The part of `num_bytes` that is a dictionary: its texts are stored once, however many values repeat them."""
     num_values: int
     """Texts, numbers, nulls and empty lists. A thousand million of them can be a few bytes in the file."""
 
 
 def column_sizes(file: BinaryIO, places: Iterable[tuple[int, int]]) -> list[ColumnSize]:
     """Add up the pages of columns, each of which begins at a position and has a number of bytes. Raises ValueError for
-    bytes that are no pages, and for too many pages."""
+    bytes that are no pages, for too many pages, and for an encoding that hides the size of its texts."""
     sizes, num_pages = [], 0
     for start, num_bytes in places:
         at, end = start, start + num_bytes
-        uncompressed = values = 0
+        uncompressed = dictionary = values = 0
         while at < end:
             num_pages += 1
             if num_pages > MAX_PAGES:
                 raise ValueError(f"it has more than {MAX_PAGES} pages")
             file.seek(at)
             header = _Reader(file.read(min(_MAX_HEADER_BYTES, end - at)))
-            num_uncompressed, num_compressed, num_values = _page_sizes(header.struct(0))
+            fields = header.struct(0)
+            num_uncompressed, num_compressed, num_values = _page_sizes(fields)
             uncompressed, values = uncompressed + num_uncompressed, values + num_values
+            dictionary += num_uncompressed if _DICTIONARY in fields else 0
             at += header.at + num_compressed
-        sizes.append(ColumnSize(uncompressed, values))
+        sizes.append(ColumnSize(uncompressed, dictionary, values))
     return sizes
 
 
 def _page_sizes(fields: dict[int, Any]) -> tuple[int, int, int]:
     page: Any = next((fields[kind] for kind in _KINDS if kind in fields), {})
+    for kind, number in _ENCODING_FIELDS.items():
+        if isinstance(page, dict) and kind in fields and page.get(number) == _DELTA_BYTE_ARRAY:
+            raise ValueError("it uses the encoding DELTA_BYTE_ARRAY; choose PLAIN or a dictionary")
     num_values = page.get(_NUM_VALUES) if isinstance(page, dict) else None
     sizes = (fields.get(_UNCOMPRESSED_BYTES), fields.get(_COMPRESSED_BYTES), num_values if page else 0)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.feed.datasets import ReadLimits, read_prompts
+from penstock.feed.datasets import read_prompts
+from penstock.feed.parquet_rows import ReadLimits
 from penstock.trajectory import Prompt, Sampling
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9)
@@ -237,8 +239,63 @@ def varint(number: int) -> bytes:
     return bytes([part | 0x80 for part in rest] + [last])
 
 
+@pytest.fixture
+def arrow_memory() -> Iterator[pa.MemoryPool]:
+    """Arrow's memory in this test, with its peak."""
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    yield pool
+    pa.set_memory_pool(usual)
+
+
+def test_a_row_that_repeats_a_text_is_refused_before_it_is_decoded(tmp_path: Path, arrow_memory: pa.MemoryPool) -> None:
+    """The row would take 600 MB."""
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": repeated(2**20 * "u", 300)}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 2**14
+    before = arrow_memory.max_memory()
+    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+        read_limited(path)
+    assert arrow_memory.max_memory() < max(before, 2**25)
+
+
+def test_texts_that_repeat_the_text_before_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    table = pa.table({"prompt": [2**20 * "u"] * 60})
+    pq.write_table(table, path, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY", data_page_size=2**27)
+    with pytest.raises(InvalidInput, match="encoding DELTA_BYTE_ARRAY; choose PLAIN or a dictionary"):
+        read_limited(path)
+
+
+def test_values_of_a_fixed_length_count_as_often_as_they_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.parquet"
+    images = pa.array([2**20 * b"u"] * 60, pa.binary(2**20))
+    pq.write_table(pa.table({"prompt": ["a"] * 60, "agent_name": images}), path)
+    assert path.stat().st_size < 2**21
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
+    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+        read_limited(path)
+
+
+def test_a_row_that_is_too_large_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [{"prompt": "a"}, {"prompt": (2**24 + 1) * "u"}])
+    with pytest.raises(InvalidInput, match="row 1: has texts of more than 16777216 bytes; shorten them"):
+        read_limited(path)
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"data_page_size": 64}]
+    "options",
+    [
+        {},
+        {"use_dictionary": False},
+        {"store_schema": False},
+        {"dictionary_pagesize_limit": 16},
+        {"data_page_version": "2.0"},
+        {"data_page_size": 64},
+    ],
 )
 def test_limits_change_no_parquet_file_that_keeps_them(tmp_path: Path, options: dict[str, Any]) -> None:
     rows = [ROWS[index % 3] | {"extra_info": {"index": index, "parts": [f"{index}", "é"]}} for index in range(100)]

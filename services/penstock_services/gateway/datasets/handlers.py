@@ -17,7 +17,8 @@ from pathlib import Path
 from penstock.codec import encode_prompt, sampling_from_proto
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
-from penstock.feed.datasets import ReadLimits, read_prompts
+from penstock.feed.datasets import read_prompts
+from penstock.feed.parquet_rows import ReadLimits
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2

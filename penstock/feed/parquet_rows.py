@@ -1,0 +1,173 @@
+"""Reads the rows of a Parquet file. A file of unknown origin is read within limits.
+
+A small file can decode to many gigabytes, because a column may have a dictionary: a text is stored once, and each value
+is only the number of its text. Within limits, Arrow therefore keeps the dictionary apart from the values, and texts are
+copied a few rows at a time, after their sizes were added up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidInput
+from penstock.feed.parquet_pages import column_sizes
+
+_BATCH_ROWS = 1024
+_ROW_BYTES = 16 * 2**20
+"""Largest size of the texts of a row, and of the rows that are decoded at once."""
+_VALUE_BYTES = 64
+"""What a text, a number or a null costs besides its content, as a Python object."""
+_DICTIONARY_COPIES = 4
+"""Arrow holds a dictionary as a page, as texts, in a hash table and in the batch."""
+_TEXT_KINDS = ("NONE", "STRING", "ENUM", "JSON", "BSON")
+"""Logical types of byte arrays that Arrow can keep as a dictionary."""
+
+
+@dataclass(frozen=True)
+class ReadLimits:
+    """What a file that a stranger sent may hold."""
+
+    max_rows: int
+    max_bytes: int
+    """Bytes of the decoded columns of a Parquet file, with 64 for each value."""
+
+
+def column_names(path: Path) -> list[str]:
+    from pyarrow import parquet
+
+    return list(parquet.read_schema(path).names)
+
+
+def all_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a trusted file, with these columns."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+            yield from batch.to_pylist()
+
+
+def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """The rows of a file, with these columns. Raises InvalidInput for a file that is beyond the limits, before it takes
+    memory for what is too much."""
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(path)
+    dictionaries = _checked_dictionaries(path, metadata, columns, limits)
+    number, num_bytes = 0, 0
+    with parquet.ParquetFile(path, metadata=metadata, read_dictionary=dictionaries) as file:
+        for group in range(metadata.num_row_groups):  # each has its own dictionaries
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
+                sizes = _row_sizes(batch)
+                num_bytes += int(sizes.sum())
+                if num_bytes > limits.max_bytes:
+                    raise _too_large(path, limits)
+                if sizes.size and sizes.max() > _ROW_BYTES:
+                    row = number + int(sizes.argmax())
+                    raise InvalidInput(f"{path} row {row}", f"has texts of more than {_ROW_BYTES} bytes; shorten them")
+                for start, stop in _pieces(sizes):
+                    yield from batch.slice(start, stop - start).to_pylist()
+                number += batch.num_rows
+
+
+def _checked_dictionaries(path: Path, metadata: Any, columns: Sequence[str], limits: ReadLimits) -> list[int]:
+    """Check what the pages of the file hold before any is decoded. Returns the columns that have dictionaries of texts,
+    by their number."""
+    if metadata.num_rows > limits.max_rows:
+        raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
+    chunks = _chunks(metadata, columns)
+    with path.open("rb") as file:
+        sizes = column_sizes(file, ((_start(chunk), chunk.total_compressed_size) for _, _, chunk in chunks))
+    total, numbers = 0, set()
+    dictionary_bytes: Counter[int] = Counter()
+    for (group, number, chunk), size in zip(chunks, sizes, strict=True):
+        column = metadata.schema.column(number)
+        is_fixed = chunk.physical_type == "FIXED_LEN_BYTE_ARRAY"
+        total += size.num_bytes + size.num_values * (_VALUE_BYTES + (column.length if is_fixed else 0))
+        dictionary_bytes[group] += _DICTIONARY_COPIES * size.dictionary_bytes
+        if chunk.physical_type == "BYTE_ARRAY" and size.dictionary_bytes:
+            if column.logical_type.type not in _TEXT_KINDS:
+                kind = column.logical_type.type
+                raise InvalidInput(str(path), f"has a dictionary of {kind} in {column.path}; write texts or numbers")
+            numbers.add(number)
+    if max(total, *dictionary_bytes.values(), 0) > limits.max_bytes:
+        raise _too_large(path, limits)
+    return sorted(numbers)
+
+
+def _chunks(metadata: Any, columns: Sequence[str]) -> list[tuple[int, int, Any]]:
+    """The parts of a Parquet file that hold these columns, each with its row group and the number of its column."""
+    groups = [(group, metadata.row_group(group)) for group in range(metadata.num_row_groups)]
+    chunks = [(group, number, row.column(number)) for group, row in groups for number in range(row.num_columns)]
+    return [chunk for chunk in chunks if chunk[2].path_in_schema.partition(".")[0] in columns]
+
+
+def _start(chunk: Any) -> int:
+    """Where the first page of a column is."""
+    first = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
+    return int(min(first, chunk.data_page_offset) if first else chunk.data_page_offset)
+
+
+def _row_sizes(batch: Any) -> NDArray[np.int64]:
+    """Bytes of the texts in each row, as if every repetition were a text of its own."""
+    sizes = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        sizes += _text_sizes(column)
+    return sizes
+
+
+def _text_sizes(array: Any) -> NDArray[np.int64]:
+    """Bytes of the texts in each value of an Arrow array."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind = array.type
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _text_sizes(array.storage)
+    if types.is_dictionary(kind):
+        lengths = compute.binary_length(array.dictionary)
+        return _numbers(compute.fill_null(compute.take(lengths, array.indices), 0))
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        array = array.cast(pyarrow.large_string() if types.is_string_view(kind) else pyarrow.large_binary())
+    text_kinds = (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+    if any(is_kind(array.type) for is_kind in text_kinds):
+        return _numbers(compute.fill_null(compute.binary_length(array), 0))
+    if types.is_struct(kind):
+        return sum(map(_text_sizes, array.flatten()), start=np.zeros(len(array), np.int64))
+    if types.is_fixed_size_list(kind):
+        array = array.cast(pyarrow.list_(kind.value_type))
+    if types.is_list(array.type) or types.is_large_list(kind) or types.is_map(kind):
+        ends = np.concatenate(([0], np.cumsum(_text_sizes(array.values))))
+        offsets = _numbers(array.offsets)
+        return ends[offsets[1:]] - ends[offsets[:-1]]
+    is_number = types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind)
+    if not is_number and not types.is_fixed_size_binary(kind):
+        raise ValueError(f"it has values of the type {kind}")
+    return np.zeros(len(array), np.int64)
+
+
+def _numbers(array: Any) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = array.to_numpy(zero_copy_only=False).astype(np.int64)
+    return numbers
+
+
+def _pieces(sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, the texts of each of which add up to at most `_ROW_BYTES`."""
+    start, total = 0, 0
+    for number, size in enumerate(sizes.tolist()):
+        if total + size > _ROW_BYTES:
+            yield start, number
+            start, total = number, 0
+        total += size
+    yield start, len(sizes)
+
+
+def _too_large(path: Path, limits: ReadLimits) -> InvalidInput:
+    return InvalidInput(str(path), f"decodes to more than {limits.max_bytes} bytes; split it")

@@ -1,6 +1,6 @@
 """The gRPC interface: the services of proto/penstock/v1 over the same handlers as REST, with health and reflection.
 
-Health is answered without a key.
+`Check` of the health service is answered without a key, because probes have none. Everything else needs one.
 
 A PenstockError becomes its canonical code. The trailing metadata has its `reason`, the `field` if one is wrong, and
 `retry-after` in seconds if the call may succeed later.
@@ -9,13 +9,13 @@ A PenstockError becomes its canonical code. The trailing metadata has its `reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from penstock.config.service import GatewayConfig
@@ -38,6 +38,7 @@ without an answer."""
 FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
 Parse = Callable[[bytes], Message]
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -52,8 +53,7 @@ class RpcServer:
         self.server = grpc.aio.server(options=_options(config))
         self.health = health.aio.HealthServicer()
         self._services = services_of(served, collection)
-        self.server.add_generic_rpc_handlers((Servicers(self._services, metrics, access),))
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self.server.add_generic_rpc_handlers((Servicers(self._services, self.health, metrics, access),))
 
     async def start(self) -> None:
         await self.server.start()
@@ -71,7 +71,11 @@ class Servicers(grpc.GenericRpcHandler):
 
     The key is checked before the request is received: a call without one is refused unread."""
 
-    def __init__(self, services: dict[str, dict[str, Method]], metrics: GatewayMetrics, access: Access) -> None:
+    def __init__(
+        self, services: dict[str, dict[str, Method]], reported: health.aio.HealthServicer, metrics: GatewayMetrics,
+        access: Access,
+    ) -> None:  # fmt: skip
+        self.health = reported
         self.metrics = metrics
         self.access = access
         self.methods = {
@@ -81,7 +85,9 @@ class Servicers(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         route = handler_call_details.method
-        if route not in self.methods and route != REFLECTION:
+        if route == HEALTH_CHECK:
+            return grpc.unary_unary_rpc_method_handler(self._of_health(self.health.Check), None, _serialized)
+        if route not in self.methods and route not in (REFLECTION, HEALTH_WATCH):
             return None
         metadata: dict[str, Any] = dict(handler_call_details.invocation_metadata or ())
         request_id = request_id_of(str(metadata.get("x-request-id", "")))
@@ -89,12 +95,10 @@ class Servicers(grpc.GenericRpcHandler):
             caller = self.access.authenticate(str(metadata.get("authorization", "")), request_id)
         except PenstockError as error:
             return grpc.stream_unary_rpc_method_handler(self._refusal(route, request_id, error))
+        if route == HEALTH_WATCH:
+            return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _serialized)
         if route == REFLECTION:
-            return grpc.stream_stream_rpc_method_handler(
-                self.reflection.ServerReflectionInfo,
-                reflection_pb2.ServerReflectionRequest.FromString,
-                reflection_pb2.ServerReflectionResponse.SerializeToString,
-            )
+            return grpc.stream_stream_rpc_method_handler(self._stream(route, self._reflect, caller))
         return self._method(route, self.methods[route], caller)
 
     def _method(self, route: str, method: Method, caller: Caller) -> grpc.RpcMethodHandler[Any, Any]:
@@ -116,6 +120,21 @@ class Servicers(grpc.GenericRpcHandler):
             raise AssertionError("abort always raises")
 
         return behaviour
+
+    def _of_health(self, method: Callable[[Message, Context], Awaitable[Any]]) -> Any:
+        async def behaviour(data: bytes, context: Context) -> Any:
+            try:
+                request = _parse(health_pb2.HealthCheckRequest, data)
+            except InvalidInput as error:
+                return await _abort(context, error)
+            return await method(request, context)
+
+        return behaviour
+
+    async def _reflect(self, _: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        parsed = (_parse(reflection_pb2.ServerReflectionRequest, data) async for data in requests)
+        async for response in self.reflection.ServerReflectionInfo(parsed, None):
+            yield response
 
     def _unary(self, route: str, handler: Handler, parse: Parse, caller: Caller) -> Any:
         async def behaviour(data: bytes, context: Context) -> bytes:
@@ -160,6 +179,10 @@ def _parse(kind: type[Message], data: bytes) -> Message:
         return kind.FromString(data)
     except DecodeError as error:
         raise InvalidInput("request", f"is not a {kind.DESCRIPTOR.full_name}") from error
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 def _set_request_id(context: Context, request_id: str) -> None:

@@ -240,6 +240,9 @@ async def test_health_and_reflection(gateway: Gateway) -> None:
     for service in ("", "penstock.v1.RunService"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    watch = health.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
 
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
@@ -260,6 +263,7 @@ async def test_grpc_checks_the_key_before_it_reads_the_request(
         for path in (
             "penstock.v1.RunService/PauseRun",
             "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            "grpc.health.v1.Health/Watch",
         ):
 
             async def never() -> AsyncIterator[bytes]:
@@ -270,7 +274,9 @@ async def test_grpc_checks_the_key_before_it_reads_the_request(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(never(), timeout=20)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED, "before any byte of the request has arrived"
-    assert parsed == []
+        assert parsed == []
+        health = health_pb2_grpc.HealthStub(channel)
+        assert await health.Check(health_pb2.HealthCheckRequest(), timeout=20), "probes have no key"
 
 
 async def test_grpc_bytes_that_are_no_request_are_the_client_s_mistake(gateway: Gateway) -> None:

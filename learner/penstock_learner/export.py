@@ -76,11 +76,11 @@ def _intact(checkpoint: Path) -> Path:
 
 
 def _newest_intact(config: RunConfig) -> Path:
-    """The newest checkpoint without damage. A line on stderr names each damaged one before it."""
+    """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
     from penstock_learner.checkpoints.checkpoint import CheckpointStore
     from penstock_learner.checkpoints.loading import verify_in_this_process
 
-    for path in CheckpointStore(config.folder / "checkpoints", keep=1).newest_first():
+    for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
         try:
             verify_in_this_process(path)
             return path

@@ -10,6 +10,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.algorithms.advantages import ADVANTAGES
 from penstock_learner.algorithms.losses import LOSSES
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.loggers.opening import check_loggers
 from penstock_learner.model.architectures import require_causal
 
@@ -26,7 +27,10 @@ def check(config: RunConfig) -> str:
     ClusterKey.of(config).check()
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
-    found = CheckpointStore(config.folder / "checkpoints", checkpoint.keep).candidates(checkpoint.resume)
+    folder = config.folder / "checkpoints"
+    known = read_going_back(folder)
+    gone_back = known.gone_back if known is not None and known.is_done else None
+    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, gone_back)
     return f"from {found[0].name}" if found else "from the model folder"
 
 

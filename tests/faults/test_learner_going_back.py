@@ -22,6 +22,7 @@ from faults.chaos.learner_process import Folded
 from faults.chaos.workload import RUN, Settings, make_numbered_group, make_payload
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.service import RedisConfig
+from penstock.errors import ConfigError
 from penstock.replay.contract import Lease, QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
@@ -159,6 +160,9 @@ def check_crash(run: Run, crash_at: str) -> None:
     before = run.stat()
     code, output = run.go(crash_at, go_back_to=str(older))
     assert code == KILLED, output
+    if crash_at.endswith("go_back"):
+        with pytest.raises(ConfigError, match="only Redis knows whether it did"):
+            run.store.of_the_run()
     if crash_at == "before_go_back":
         assert run.stat().trained == before.trained
         code, output = run.go(go_back_to=str(older))
@@ -167,6 +171,7 @@ def check_crash(run: Run, crash_at: str) -> None:
         assert "went back" not in output
     assert code == 0, output
     assert {read_state(path).resumed_from for path in run.store.newest_first()} == {str(older)}
+    assert run.store.of_the_run() == run.store.newest_first()
     check_all_trained_once(run)
 
 

@@ -22,6 +22,7 @@ from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.records import read_known_fields
 from penstock.replay.contract import GoneBack
+from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from penstock_learner.file_checksums import FileRecord
@@ -143,6 +144,24 @@ class CheckpointStore:
         if not Path(resume).is_dir():
             raise ConfigError(f"learner.checkpoint.resume: {resume} is not a checkpoint's folder")
         return [Path(resume)]
+
+    def of_the_run(self) -> list[Path]:
+        """The checkpoints of the run, newest first, without those that it gave up when it went back.
+
+        Does not need Redis. Raises ConfigError if a learner was about to go back and has not started again since."""
+        going_back = read_going_back(self.folder)
+        if going_back is None:
+            return self.newest_first()
+        gone_back = going_back.gone_back
+        if going_back.is_done:
+            return self._without_abandoned(gone_back)
+        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+        if not later:
+            raise ConfigError(
+                f"a learner was about to go back to {gone_back.checkpoint}, and only Redis knows whether it did; start "
+                "the learner again, or name a checkpoint"
+            )
+        return later
 
     def _without_abandoned(self, gone_back: GoneBack) -> list[Path]:
         target = Path(gone_back.checkpoint)

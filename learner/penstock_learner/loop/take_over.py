@@ -23,8 +23,9 @@ from pathlib import Path
 
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, Unavailable
-from penstock.replay.contract import Committed, GroupConsumer
+from penstock.replay.contract import Committed, GoneBack, GroupConsumer
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
+from penstock_learner.checkpoints.going_back import record_going_back
 from penstock_learner.crash_points import crash_point
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ async def take_over(
     choice = await _choose(queue, checkpoints, config, store_id, load)
     gone_back = (await queue.committed()).gone_back
     if choice.uncovered or (_asks_for(config, choice) and (gone_back is None or gone_back.checkpoint != choice.path)):
+        planned = GoneBack(choice.path, term, num_roll_backs=0)
+        await asyncio.to_thread(record_going_back, checkpoints.folder, term, planned, is_done=False)
         crash_point("before_go_back")
         await queue.go_back(choice.path, choice.state.step, choice.uncovered)
         crash_point("after_go_back")
@@ -80,6 +83,7 @@ async def take_over(
         gone_back = (await queue.committed()).gone_back
         if gone_back is None or gone_back.checkpoint != choice.path:
             raise Unavailable("Redis has lost that the run went back; start the learner again, and it goes back again")
+    await asyncio.to_thread(record_going_back, checkpoints.folder, term, gone_back, is_done=True)
     checkpoints.gone_back = gone_back
     state, has_gone_back = choice.state, False
     if gone_back is not None and gone_back.checkpoint == choice.path:

@@ -12,6 +12,7 @@ import pytest
 from penstock.errors import ConfigError, DiskFull, Fenced
 from penstock.replay.contract import GoneBack
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
+from penstock_learner.checkpoints.going_back import record_going_back
 from penstock_learner.checkpoints.manifest import write_manifest
 
 
@@ -47,6 +48,25 @@ def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) ->
     assert store.candidates("auto", gone_back) == [later, target, first]
     copied = GoneBack(str(shutil.copytree(target, tmp_path / "copies" / "best")), term=2, num_roll_backs=0)
     assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
+
+
+def test_what_the_run_gave_up_is_known_without_redis(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=5)
+    first, target, given_up = (make(store, step) for step in (1, 2, 3))
+    gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
+    assert store.of_the_run() == [given_up, target, first]
+    record_going_back(store.folder, 2, gone_back, is_done=False)
+    with pytest.raises(ConfigError, match="only Redis knows whether it did"):
+        store.of_the_run()
+    record_going_back(store.folder, 2, gone_back, is_done=True)
+    record_going_back(store.folder, 1, None, is_done=True)  # by a learner that was suspended meanwhile
+    assert store.of_the_run() == [target, first]
+    moved = CheckpointStore(store.folder.rename(tmp_path / "moved"), keep=5)
+    assert [path.name for path in moved.of_the_run()] == [target.name, first.name]
+    later = make(moved, 3, term=3)
+    assert moved.of_the_run()[0] == later
+    record_going_back(moved.folder, 3, None, is_done=True)  # Redis says that the run did not go back
+    assert [path.name for path in moved.of_the_run()] == [later.name, given_up.name, target.name, first.name]
 
 
 def test_abandoned_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ class ReplayConfig(Config):
     """Seconds without a heartbeat after which a rollout server loses its leases."""
     max_attempts: int = Field(default=5, ge=1)
     """Number of failed leases after which a prompt goes to the dead letters. A lease fails by an error, by a timeout,
-    or because it expires. A server that shuts down in order gives its prompts back without a failure."""
+    or because it expires. An error or a timeout counts at its server's next success: until then the server may be at
+    fault (`breaker`). A server that shuts down in order gives its prompts back without a failure."""
     breaker: BreakerConfig = BreakerConfig()
     append_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rollout server waits for room in the queue before it returns the prompt."""

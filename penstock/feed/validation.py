@@ -93,6 +93,11 @@ class Validator:
             lines.write(json.dumps({"step": step} | asdict(evaluation)) + "\n")
         passed = "  ".join(f"pass@{k} {share:.3f}" for k, share in evaluation.pass_at.items())
         logger.info("validation at step %d: mean@%d %.3f  %s", step, self.config.num_samples, evaluation.score, passed)
+        if evaluation.num_failed:
+            logger.warning(
+                "validation at step %d: %d of %d prompts failed and are not in the score; the servers' logs say why",
+                step, evaluation.num_failed, evaluation.num_prompts,
+            )  # fmt: skip
         return evaluation
 
     async def _finished(self, evaluation_id: str) -> Evaluation:

@@ -94,6 +94,9 @@ class Evaluation:
     num_samples: int = 0
     pass_at: dict[int, float] = field(default_factory=dict)
     """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
+    num_failed: int = 0
+    """Finished prompts that have no samples, because they failed too often or nobody could answer them. The score does
+    not contain them."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +277,9 @@ class GroupProducer(Protocol):
     async def give_back(
         self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
     ) -> bool:
-        """Return a prompt to the queue. A `failure` counts towards max_attempts. At max_attempts, or at once if the
-        failure `is_final`, the prompt is dead-lettered; a held-out prompt counts as finished, without samples.
+        """Return a prompt to the queue. A `failure` counts towards max_attempts, as soon as it is known that the server
+        was not at fault. At max_attempts, or at once if the failure `is_final`, the prompt is dead-lettered; a held-out
+        prompt counts as finished, without samples.
 
         Returns whether the failure opened the server's breaker, which pauses its leasing: see penstock.replay.breaker.
         `num_running` is the number of other prompts that the server works on."""

@@ -91,7 +91,7 @@ class MemoryReplayQueue:
         low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
         return Evaluation(
             evaluation_id, found.num_prompts, found.num_finished, summary.mean, low, high, summary.num_samples,
-            summary.pass_at,
+            summary.pass_at, found.num_failed,
         )  # fmt: skip
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
@@ -160,7 +160,8 @@ class MemoryReplayQueue:
         if not breaker.is_open:
             others = await self._lease(server_id, max_prompts, breaker.prompts)
             return others + await self._lease(server_id, max_prompts - len(others), {})
-        version = store.counters["policy_version"]
+        # A pinned server stays at its version, so a new one is no reason to probe.
+        version = breaker.policy_version if server_id in store.pins else store.counters["policy_version"]
         if not breaker.may_probe(store.clock(), version):
             return []
         leases = await self._probe(server_id, min(max_prompts, 1), breaker)
@@ -266,17 +267,19 @@ class MemoryReplayQueue:
     ) -> bool:
         if not self._holds(server_id, lease):
             return False
-        max_attempts: float = 1 if is_final else self.config.max_attempts
+        max_attempts = 1 if is_final else self.config.max_attempts
         verdict: Verdict = "counted"
         if failure and not is_final:
-            breaker = self.config.breaker
-            verdict = self.store.record_failure(breaker, server_id, lease.prompt_id, failure, num_running)
-        if verdict in ("spared", "opened"):
+            verdict = self.store.record_failure(
+                self.config.breaker, server_id, lease.prompt_id, failure, num_running, max_attempts
+            )
+        if verdict != "counted":
             failure = ""
-        if verdict == "kept":
-            max_attempts = NEVER
         if lease.prompt_id in self.store.eval_leases:
+            evaluation_id = self.store.prompts[lease.prompt_id].evaluation_id
             self.store.return_evaluation(lease.prompt_id, failure, max_attempts)
+            if verdict == "given_up":
+                self.store.give_up_evaluation(evaluation_id)
         else:
             self.store.return_prompt(lease.prompt_id, failure, max_attempts)
         return verdict == "opened"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.service import BreakerConfig
-from penstock.replay.breaker import MAX_SPARED, Breaker, Verdict
+from penstock.replay.breaker import MAX_PROBES, MAX_SPARED, Breaker, Verdict
 from penstock.replay.contract import FeedPosition, GoneBack
 from penstock.sample_scores import summarise
 
@@ -113,6 +113,7 @@ class MemoryGroup:
 class MemoryEvaluation:
     num_prompts: int
     num_finished: int = 0
+    num_failed: int = 0
     rewards: list[list[float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -237,31 +238,61 @@ class MemoryStore:
         return number if number is not None else self.count("admission")
 
     def record_failure(
-        self, config: BreakerConfig, server_id: str, prompt_id: int, failure: str, num_running: int
+        self, config: BreakerConfig, server_id: str, prompt_id: int, failure: str, num_running: int, max_attempts: int
     ) -> Verdict:
-        """Count a failure in the server's breaker. If that opens, its prompts get their failures back."""
-        if not config.failures or self.prompts[prompt_id].spared >= MAX_SPARED:
+        """Record a failure in the server's breaker. If that opens, its prompts are spared."""
+        prompt = self.prompts[prompt_id]
+        if not config.failures or prompt.spared >= MAX_SPARED:
             return "counted"
         breaker = self.breakers.setdefault(server_id, Breaker())
-        breaker.failed_evaluation = prompt_id in self.eval_leases
+        breaker.failed_evaluation, breaker.max_attempts = prompt_id in self.eval_leases, max_attempts
         version = self.counters["policy_version"]
         verdict = breaker.record_failure(config, prompt_id, failure, num_running, self.clock(), version)
         if verdict == "opened":
-            breaker.prompts[prompt_id] -= 1  # this failure is not counted yet
-            for spared, failures in breaker.prompts.items():
-                if prompt := self.prompts.get(spared):
-                    # While no group at all is accepted, breakers that open one after the other count once.
-                    prompt.spared += prompt.spared_at != self.counters["inserted"]
-                    prompt.spared_at = self.counters["inserted"]
-                    prompt.failures -= failures
-            breaker.prompts = dict.fromkeys(breaker.prompts, 0)
+            for spared in filter(None, map(self.prompts.get, breaker.prompts)):
+                # While no group at all is accepted, breakers that open one after the other count once.
+                spared.spared += spared.spared_at != self.counters["inserted"]
+                spared.spared_at = self.counters["inserted"]
+        if prompt_id in breaker.due:
+            failures = breaker.prompts[prompt_id]
+            is_alone = num_running == len(self.pending) == len(self.eval_pending) == 0
+            if prompt.failures + failures >= max_attempts and (failures > 1 or is_alone):
+                prompt.failures += failures - 1
+                breaker.prompts[prompt_id] = 0
+                del breaker.due[prompt_id]
+                return "counted"
+        if verdict == "spared" and self._must_give_up(server_id, breaker):
+            breaker.num_probes = 0
+            return "given_up"
         return verdict
 
+    def _must_give_up(self, server_id: str, breaker: Breaker) -> bool:
+        """Whether the evaluation of a server with an open breaker has to end, because no other server answers it."""
+        if not breaker.failed_evaluation or breaker.num_probes < MAX_PROBES or server_id not in self.pins:
+            return False
+        peers = [peer for peer in self.served_versions if peer != server_id and not self.open_breaker(peer)]
+        return all(self.pins.get(peer) != self.pins[server_id] for peer in peers)
+
     def record_success(self, prompt_id: int) -> None:
-        """Close the breaker of the server that holds the lease of the prompt."""
+        """Close the breaker of the server that holds the lease of the prompt. The failures that it kept count."""
         owner = self.prompts[prompt_id].owner
-        if owner is not None:
-            self.breakers.pop(owner[0], None)
+        breaker = self.breakers.pop(owner[0], None) if owner is not None else None
+        if breaker is None:
+            return
+        for failed_id, failures in breaker.prompts.items():
+            if failures == 0 or (prompt := self.prompts.get(failed_id)) is None:
+                continue
+            prompt.failures += failures
+            if failed_id not in breaker.due or prompt.failures < breaker.max_attempts:
+                continue
+            if failed_id in self.returned:
+                self.returned.discard(failed_id)
+                self.pending.remove(failed_id)
+                self.open.remove(failed_id)
+                self.bury(failed_id, breaker.due[failed_id], b"")
+                self.lease_signal.send()
+            elif self.eval_pending.remove(failed_id):
+                self.fail_evaluation_prompt(failed_id)
 
     def open_breaker(self, server_id: str) -> Breaker | None:
         breaker = self.breakers.get(server_id)
@@ -282,18 +313,29 @@ class MemoryStore:
         self.pending.put(prompt_id, -NEVER)
 
     def return_evaluation(self, prompt_id: int, failure: str, max_attempts: float) -> None:
-        """End a lease of a held-out prompt that brought no rewards. At max_attempts it counts as finished, without
-        samples."""
+        """End a lease of a held-out prompt that brought no rewards. At max_attempts the prompt has failed."""
         prompt = self.prompts[prompt_id]
         prompt.owner = None
         self.eval_leases.remove(prompt_id)
         prompt.failures += failure != ""
         if failure and prompt.failures >= max_attempts:
-            self.finish_evaluation_prompt(prompt.evaluation_id)
-            del self.prompts[prompt_id]
+            self.fail_evaluation_prompt(prompt_id)
             return
         self.eval_pending.put(prompt_id, prompt_id)
         self.lease_signal.send()
+
+    def fail_evaluation_prompt(self, prompt_id: int) -> None:
+        """Count a held-out prompt as finished, without samples."""
+        evaluation_id = self.prompts.pop(prompt_id).evaluation_id
+        self.evaluations[evaluation_id].num_failed += 1
+        self.finish_evaluation_prompt(evaluation_id)
+
+    def give_up_evaluation(self, evaluation_id: str) -> None:
+        """End an evaluation that nobody can answer."""
+        for prompt_id in self.eval_pending.lowest(len(self.eval_pending)):
+            if self.prompts[prompt_id].evaluation_id == evaluation_id:
+                self.eval_pending.remove(prompt_id)
+                self.fail_evaluation_prompt(prompt_id)
 
     def finish_evaluation_prompt(self, evaluation_id: str) -> None:
         """Count a finished prompt. A complete evaluation's score is kept under its benchmark, which is its id without

@@ -96,6 +96,7 @@ class RedisReplayQueue:
             policy_version_max=int(fields.get(b"version_max", -1)),
             num_samples=num_samples,
             pass_at=summarise(rewards).pass_at,
+            num_failed=int(fields.get(b"num_failed", 0)),
         )
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:

@@ -25,8 +25,9 @@ end
 
 local function store_accepted()
   if #accepted == 0 then return end
-  if redis.call('EXISTS', BREAKERS) == 1 then record_successes(ask_many('HMGET', OWNERS, accepted)) end
+  local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
   local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
+  record_successes(owners)
   local now = now_ms()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()

@@ -6,13 +6,17 @@ local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
 local failure, max_attempts, verdict = ARGV[4], tonumber(ARGV[5]), 'counted'
 if failure ~= '' and ARGV[6] == '0' then
-  local limits = {failures = tonumber(ARGV[8]), non_finite_failures = tonumber(ARGV[9]), probe_ms = tonumber(ARGV[10])}
+  local limits = {
+    failures = tonumber(ARGV[8]), non_finite_failures = tonumber(ARGV[9]), probe_ms = tonumber(ARGV[10]),
+    max_attempts = max_attempts,
+  }
   verdict = record_failure(ARGV[1], id, failure, tonumber(ARGV[7]), limits)
 end
-if verdict == 'spared' or verdict == 'opened' then failure = '' end
-if verdict == 'kept' then max_attempts = math.huge end
+if verdict ~= 'counted' then failure = '' end
 if redis.call('ZSCORE', EVAL_LEASES, id) then
+  local evaluation_id = redis.call('HGET', EVAL_OF, id)
   return_evaluation(id, failure, max_attempts)
+  if verdict == 'given_up' then give_up_evaluation(evaluation_id) end
 else
   return_prompt(id, failure, max_attempts)
 end

@@ -20,8 +20,10 @@ if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then 
 -- breaker is open, it leases one at a time.
 local failures = tonumber(ARGV[9]) > 0 and redis.call('EXISTS', BREAKERS) == 1 and read_breaker(server) or nil
 local breaker = failures and failures.opened_ms > 0 and failures
+local has_pins = redis.call('EXISTS', POLICY_PINS) == 1
+local is_pinned = has_pins and redis.call('HEXISTS', POLICY_PINS, server) == 1
 if breaker then
-  if not may_probe(breaker, now) then return rows(COLUMNS, {}) end
+  if not may_probe(breaker, is_pinned, now) then return rows(COLUMNS, {}) end
   wanted = math.min(wanted, 1)
 end
 local skipped = failures and failures.prompts or {}
@@ -43,8 +45,7 @@ end
 -- A held-out prompt whose evaluation is pinned to a version is leased only to a server that has reported this version.
 -- A server that is pinned itself leases nothing else.
 local MAX_PINNED_SKIPPED = 256
-local has_pins, version = redis.call('EXISTS', POLICY_PINS) == 1, nil
-local is_pinned = has_pins and redis.call('HEXISTS', POLICY_PINS, server) == 1
+local version
 local function may_answer(id)
   local pinned = has_pins and redis.call('HGET', POLICY_PINS, redis.call('HGET', EVAL_OF, id) or '')
   if not pinned then return not is_pinned end
@@ -98,5 +99,5 @@ if has_tried_all then
   skipped = {}
   lease_all()
 end
-if breaker then record_probe(server, breaker, #leased > 0, has_tried_all, now, tonumber(ARGV[9])) end
+if breaker then record_probe(server, breaker, is_pinned, #leased > 0, has_tried_all, now, tonumber(ARGV[9])) end
 return rows(COLUMNS, leased)

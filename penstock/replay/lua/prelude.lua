@@ -216,15 +216,31 @@ local function finish_evaluation_prompt(evaluation_id)
   end
 end
 
--- Ends a lease of a held-out prompt that brought no rewards. At max_attempts the prompt counts as finished, without
--- samples, so that its evaluation ends.
+-- Counts a held-out prompt as finished, without samples, so that its evaluation ends.
+local function fail_evaluation_prompt(id)
+  local evaluation_id = redis.call('HGET', EVAL_OF, id)
+  redis.call('HINCRBY', EVALUATION .. evaluation_id, 'num_failed', 1)
+  finish_evaluation_prompt(evaluation_id)
+  redis.call('HDEL', EVAL_OF, id)
+  forget_prompts({id})
+end
+
+-- Ends an evaluation that nobody can answer: its prompts that wait count as finished, without samples.
+local function give_up_evaluation(evaluation_id)
+  for _, id in ipairs(redis.call('ZRANGE', EVAL_PENDING, 0, -1)) do
+    if redis.call('HGET', EVAL_OF, id) == evaluation_id then
+      redis.call('ZREM', EVAL_PENDING, id)
+      fail_evaluation_prompt(id)
+    end
+  end
+end
+
+-- Ends a lease of a held-out prompt that brought no rewards. At max_attempts the prompt has failed.
 local function return_evaluation(id, failure, max_attempts)
   redis.call('ZREM', EVAL_LEASES, id)
   redis.call('HDEL', OWNERS, id)
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
-    finish_evaluation_prompt(redis.call('HGET', EVAL_OF, id))
-    redis.call('HDEL', EVAL_OF, id)
-    forget_prompts({id})
+    fail_evaluation_prompt(id)
     return
   end
   redis.call('ZADD', EVAL_PENDING, id, id)

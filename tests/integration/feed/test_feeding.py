@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,23 @@ async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
     [lease] = await queue.lease("s", 1)
     await queue.record_evaluation("validation-train-0", lease, [1.0], 0, 0)
     assert (await validator.validate(0)).num_finished == 1, "the next try goes on with the same evaluation"
+
+
+async def test_a_validation_says_how_many_prompts_failed(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(2 * (json.dumps({"prompt": "?"}) + "\n"))
+    validator = Validator.read(make_config(tmp_path, redis_process.url, validation={"file": str(heldout)}), queue)
+    payloads = [encode_prompt(replace(prompt, evaluation_id="validation-train-0")) for prompt in validator.prompts]
+    await queue.create_evaluation("validation-train-0", payloads)
+    good, bad = await queue.lease("s", 2)
+    await queue.record_evaluation("validation-train-0", good, [1.0], 0, 0)
+    await queue.give_back("s", bad, "reward_failed", is_final=True)
+    await validator.validate(0)
+    [line] = [json.loads(line) for line in validator.results.read_text().splitlines()]
+    assert (line["num_failed"], line["score"]) == (1, 1.0)
+    assert "1 of 2 prompts failed and are not in the score" in caplog.text
 
 
 class Server:

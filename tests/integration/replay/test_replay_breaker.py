@@ -9,6 +9,8 @@ import pytest
 from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from replay_backends import MakeQueue, ReplayQueue, assert_conserved, finish, queue_maker, submit
 
@@ -79,6 +81,54 @@ async def test_no_server_and_no_restart_costs_an_attempt_while_everything_fails(
     stat = await queue.stat()
     assert (stat.dead_lettered, stat.pending_prompts) == (0, 8)
     await assert_conserved(queue)
+
+
+@pytest.mark.parametrize("places", [1, 4, 12])
+async def test_a_burst_buries_nothing_where_prompts_have_one_attempt(make_queue: MakeQueue, places: int) -> None:
+    queue = make_queue(groups_per_step=16, max_attempts=1, breaker=SLOW)
+    await submit(queue, 16)
+    for server in ("a", "b"):
+        while leases := await queue.lease(server, places):
+            for number, lease in enumerate(leases, start=1):
+                await queue.give_back(server, lease, "non_finite", num_running=places - number)
+    stat = await queue.stat()
+    assert (stat.dead_lettered, stat.pending_prompts) == (0, 16)
+    await assert_conserved(queue)
+
+
+async def test_servers_that_fail_at_the_same_time_bury_nothing(make_queue: MakeQueue) -> None:
+    """A prompt that failed goes to the front of the line, so every server tries the same ones first."""
+    queue = make_queue(groups_per_step=8, max_attempts=2, breaker=SLOW)
+    await submit(queue, 8)
+    servers = [f"s{number}" for number in range(6)]
+    while leased := [(server, lease) for server in servers for lease in await queue.lease(server, 1)]:
+        for server, lease in leased:
+            await queue.give_back(server, lease, "non_finite")
+    assert (await queue.stat()).dead_lettered == 0
+    await assert_conserved(queue)
+
+
+async def test_a_prompt_with_one_attempt_is_buried_when_its_server_succeeds(make_queue: MakeQueue) -> None:
+    queue = make_queue(groups_per_step=4, max_attempts=1, breaker=BREAKER)
+    await submit(queue, 4)
+    bad, good, *others = await queue.lease("s", 4)
+    await fail(queue, [bad], "reward_failed", running=3)
+    assert (await queue.stat()).dead_lettered == 0, "nobody knows yet whether the server is at fault"
+    await finish(queue, [good])
+    stat = await queue.stat()
+    assert (stat.dead_lettered, stat.pending_prompts, stat.in_flight) == (1, 0, len(others))
+    assert await queue.dead_letter_reasons() == {"reward_failed": 1}
+    await assert_conserved(queue)
+
+
+async def test_a_held_out_prompt_with_one_attempt_is_finished_when_its_server_succeeds(make_queue: MakeQueue) -> None:
+    queue = make_queue(groups_per_step=4, max_attempts=1, breaker=BREAKER)
+    await queue.create_evaluation("held-out-1", [b"p"] * 2)
+    bad, good = await queue.lease("s", 4)
+    await fail(queue, [bad], "reward_failed", running=1)
+    await queue.record_evaluation("held-out-1", good, [1.0], 0, 0)
+    evaluation = await queue.get_evaluation("held-out-1")
+    assert (evaluation.num_finished, evaluation.num_failed, evaluation.score) == (2, 1, 1.0)
 
 
 async def test_probes_try_other_prompts_and_a_success_resumes(make_queue: MakeQueue) -> None:
@@ -180,6 +230,43 @@ async def test_bad_held_out_prompts_do_not_stop_training(make_queue: MakeQueue) 
     await queue.give_back("s", probe, "reward_failed")
     [probe] = await lease_soon(queue, 4)
     assert probe.prompt_id < first, "after a training prompt has failed, a held-out one is tried"
+
+
+async def pin(queue: ReplayQueue, evaluation_id: str, *servers: str) -> None:
+    """Pin servers, which report version 7, and an evaluation to this version."""
+    if isinstance(queue, MemoryReplayQueue):
+        queue.store.pins |= dict.fromkeys((evaluation_id, *servers), 7)
+        queue.store.served_versions |= dict.fromkeys(servers, 7)
+        return
+    for server in servers:
+        await Fleet(queue.client, "test").report(ServerRecord(server, "127.0.0.1:1", "torch", policy_version=7))
+    for name in (evaluation_id, *servers):
+        await PolicyRegistry(queue.client, "test").pin(name, 7)
+
+
+@pytest.mark.parametrize("has_peer", [False, True])
+async def test_a_pinned_evaluation_whose_prompts_all_fail_ends(make_queue: MakeQueue, has_peer: bool) -> None:
+    """Its server answers nothing else, so no success can close the breaker."""
+    queue = make_queue(groups_per_step=4, max_attempts=2, breaker=BREAKER)
+    await submit(queue, 4)
+    await queue.create_evaluation("held-out-1", [b"p"] * 8)
+    await pin(queue, "held-out-1", "s", *(["peer"] if has_peer else []))
+    [answered] = await queue.lease("s", 1)
+    await queue.record_evaluation("held-out-1", answered, [0.5], 7, 7)
+    await fail_until_open(queue, "reward_failed")
+    await queue.take_term(0)
+    await queue.publish(8, 0, b"")
+    for number in range(3):
+        assert (await queue.get_evaluation("held-out-1")).num_finished == 1, f"after {number} probes"
+        await fail(queue, await lease_soon(queue, 4), "reward_failed")
+    evaluation = await queue.get_evaluation("held-out-1")
+    assert (await queue.stat()).pending_prompts == 4
+    if has_peer:
+        assert evaluation.num_finished == 1 and len(await queue.lease("peer", 8)) == 7, "the other server answers"
+        return
+    assert (evaluation.num_finished, evaluation.num_failed, evaluation.score) == (8, 7, 0.5)
+    assert await queue.evaluation_scores() == {"held-out": 0.5}
+    assert await queue.lease("s", 4) == []
 
 
 async def test_an_operator_sees_and_closes_it(make_queue: MakeQueue) -> None:

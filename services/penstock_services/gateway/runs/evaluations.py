@@ -41,4 +41,5 @@ def _evaluation_to_proto(evaluation: Evaluation) -> runs_pb2.Evaluation:
         policy_version_max=evaluation.policy_version_max,
         num_samples=evaluation.num_samples,
         pass_at=evaluation.pass_at,
+        num_failed=evaluation.num_failed,
     )

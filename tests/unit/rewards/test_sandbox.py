@@ -74,6 +74,36 @@ asyncio.run(asyncio.sleep(0))
     assert outcome.stdout.split() == [b"thread", b"child"], outcome.error_tail
 
 
+def test_ordinary_programs_that_fail_have_an_alternative_that_works(run: Run) -> None:
+    """docs/rewards.md lists them."""
+    program = """
+import multiprocessing, socket
+from concurrent.futures import ProcessPoolExecutor
+fork = multiprocessing.get_context("fork")
+failing = [
+    lambda: fork.Pool(1), fork.Queue, fork.Lock,
+    lambda: ProcessPoolExecutor(1, mp_context=fork).submit(int).result(),
+    lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM),
+    lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
+    lambda: open("/dev/zero"), lambda: open("/dev/full"), lambda: open("/dev/shm/x", "w"),
+]
+for call in failing:
+    try:
+        call()
+        print("works")
+    except OSError:
+        print("fails")
+ours, theirs = fork.Pipe()
+child = fork.Process(target=theirs.send, args=("piped",))
+child.start()
+print(ours.recv())
+child.join()
+socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+"""
+    outcome = run(program)
+    assert outcome.stdout.split() == 9 * [b"fails"] + [b"piped"] and outcome.succeeded, outcome.error_tail
+
+
 def test_the_usual_devices_can_be_used(run: Run) -> None:
     program = """
 import os, subprocess

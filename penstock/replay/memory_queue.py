@@ -237,6 +237,8 @@ class MemoryReplayQueue:
         is_over = in_queue > 0 and in_queue + len(payload) > self.config.capacity_bytes
         if is_over and not self._is_waited_for(prompt_id):
             return "full"
+        if self.config.take_order == "admission":
+            self._restore_admissions(prompt_id)
         store.record_success(prompt_id)
         number = store.release_admission(prompt_id)
         store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
@@ -502,6 +504,20 @@ class MemoryReplayQueue:
     def _holds(self, server_id: str, lease: Lease) -> bool:
         prompt = self.store.prompts.get(lease.prompt_id)
         return prompt is not None and prompt.owner == (server_id, lease.attempt)
+
+    def _restore_admissions(self, prompt_id: int) -> None:
+        """Admit the prompts that were leased before this one, if Redis has lost that they and this one were."""
+        store = self.store
+        if prompt_id not in store.pending or prompt_id in store.open:
+            return
+        line = store.pending.lowest(len(store.pending))
+        for other in line[: line.index(prompt_id)]:
+            if other not in store.open and store.prompts[other].priority == store.prompts[prompt_id].priority:
+                store.count("admitted")
+                store.open.put(other, store.count("admission"))
+                store.returned.add(other)
+                store.pending.put(other, -NEVER)
+        store.open.put(prompt_id, store.count("admission"))
 
     def _is_waited_for(self, prompt_id: int) -> bool:
         """Whether all ready groups wait for the group of this prompt."""

@@ -9,6 +9,29 @@ local metas, attempts, in_queue = ask_many('HMGET', META, ids), ask_many('HMGET'
 -- Accepted groups are stored together at the end. Until then these hold their ids and their positions in ARGV.
 local accepted, places, accepted_attempt = {}, {}, {}
 
+-- An accepted group whose prompt is pending without an admission: Redis lost its tail, and with it that the prompt was
+-- leased. The prompts before it in line had been leased before it, so they are admitted first, and keep their order.
+local MAX_READMITTED = 1024
+local function restore_admissions()
+  local numbers = ask_many('ZMSCORE', OPEN, accepted)
+  for i, id in ipairs(accepted) do
+    local rank = not numbers[i] and redis.call('ZRANK', PENDING, id)
+    if rank and not redis.call('ZSCORE', OPEN, id) then
+      local priority = redis.call('HGET', PRIORITIES, id)
+      local first, last = math.max(0, rank - MAX_READMITTED), rank - 1
+      for _, other in ipairs(rank > 0 and redis.call('ZRANGE', PENDING, first, last) or {}) do
+        if not redis.call('ZSCORE', OPEN, other) and redis.call('HGET', PRIORITIES, other) == priority then
+          count('admitted', 1)
+          redis.call('ZADD', OPEN, next_admission(), other)
+          redis.call('SADD', RETURNED, other)
+          redis.call('ZADD', PENDING, '-inf', other)
+        end
+      end
+      redis.call('ZADD', OPEN, next_admission(), id)
+    end
+  end
+end
+
 -- release_admission for all accepted groups. Returns the numbers of their admissions.
 local function release_admissions()
   call_many('HDEL', OWNERS, accepted)
@@ -25,6 +48,10 @@ end
 
 local function store_accepted()
   if #accepted == 0 then return end
+  if order == 'admission' then
+    run_when_full()
+    restore_admissions()
+  end
   local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
   local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
   record_successes(owners)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import NotFound
-from penstock.replay.contract import FinishedGroup
+from penstock.replay.contract import FinishedGroup, Lease
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
@@ -126,6 +126,23 @@ async def test_wait_goes_on_when_the_straggler_is_buried(make_queue: MakeQueue) 
     assert await queue.take(1, 3) == []
     await queue.give_back("s", straggler, failure="oops")
     assert await queue.take(1, 3) == ids[1:]
+
+
+async def test_wait_keeps_the_order_of_prompts_whose_leases_redis_has_lost(make_queue: MakeQueue) -> None:
+    """Redis lost its tail: the prompts are pending again, and their groups come in another order."""
+    queue = make_queue(stale_policy="wait", groups_per_step=8)
+    first, second, third, *others = await submit(queue, 6)
+    [urgent] = (await queue.submit([b"urgent"], [1], "")).prompt_ids
+    leases = [Lease(prompt_id, 1, b"") for prompt_id in (third, second)]
+    assert await queue.append_many([FinishedGroup(lease, b"x", 0) for lease in leases]) == ["accepted"] * 2
+    await queue.take_term(0)
+    assert await queue.take(1, 8) == [], "the first one is waited for"
+    await assert_conserved(queue)
+    again, *later = await queue.lease("s", 8)
+    assert [lease.prompt_id for lease in (again, *later)] == [first, urgent, *others]
+    await finish(queue, [*later, again])
+    assert await queue.take(1, 8) == [first, second, third, urgent, *others]
+    await assert_conserved(queue)
 
 
 async def test_wait_numbers_an_expired_prompt_anew(make_queue: MakeQueue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -75,6 +76,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
         if request.text:
             return self.tokenization.text_ids(request.text)
+        if len(request.token_ids) % 4:
+            raise InvalidInput("token_ids", f"has {len(request.token_ids)} bytes; an id has 4")
         ids = tuple(np.frombuffer(request.token_ids, dtype="<i4").tolist())
         messages = tuple((message.role, message.content) for message in request.messages)
         return self.tokenization.prompt_ids(Prompt(messages=messages, token_ids=ids))
@@ -86,6 +89,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if room < 1:
             raise PromptTooLong("prompt", f"has {num_prompt_tokens} tokens, more than {self.max_model_len - 1}")
         sampling = sampling_from_proto(request.sampling)
+        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 0:
+            raise InvalidInput(
+                "sampling",
+                "needs a finite temperature of 0 or more, top_p above 0 and at most 1, max_tokens not below 0",
+            )
         return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
 
 

@@ -18,6 +18,8 @@ from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
 TERM_TIMEOUT_S = 2.0
+MAX_DEADLINE_S = 86400.0
+"""A push that takes longer than a day is a mistake."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -67,6 +69,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     ) -> weights_pb2.AnnounceResponse:
         manifest = request.manifest
         await self._check_caller(manifest.run, manifest.term, context)
+        await _check_deadline(request.deadline_s, context)
         if manifest.HasField("base_version") and manifest.base_version != self.engine.retained_version:
             return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version, needs_full=True)
         self.announced_version = manifest.policy_version
@@ -76,12 +79,16 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         except PenstockError as error:
             self._end_push()
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except Exception:
+            self._end_push()
+            raise
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 
     async def Commit(  # noqa: N802
         self, request: weights_pb2.CommitRequest, context: Context
     ) -> weights_pb2.CommitResponse:
         await self._check_caller(self.run, request.term, context)
+        await _check_deadline(request.deadline_s, context)
         self._begin_push(request.deadline_s)
         try:
             report = await self.engine.commit_weights(
@@ -132,3 +139,12 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
                 self.term = await self.read_term()
         except (Unavailable, TimeoutError) as error:
             logger.warning("cannot read the current term: %s", error)
+
+
+async def _check_deadline(deadline_s: float, context: Context) -> None:
+    """Abort the call unless its deadline is a time that passes."""
+    if not 0 < deadline_s <= MAX_DEADLINE_S:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"deadline_s must be above 0 and at most {MAX_DEADLINE_S:g}, not {deadline_s}",
+        )

@@ -102,7 +102,8 @@ def main() -> int:
         Bar("staging in bfloat16, checked / not checked", share("stage and check", "stage"), 0.8),
         Bar("looking for non-finite shards / saving them", share("check all shards", "save"), 3.0),
     ]
-    return 0 if report("checkpoints", f"{NUM_BYTES / 1e9:.1f} GB, one thread", list(measured.values()), bars) else 1
+    title = f"{NUM_BYTES / 1e9:.1f} GB, written and loaded by one thread"
+    return 0 if report("checkpoints", title, list(measured.values()), bars) else 1
 
 
 if __name__ == "__main__":

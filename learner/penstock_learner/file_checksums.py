@@ -1,4 +1,7 @@
-"""Checksums of files: made while a file is written, compared before it is loaded. Files are compared in parallel."""
+"""Checksums of files: made while a file is written, compared before it is loaded.
+
+Each piece of a file has a checksum of its own, so that the pieces of one large file are compared in parallel.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from pathlib import Path
 
 import xxhash
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 64 * 2**20
+READ_BYTES = 2**20
+"""What is read or written at once. It is hashed while it is in the processor's cache."""
 _NUM_THREADS = 8
 
 
@@ -18,41 +23,86 @@ class FileRecord:
     """What a file held when it was written."""
 
     num_bytes: int
-    xxh3_128: str
+    pieces: tuple[str, ...]
+    """The xxh3_128 of each `PIECE_BYTES` of the file."""
+
+    def __post_init__(self) -> None:
+        if len(self.pieces) != -(-self.num_bytes // PIECE_BYTES):
+            raise ValueError(f"{len(self.pieces)} checksums of {self.num_bytes} bytes")
 
     @classmethod
     def of(cls, content: bytes) -> FileRecord:
-        return cls(len(content), xxhash.xxh3_128_hexdigest(content))
+        checksums = PieceChecksums()
+        checksums.add(memoryview(content))
+        return checksums.record()
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileRecord:
+        """Describe the present content of a file. Blocks."""
+        num_bytes = path.stat().st_size
+        indices = range(-(-num_bytes // PIECE_BYTES))
+        return cls(num_bytes, tuple(_read_checksum(path, index) for index in indices))
+
+
+class PieceChecksums:
+    """Computes the record of content that arrives from start to end."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._pieces: list[str] = []
+        self._current = xxhash.xxh3_128()
+
+    def add(self, content: memoryview) -> None:
+        while content:
+            room = PIECE_BYTES - self.num_bytes % PIECE_BYTES
+            part, content = content[:room], content[room:]
+            self._current.update(part)
+            self.num_bytes += len(part)
+            if len(part) == room:
+                self._pieces.append(self._current.hexdigest())
+                self._current.reset()
+
+    def record(self) -> FileRecord:
+        last = [self._current.hexdigest()] if self.num_bytes % PIECE_BYTES else []
+        return FileRecord(self.num_bytes, (*self._pieces, *last))
 
 
 def find_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
     """Read the files and compare them with their records. Returns a phrase for each damaged one. Blocks."""
+    pieces = [(name, index) for name, record in sorted(files.items()) for index in range(max(1, len(record.pieces)))]
+    damages: dict[str, str] = {}
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="verify") as pool:
-        found = pool.map(lambda name: _file_damage(folder / name, files[name]), sorted(files))
-        return [damage for damage in found if damage]
+        found = pool.map(lambda piece: _damage(folder / piece[0], files[piece[0]], piece[1]), pieces)
+        for (name, _), damage in zip(pieces, found, strict=True):
+            if damage:
+                damages.setdefault(name, damage)
+    return list(damages.values())
 
 
-def _file_damage(path: Path, expected: FileRecord) -> str:
-    """What is wrong with a file, or an empty text."""
+def _damage(path: Path, expected: FileRecord, index: int) -> str:
+    """What is wrong with a file or with one of its pieces, or an empty text."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
             return f"{path} is truncated or changed: expected {expected.num_bytes} bytes, found {num_bytes}"
-        checksum = read_checksum(path)
+        checksum = _read_checksum(path, index) if num_bytes else ""
     except FileNotFoundError:
         return f"{path} is missing: expected {expected.num_bytes} bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
-    if checksum != expected.xxh3_128:
-        return f"{path} is damaged: expected checksum {expected.xxh3_128}, found {checksum}"
+    if num_bytes and checksum != expected.pieces[index]:
+        start = index * PIECE_BYTES
+        return f"{path} is damaged: expected checksum {expected.pieces[index]}, found {checksum} from byte {start} on"
     return ""
 
 
-def read_checksum(path: Path) -> str:
-    """The checksum of a file's present content."""
-    checksum = xxhash.xxh3_128()
-    piece = memoryview(bytearray(PIECE_BYTES))
+def _read_checksum(path: Path, index: int) -> str:
+    """The checksum of a piece's present content."""
+    checksum, left = xxhash.xxh3_128(), PIECE_BYTES
+    buffer = memoryview(bytearray(min(READ_BYTES, PIECE_BYTES)))
     with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(piece):
-            checksum.update(piece[:num_bytes])
+        file.seek(index * PIECE_BYTES)
+        while left and (num_bytes := file.readinto(buffer[: min(left, len(buffer))])):
+            checksum.update(buffer[:num_bytes])
+            left -= num_bytes
     return checksum.hexdigest()

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and checksum of every file, so that a damaged file is found before it is loaded.
+"""The manifest of a checkpoint: size and checksums of every file, so that a damaged file is found before it is loaded.
 
 `manifest.json` has two lines: the files as JSON, and the checksum of that line. The checksums are made while the files
 are written (roles/hashing_writer.py), so a save reads nothing back.
@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.errors import CheckpointDamaged
-from penstock_learner.file_checksums import FileRecord, read_checksum
+from penstock_learner.file_checksums import FileRecord
 
 MANIFEST_FILE = "manifest.json"
 
@@ -30,8 +30,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
                 f"{folder / name} was not written completely: expected {record.num_bytes} bytes, found "
                 f"{found.get(name, 'no file')}; is the disk full?"
             )
-    files = {name: known.get(name) or FileRecord(num_bytes, read_checksum(folder / name))
-             for name, num_bytes in sorted(found.items())}  # fmt: skip
+    files = {name: known.get(name) or FileRecord.of_file(folder / name) for name in sorted(found)}
     line = json.dumps({name: asdict(record) for name, record in files.items()}).encode()
     (folder / MANIFEST_FILE).write_bytes(line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n")
 
@@ -44,10 +43,11 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         found = xxhash.xxh3_128_hexdigest(line)
         if found.encode() != checksum or rest:
             raise CheckpointDamaged(f"{path} is damaged: expected checksum {checksum.decode()}, found {found}")
-        return {name: FileRecord(**record) for name, record in json.loads(line).items()}
+        files = json.loads(line)
+        return {name: FileRecord(int(file["num_bytes"]), tuple(file["pieces"])) for name, file in files.items()}
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{path} is missing") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointDamaged(
             f"{path} is damaged: expected a line of files and its checksum, found {error}"
         ) from error

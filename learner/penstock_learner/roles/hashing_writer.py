@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from penstock_learner.file_checksums import PIECE_BYTES, FileRecord
+from penstock_learner.file_checksums import READ_BYTES, FileRecord, PieceChecksums
 
 
 class HashingWriter(FileSystemWriter):
@@ -32,7 +31,7 @@ class _HashingFileSystem(FileSystem):
         with Path(path).open(mode) as file:
             stream = _HashedFile(file)
             yield stream
-            self.records[Path(path).name] = FileRecord(stream.num_bytes, stream.checksum.hexdigest())
+            self.records[Path(path).name] = stream.checksums.record()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
@@ -40,24 +39,22 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashedFile(io.IOBase):
-    """A file that is written from start to end. Each piece is hashed while it is in the processor's cache."""
+    """A file that is written from start to end, and hashed meanwhile."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
-        self.checksum = xxhash.xxh3_128()
-        self.num_bytes = 0
+        self.checksums = PieceChecksums()
 
     def write(self, content: Any) -> int:
         view = memoryview(content).cast("B")
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            self.checksum.update(piece)
-            self.file.write(piece)
-        self.num_bytes += len(view)
+        for start in range(0, len(view), READ_BYTES):
+            part = view[start : start + READ_BYTES]
+            self.checksums.add(part)
+            self.file.write(part)
         return len(view)
 
     def tell(self) -> int:
-        return self.num_bytes
+        return self.checksums.num_bytes
 
     def writable(self) -> bool:
         return True

@@ -14,7 +14,8 @@ What is judged:
   count as lost.
 - Doubled: groups that the steps of the final lineage trained, beyond the prompts of the final ledger.
 - Conservation: `admitted = trained + expired + dead-lettered + queued + in flight`, every minute.
-- Memory: the resident memory of all parts, and that of Redis alone, in the last quarter against the first.
+- Memory: the resident memory of all parts in the last quarter against the first, and the data of Redis against the
+  second, because Redis keeps bounded lists of results and versions, which fill first.
 - ETTR = effective steps · median step / wall time. A step is effective if the final weights contain it: one that was
   trained again after the learner went back to a checkpoint counts once. Its duration is the median duration of the
   run's effective steps, so no step counts for more because a fault made it slow. The wall time runs from the first
@@ -229,7 +230,7 @@ class Soak:
             Bar("ETTR: effective steps · median step / wall time", self.account().ettr, 0.80),
             Bar("minutes in which conservation did not hold", sum(error != 0 for error in errors), 0, at_most=True),
             Bar("memory of all parts, last quarter / first", growth(totals(self.observed.rss)), 1.1, at_most=True),
-            Bar("memory of Redis, last quarter / first", growth(self.observed.redis_bytes), 1.1, at_most=True),
+            Bar("memory of Redis, last quarter / second", growth(self.observed.redis_bytes, 1), 1.1, at_most=True),
         ]
         if self.lost >= 0 or self.final is not None:
             bars += [
@@ -346,10 +347,12 @@ def totals(samples: dict[str, list[int]]) -> list[int]:
     return [sum(row) for row in zip(*samples.values(), strict=False)]
 
 
-def growth(samples: list[int]) -> float:
-    """The median of the last quarter over that of the first. 1 if there are too few samples to tell."""
+def growth(samples: list[int], since: int = 0) -> float:
+    """The median of the last quarter over that of an earlier one (0: the first). 1 with too few samples to tell."""
     quarter = len(samples) // 4
-    return statistics.median(samples[-quarter:]) / statistics.median(samples[:quarter]) if quarter else 1.0
+    if not quarter:
+        return 1.0
+    return statistics.median(samples[-quarter:]) / statistics.median(samples[since * quarter :][:quarter])
 
 
 def main() -> int:

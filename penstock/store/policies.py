@@ -1,13 +1,14 @@
-"""The policy registry: one record for every version that a run has published, and the operators' marks on it.
+"""The policy registry: a record for each of the newest versions that a run has published, and the operators' marks.
 
 The learner's publish call writes the record in the same script that makes the version current. A record never changes.
+The learner removes old records, except those of versions with a mark or a snapshot.
 Marks are stored beside it: which version is promoted, which are retired, and which names (API keys, sessions,
 evaluations, servers) are pinned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import redis.asyncio as redis
@@ -16,6 +17,9 @@ from penstock.errors import NotFound
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
 from penstock.v1 import policies_pb2
+
+NUM_LISTED = 1000
+"""Number of versions whose records are kept."""
 
 
 class PolicyRegistry:
@@ -34,7 +38,7 @@ class PolicyRegistry:
             policy_version = int(current)
         record = await guarded(self.client.hget(self.keys.policies, policy_version))
         if record is None:
-            raise NotFound(f"policy version {policy_version} was never published")
+            raise NotFound(f"policy version {policy_version} was never published, or is too old to be listed")
         policy: policies_pb2.Policy = policies_pb2.Policy.FromString(record)
         return policy
 
@@ -48,6 +52,14 @@ class PolicyRegistry:
             return []
         records = await guarded(self.client.hmget(self.keys.policies, versions))
         return [policies_pb2.Policy.FromString(record) for record in records if record is not None]
+
+    async def forget_old(self, kept: Collection[int]) -> None:
+        """Remove the records of all but the newest NUM_LISTED versions and those in `kept`. The numbers of a step make
+        a record a kilobyte, and a run may publish a version every second."""
+        old = await guarded(self.client.zrange(self.keys.policy_versions, 0, -NUM_LISTED - 1))
+        if forgotten := [version for version in old if int(version) not in kept]:
+            await guarded(self.client.zrem(self.keys.policy_versions, *forgotten))
+            await guarded(self.client.hdel(self.keys.policies, *forgotten))
 
     # ── marks ──
 

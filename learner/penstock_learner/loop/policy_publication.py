@@ -341,13 +341,21 @@ class PolicyPublication:
                 "space there, or lower weights.keep_snapshots, then start the learner again"
             ) from error
         self._snapshot_step, self._kept_version = step, policy_version
-        kept = {f"version-{version:08d}" for version in await self.policies.kept_versions()}
-        await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
+        kept = await self.policies.kept_versions()
+        on_disk = await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
+        await self.policies.forget_old(kept | on_disk)
         return target
 
 
-def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[str]) -> None:
-    """Remove all snapshots but the newest ones and those named in `kept`."""
+def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> set[int]:
+    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the versions that remain."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
-        if old.name not in kept:
+        if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)
+    return {_version_of(snapshot) for snapshot in folder.glob("version-*")}
+
+
+def _version_of(snapshot: Path) -> int:
+    """The version in the name of a snapshot's folder; -1 if there is none."""
+    number = snapshot.name.removeprefix("version-")
+    return int(number) if number.isdecimal() else -1

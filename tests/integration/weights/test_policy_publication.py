@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from conftest import RedisProcess
 from learner_runs import make_config
 from penstock.cancellation import end_task
-from penstock.errors import DeadlineExceeded, TrainingDiverged
+from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
@@ -124,6 +124,24 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     assert setting.publication.current == 3
     published = await setting.policies.newest_first(None, 10)
     assert [(policy.policy_version, policy.parent_version) for policy in published] == [(3, 1), (1, 0)]
+
+
+async def test_old_versions_are_listed_only_with_a_mark_or_a_snapshot(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.store.policies.NUM_LISTED", 3)
+    publication = setting.publication
+    weights = publication.config.weights.model_copy(update={"snapshot_every_steps": 1})
+    publication.config = publication.config.model_copy(update={"weights": weights})
+    (publication.config.folder / "snapshots" / "version-00000002").mkdir(parents=True)
+    await setting.policies.pin("nightly", 1)
+    for version in range(1, 8):
+        await setting.offer(version)
+        await publication.wait_until_published()
+    listed = [policy.policy_version for policy in await setting.policies.newest_first(None, 100)]
+    assert listed == [7, 6, 5, 4, 2, 1]
+    with pytest.raises(NotFound, match="version 3 was never published, or is too old to be listed"):
+        await setting.policies.get(3)
 
 
 async def test_a_version_that_is_not_finite_ends_the_run_and_is_not_published(setting: Setting) -> None:

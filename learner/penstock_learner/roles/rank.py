@@ -29,6 +29,8 @@ ORPHAN_S = 300.0
 """How long the ranks of a joined cluster wait for a new controller after theirs has died."""
 SUCCESSOR_S = 20.0
 """The same after theirs was told to stop. Its pod may be replaced, but more often the run ends."""
+STARTS = ("rendezvous", "join", "load")
+"""Calls by which a controller makes a rank a member of its role. Each can be made once."""
 
 
 class Rank:
@@ -43,6 +45,8 @@ class Rank:
         self.owner = owner
         """Identifies the controller whose calls this rank accepts."""
         self.is_up = False
+        self.has_begun = False
+        """Whether a controller has made one of the calls in STARTS."""
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
         if config.learner.ray_address:
@@ -52,6 +56,7 @@ class Rank:
         """Make a call of the controller. Raises Fenced if another controller has adopted this rank since."""
         if owner != self.owner:
             raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
+        self.has_begun |= method in STARTS
         return getattr(self, method)(*arguments)
 
     def mark_up(self) -> None:
@@ -60,8 +65,8 @@ class Rank:
 
     def adopt(self, owner: str, config: RunConfig) -> str:
         """Accept the calls of another controller, and of no earlier one. Returns `up`, `spare` (no model is loaded), or
-        `unfit` if this rank was started with another config."""
-        if config != self.config:
+        `unfit` if this rank has another config, or if its controller died while it was being started."""
+        if config != self.config or (self.has_begun and not self.is_up):
             return "unfit"
         self.owner = owner
         self.beat()

@@ -158,6 +158,18 @@ async def test_ranks_that_have_not_loaded_are_not_adopted_as_running_ones() -> N
     assert successor.actors == cluster.sets[1], "their processes are of use"
 
 
+async def test_ranks_whose_controller_died_while_it_started_them_are_not_used() -> None:
+    """They have joined a process group, and cannot join another one."""
+    cluster = FakeCluster()
+    killed = controller_of(cluster)
+    killed.actors = killed._make_set()
+    await killed.call_all("join", await killed.call_rank(0, "rendezvous"))
+    successor = controller_of(cluster)
+    assert not await successor.adopt()
+    await successor.start()
+    assert [actor.rank.calls for actor in cluster.find()[2]] == [["join", "load"]] * NUM_RANKS
+
+
 async def test_a_first_start_ends_the_ranks_that_an_earlier_controller_left() -> None:
     cluster = FakeCluster()
     await controller_of(cluster).start()

@@ -15,11 +15,11 @@ local MAX_READMITTED = 1024
 local function restore_admissions()
   local numbers = ask_many('ZMSCORE', OPEN, accepted)
   for i, id in ipairs(accepted) do
-    local rank = not numbers[i] and redis.call('ZRANK', PENDING, id)
-    if rank and not redis.call('ZSCORE', OPEN, id) then
+    local place = not numbers[i] and redis.call('ZSCORE', PENDING, id)
+    if place and not redis.call('ZSCORE', OPEN, id) then
       local priority = redis.call('HGET', PRIORITIES, id)
-      local first, last = math.max(0, rank - MAX_READMITTED), rank - 1
-      for _, other in ipairs(rank > 0 and redis.call('ZRANGE', PENDING, first, last) or {}) do
+      local line = redis.call('ZRANGEBYSCORE', PENDING, '-inf', '(' .. place, 'LIMIT', 0, MAX_READMITTED)
+      for _, other in ipairs(line) do
         if not redis.call('ZSCORE', OPEN, other) and redis.call('HGET', PRIORITIES, other) == priority then
           count('admitted', 1)
           redis.call('ZADD', OPEN, next_admission(), other)

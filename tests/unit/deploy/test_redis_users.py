@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,9 +14,10 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from penstock.config.run import ModelConfig, RunConfig
-from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import PenstockError
 from penstock.ports import free_port, wait_for_port
+from penstock.replay.contract import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.store.created_runs import CreatedRuns
@@ -100,6 +102,30 @@ async def test_the_breaker_opens_is_seen_and_is_closed(
     await RunControl(clients["gateway"], run).resume()
     [lease] = await rollout.lease("r0", 1)
     assert await rollout.append(lease, b"group", 0) == "accepted"
+
+
+async def test_a_pinned_evaluation_is_given_up(clients: Clients, run: str) -> None:
+    config = ReplayConfig(groups_per_step=8, max_attempts=2, breaker=BreakerConfig(failures=4, probe_s=0.01))
+    gateway, rollout = (RedisReplayQueue(clients[role], run, config) for role in ("gateway", "rollout"))
+    await Fleet(clients["rollout"], run).join(ServerRecord("r0", "127.0.0.1:1", "torch", policy_version=0))
+    for name in ("r0", "e"):
+        await PolicyRegistry(clients["gateway"], run).pin(name, 0)
+    await gateway.create_evaluation("e", [b"q"] * 4)
+    async with asyncio.timeout(20):
+        while (await gateway.get_evaluation("e")).num_failed < 4:
+            for lease in await rollout.lease("r0", 4):
+                await rollout.give_back("r0", lease, "oops")
+            await asyncio.sleep(0.01)
+
+
+async def test_admissions_that_redis_has_lost_are_restored(clients: Clients, run: str) -> None:
+    config = ReplayConfig(stale_policy="wait")
+    gateway, rollout = (RedisReplayQueue(clients[role], run, config) for role in ("gateway", "rollout"))
+    first, second = (await gateway.submit([b"p"] * 2, [0] * 2, "")).prompt_ids
+    assert await rollout.append(Lease(second, 1, b"p"), b"group", 0) == "accepted"
+    [lease] = await rollout.lease("r0", 8)
+    assert lease.prompt_id == first
+    assert (await gateway.stat()).conservation_error == 0
 
 
 async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str) -> None:

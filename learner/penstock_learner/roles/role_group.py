@@ -159,9 +159,9 @@ class RoleGroup:
         calls = [actor.adopt.remote(self.owner, self.source.config) for actor in actors]
         try:
             states = set(await self._gather("adopt", calls, ADOPT_S))
-            for lane in LANES if states == {"up"} else ():
+            if states == {"up"}:
                 # A push or a checkpoint of the controller before may still run.
-                idle = [self._call(actor, "wait_idle", lane=lane) for actor in actors]
+                idle = [self._call(actor, "wait_idle", lane=lane) for lane in LANES for actor in actors]
                 await self._gather("wait_idle", idle, ADOPT_S)
         except PenstockError as error:
             logger.warning("%s; the ranks of the %s role are started again", error, self.name)

@@ -18,6 +18,7 @@ from penstock.ports import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline
+from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 from tiny_model import make_tiny_qwen2
@@ -217,3 +218,29 @@ async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(
         assert engine.policy_version == 0
         tokens, _ = await greedy_log_probs(engine, (5, 6, 7))
         assert tokens == expected_greedy(old, (5, 6, 7), len(tokens))
+
+
+@pytest.mark.fault_row(
+    "weights", "reordered calls", how="the commit of a version arrives after a newer one was announced",
+    must="it is refused, and the old version serves on",
+)  # fmt: skip
+async def test_a_commit_that_comes_after_a_newer_announcement_is_refused(
+    tmp_path: Path, models: tuple[Path, Path], key_file: Path
+) -> None:
+    config = config_of(tmp_path, models[0], key_file)
+    async with member(config) as (target, engine, _), grpc.aio.insecure_channel(target.address) as channel:
+        shapes: Any = AutoModelForCausalLM.from_pretrained(models[0]).named_parameters()
+        tensors = [TensorShape(name, "F32", tuple(weight.shape)) for name, weight in shapes]
+        stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
+        metadata = ClusterKey.of(config).metadata()
+        for version in (1, 2):
+            manifest = build_manifest("push", version, 1, tensors, bucket_bytes=2**16)
+            announced = weights_pb2.AnnounceRequest(
+                manifest=manifest, transport="snapshot", rendezvous=str(tmp_path / "never"), deadline_s=10
+            )
+            await stub.Announce(announced, metadata=metadata)
+        late = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=["0"], deadline_s=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Commit(late, metadata=metadata)
+        assert caught.value.code() == grpc.StatusCode.ABORTED and "version 1" in (caught.value.details() or "")
+        assert engine.policy_version == 0

@@ -89,6 +89,11 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     ) -> weights_pb2.CommitResponse:
         await self._check_caller(self.run, request.term, context)
         await _check_deadline(request.deadline_s, context)
+        if request.policy_version != self.announced_version:  # a late call must not end the push of a newer version
+            announced = "none" if self.announced_version is None else self.announced_version
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"version {request.policy_version} is not announced; {announced} is"
+            )
         self._begin_push(request.deadline_s)
         try:
             report = await self.engine.commit_weights(

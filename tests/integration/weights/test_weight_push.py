@@ -228,7 +228,7 @@ async def test_a_commit_that_comes_after_a_newer_announcement_is_refused(
     tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:
     config = config_of(tmp_path, models[0], key_file)
-    async with member(config) as (target, engine, _), grpc.aio.insecure_channel(target.address) as channel:
+    async with member(config) as (target, engine, servicer), grpc.aio.insecure_channel(target.address) as channel:
         shapes: Any = AutoModelForCausalLM.from_pretrained(models[0]).named_parameters()
         tensors = [TensorShape(name, "F32", tuple(weight.shape)) for name, weight in shapes]
         stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
@@ -236,7 +236,7 @@ async def test_a_commit_that_comes_after_a_newer_announcement_is_refused(
         for version in (1, 2):
             manifest = build_manifest("push", version, 1, tensors, bucket_bytes=2**16)
             announced = weights_pb2.AnnounceRequest(
-                manifest=manifest, transport="snapshot", rendezvous=str(tmp_path / "never"), deadline_s=10
+                manifest=manifest, transport="snapshot", rendezvous=str(tmp_path / "never"), deadline_s=60
             )
             await stub.Announce(announced, metadata=metadata)
         late = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=["0"], deadline_s=10)
@@ -244,3 +244,4 @@ async def test_a_commit_that_comes_after_a_newer_announcement_is_refused(
             await stub.Commit(late, metadata=metadata)
         assert caught.value.code() == grpc.StatusCode.ABORTED and "version 1" in (caught.value.details() or "")
         assert engine.policy_version == 0
+        assert servicer.is_receiving, "the push of version 2 goes on"

@@ -285,7 +285,7 @@ class GetEvaluationRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., evaluation_id: _Optional[str] = ...) -> None: ...
 
 class Evaluation(_message.Message):
-    __slots__ = ("evaluation_id", "num_prompts", "num_finished", "score", "policy_version_min", "policy_version_max", "num_samples", "pass_at")
+    __slots__ = ("evaluation_id", "num_prompts", "num_finished", "score", "policy_version_min", "policy_version_max", "num_samples", "pass_at", "num_failed")
     class PassAtEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class Evaluation(_message.Message):
     POLICY_VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PASS_AT_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     evaluation_id: str
     num_prompts: int
     num_finished: int
@@ -309,4 +310,5 @@ class Evaluation(_message.Message):
     policy_version_max: int
     num_samples: int
     pass_at: _containers.ScalarMap[int, float]
-    def __init__(self, evaluation_id: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_finished: _Optional[int] = ..., score: _Optional[float] = ..., policy_version_min: _Optional[int] = ..., policy_version_max: _Optional[int] = ..., num_samples: _Optional[int] = ..., pass_at: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    num_failed: int
+    def __init__(self, evaluation_id: _Optional[str] = ..., num_prompts: _Optional[int] = ..., num_finished: _Optional[int] = ..., score: _Optional[float] = ..., policy_version_min: _Optional[int] = ..., policy_version_max: _Optional[int] = ..., num_samples: _Optional[int] = ..., pass_at: _Optional[_Mapping[int, float]] = ..., num_failed: _Optional[int] = ...) -> None: ...

@@ -281,7 +281,8 @@ def test_values_of_a_fixed_length_count_as_often_as_they_are_repeated(
 
 
 def test_a_row_that_is_too_large_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.parquet", [{"prompt": "a"}, {"prompt": (2**24 + 1) * "u"}])
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["a", (2**24 + 1) * "u"]}), path, use_dictionary=False)
     with pytest.raises(InvalidInput, match="row 1: has texts of more than 16777216 bytes; shorten them"):
         read_limited(path)
 

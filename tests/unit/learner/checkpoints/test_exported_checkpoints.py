@@ -82,7 +82,7 @@ def test_no_checkpoint_is_exported_while_a_learner_goes_back(
 ) -> None:
     folder, gone_back = checkpoints[0].parent, GoneBack(str(checkpoints[1]), term=2, num_roll_backs=0)
     record_going_back(folder, 2, gone_back, is_done=False)
-    assert export(tmp_path) == (1, set())
+    assert export(tmp_path) == (2, set())
     [line] = capsys.readouterr().err.splitlines()
     assert f"a learner was about to go back to {checkpoints[1]}" in line and "start the learner again" in line
     assert export(tmp_path, "--checkpoint", str(checkpoints[0])) == (0, {2.0})

@@ -146,7 +146,8 @@ def _text_sizes(array: Any) -> NDArray[np.int64]:
     if types.is_list(array.type) or types.is_large_list(kind) or types.is_map(kind):
         ends = np.concatenate(([0], np.cumsum(_text_sizes(array.values))))
         offsets = _numbers(array.offsets)
-        return ends[offsets[1:]] - ends[offsets[:-1]]
+        sizes: NDArray[np.int64] = ends[offsets[1:]] - ends[offsets[:-1]]
+        return sizes
     is_number = types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind)
     if not is_number and not types.is_fixed_size_binary(kind):
         raise ValueError(f"it has values of the type {kind}")

@@ -34,7 +34,9 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_roles(config: LearnerConfig) -> None:
-    """Check the model folders of the critic and the reward model."""
+    """Check the model folders of the roles that have one of their own."""
+    if config.algorithm.kl.placement != "none" and config.reference.path is not None:
+        _check_model_folder("learner.reference.path", config.reference.path)
     if config.critic is not None and config.critic.path is not None:
         _check_model_folder("learner.critic.path", config.critic.path)
     if config.reward_model is not None:

@@ -1,7 +1,8 @@
 """One rank of a small training job, without Ray: `python training_rank.py RANK RANKS FOLDER` takes one step per case.
 
 It reads `model/` and `cases.json` in the folder, which has the learner's settings for each case. For each case rank 0
-writes the gradient as safetensors, and the loss, the gradient norm and the log-probs as JSON.
+writes the gradient as safetensors, and the loss, the gradient norm and the log-probs as JSON. The case `loaded` loads
+the models in `loaded/` instead, and writes which weights are wrong.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from groups import make_group
+from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.config.loading import validate
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.causal_lm import open_model
+from penstock_learner.model.loading.tensor_files import TensorFiles
+from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
@@ -52,13 +58,14 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         **settings,
     }
     config = validate({"model": {"path": str(folder / "model")}, "learner": learner}, "test")
-    model = load_model(
+    model = open_model(
         config.model.path,
         DTYPES[config.learner.master_dtype],
         config.learner.logprob_chunk_tokens,
         compiled=config.learner.compile,
     )
     prepare_for_training(model, config.learner, compute_dtype_of(config), is_cuda=False)
+    read_weights(model, CPU, offload=config.learner.cpu_offload)
     share = config.learner.sequence_parallel
     parallel = make_sequence_parallel(share)
     update = PolicyUpdate(
@@ -101,7 +108,7 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
     config = validate({"model": {"path": str(folder / "model")}, "learner": {"policy": {"num_ranks": num_ranks}}}, "t")
     trainer = TrainerRank(config, rank, num_ranks)
     trainer.device = CPU
-    model = load_model(config.model.path, torch.float32, 16)
+    model = open_model(config.model.path, torch.float32, 16)
     trainer.prepare(model, 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -125,13 +132,54 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
         (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
 
 
+def load_models(rank: int, folder: Path, name: str) -> None:
+    """Compare sharded models with whole ones, and what this rank has read with what the files hold."""
+    read = 0
+
+    def counted(self: TensorFiles, name: str, start: int, stop: int) -> Any:
+        nonlocal read
+        for first, rows in pieces(self, name, start, stop):
+            read += rows.nbytes
+            yield first, rows
+
+    def counted_whole(self: TensorFiles, name: str) -> torch.Tensor:
+        nonlocal read
+        tensor = whole(self, name)
+        read += tensor.nbytes
+        return tensor
+
+    pieces, TensorFiles.pieces = TensorFiles.pieces, counted  # type: ignore[method-assign]
+    whole, TensorFiles.whole = TensorFiles.whole, counted_whole  # type: ignore[method-assign]
+    said: dict[str, Any] = {}
+    for path in sorted((folder / "loaded").iterdir()):
+        for settings in ({}, {"cpu_offload": True}, {"lora": {"rank": 4, "alpha": 8}}):
+            learner = LearnerConfig.model_validate(settings)
+            model = open_model(path, torch.float32, 16)
+            if learner.lora is not None:
+                add_adapter(model, LoraConfig(rank=4, alpha=8))
+            prepare_for_training(model, learner, torch.float32, is_cuda=False)
+            read = 0
+            read_weights(model, CPU, offload=learner.cpu_offload)
+            plain = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+            wrong = [
+                parameter_name
+                for parameter_name, parameter in model.lm.named_parameters()
+                if ".lora_" not in parameter_name
+                and not torch.equal(full_weight(parameter), plain[parameter_name.replace(".base_layer", "")])
+            ]
+            said[f"{path.name} {settings}"] = (wrong, read / sum(p.nbytes for p in plain.values()))
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(said))
+
+
 def main() -> None:
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     set_up_torch(1, compiles=True)
     store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():
-        if ranks == num_ranks and name == "staged":
+        if ranks == num_ranks and name == "loaded":
+            load_models(rank, folder, name)
+        elif ranks == num_ranks and name == "staged":
             stage_and_restore(rank, num_ranks, folder, name)
         elif ranks == num_ranks:
             take_step(rank, num_ranks, folder, name, settings)

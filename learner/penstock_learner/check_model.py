@@ -28,12 +28,14 @@ def check_model(folder: Path, dtype_name: str) -> int:
     """Print the comparison as a table. Returns the exit code."""
     import torch
 
-    from penstock_learner.model.causal_lm import load_model
+    from penstock_learner.model.causal_lm import open_model
+    from penstock_learner.model.loading.weights import read_weights
     from penstock_learner.model.precision import DTYPES
     from penstock_learner.model.self_check import compare_with_plain
 
     device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype_name]
-    model = load_model(folder, dtype, chunk_tokens=2048).to(device)
+    model = open_model(folder, dtype, chunk_tokens=2048, key="the model")
+    read_weights(model, device)
     check = compare_with_plain(model, str(folder), device, dtype)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     rows = {

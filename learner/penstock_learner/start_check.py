@@ -12,14 +12,15 @@ from penstock_learner.algorithms.losses import LOSSES
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.loggers.opening import check_loggers
-from penstock_learner.model.architectures import require_causal
+from penstock_learner.model.architectures import path_of, require_causal, require_parallel
 
 
 def check(config: RunConfig) -> str:
     """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
     check_redis(config.redis)
     check_model(config)
-    require_causal(config.model.path, "model.path")
+    model = require_causal(config.model.path, "model.path")
+    require_parallel(model, path_of(model), config.learner.sequence_parallel)
     check_roles(config.learner)
     check_functions(config.learner.algorithm)
     _check_gpus(config)

@@ -23,6 +23,14 @@ class RoleConfig(Config):
     """GPUs that Ray reserves for each rank: 1 on GPUs, 0 on a machine without any."""
 
 
+class ReferenceConfig(RoleConfig):
+    """The frozen model that the KL penalty compares with."""
+
+    path: Path | None = None
+    """Folder of the model. It must use the policy's tokenizer. None: `model.path`. With `learner.lora` and no path of
+    its own, no second model is loaded: the policy computes the reference's log-probs with its adapter switched off."""
+
+
 class CriticConfig(RoleConfig):
     """The value model of the advantage `gae`."""
 
@@ -104,8 +112,9 @@ class LearnerConfig(Config):
     set of GPUs, critic and reward model another."""
     policy: RoleConfig = RoleConfig()
     """The model that is trained."""
-    reference: RoleConfig = RoleConfig()
-    """The frozen model that the KL penalty compares with. Only loaded if `algorithm.kl.placement` is not `none`."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model that the KL penalty compares with. Only loaded if `algorithm.kl.placement` is not `none`, and
+    not with `lora`, unless it has a path of its own."""
     critic: CriticConfig | None = None
     """Value model, which the advantage `gae` needs; `{}` takes the defaults. None: no critic."""
     reward_model: RewardModelConfig | None = None
@@ -209,13 +218,19 @@ class LearnerConfig(Config):
     @property
     def needed_roles(self) -> dict[str, RoleConfig]:
         """The roles that this run uses, by name."""
+        has_reference = self.algorithm.kl.placement != "none" and not self.policy_is_reference
         roles = {
             "policy": self.policy,
-            "reference": None if self.algorithm.kl.placement == "none" else self.reference,
+            "reference": self.reference if has_reference else None,
             "critic": self.critic,
             "reward_model": self.reward_model,
         }
         return {name: role for name, role in roles.items() if role is not None}
+
+    @property
+    def policy_is_reference(self) -> bool:
+        """Whether the policy, with its adapter switched off, is the model that the KL penalty compares with."""
+        return self.algorithm.kl.placement != "none" and self.lora is not None and self.reference.path is None
 
     @model_validator(mode="after")
     def _critic_is_there_where_it_is_used(self) -> Self:

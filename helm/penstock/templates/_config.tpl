@@ -31,7 +31,8 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
   "split-collocate" (list (list "policy" "reference") (list "critic" "reward_model"))
 -}}
 {{- $needed := dict "policy" (dig "policy" (dict) $learner) -}}
-{{- if ne (dig "algorithm" "kl" "placement" "none" $learner) "none" -}}
+{{- $policyIsReference := and (dig "lora" "" $learner) (not (dig "reference" "path" "" $learner)) -}}
+{{- if and (ne (dig "algorithm" "kl" "placement" "none" $learner) "none") (not $policyIsReference) -}}
 {{- $_ := set $needed "reference" (dig "reference" (dict) $learner) -}}
 {{- end -}}
 {{- range list "critic" "reward_model" -}}

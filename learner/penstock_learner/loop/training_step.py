@@ -5,9 +5,10 @@
     proximal log-probs  ├─► advantages ─► ┤
     critic values       ┘                 └► policy update
 
-The entries of a column run at the same time, and the first two may run a step ahead (batch_ahead.py). A role that only
-computes forward passes is restarted here when it dies, and its call is repeated. The death of a trained role is left to
-the controller, which must go back to a checkpoint.
+The entries of a column run at the same time, and the first two may run a step ahead (batch_ahead.py). A policy with an
+adapter is its own reference: it computes the reference's log-probs in the step. A role that only computes forward
+passes is restarted here when it dies, and its call is repeated. The death of a trained role is left to the controller,
+which must go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class TrainingStep:
         calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
         if correction.mode != "bypass" and correction.proximal == "recomputed":
             calls["old_log_probs"] = self._per_token("policy", "log_probs", batch)
+        if self.config.policy_is_reference:
+            calls["reference_log_probs"] = self._per_token("policy", "reference_log_probs", batch)
         if "critic" in self.roles:
             calls["values"] = self._per_token("critic", "values", batch)
         of_frozen, *of_trained = await gather_all(frozen, *calls.values())

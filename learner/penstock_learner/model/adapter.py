@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from penstock.config.learner import LoraConfig
 from penstock_learner.model.causal_lm import CausalLM
 
@@ -18,6 +21,23 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     )
     peft.inject_adapter_in_model(adapter, model.lm)
     model.has_adapter = True
+
+
+@contextmanager
+def adapter_off(model: CausalLM) -> Iterator[None]:
+    """Inside, the model computes what it computed before it got its adapter: it is the policy that the run began with.
+
+    The adapter's weights and their gradients stay as they are."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.lm.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True  # `enable_adapters` would also change which sharded parameters are trained
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def is_pushed(model: CausalLM, name: str) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, first_line_of
+from penstock_learner.model.rotary import depends_on_length
 
 _PACKED_TYPES = """
     afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
@@ -55,18 +56,31 @@ class ModelPath:
     """Why the path is not packed, or empty."""
 
 
-def require_causal(folder: Path, key: str) -> None:
-    """Raise ConfigError if the folder's model type is not a causal language model. Loads no weights."""
+def require_causal(folder: Path, key: str) -> Any:
+    """Return a folder's Hugging Face config. Raises ConfigError if its type is not a causal language model. Loads no
+    weights."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"{key} {folder} is of type {model_type}, which is not a causal language model; use another")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{key} {folder} is of type {config.model_type}, which is not a causal language model; use another"
+        )
+    return config
+
+
+def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
+    """Raise ConfigError if `num_sharing` ranks cannot share the tokens of a sequence of this model."""
+    reason = path.reason
+    if path.is_packed and depends_on_length(config):
+        reason = "its rotary embedding depends on the length of a sequence, of which a rank sees only a part"
+    if num_sharing > 1 and reason:
+        raise ConfigError(f"learner.sequence_parallel must be 1 with a model of type {config.model_type}: {reason}")
 
 
 def path_of(config: Any) -> ModelPath:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model import attention
 from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of
 from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
+from penstock_learner.model.loading.weights import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
 from penstock_learner.model.rotary import embed_each_sequence
 from penstock_learner.model.sequence_parallel import SequenceParallel
@@ -24,14 +25,14 @@ from penstock_learner.model.sequence_parallel import SequenceParallel
 logger = logging.getLogger(__name__)
 
 
-class CausalLM(nn.Module):
+class CausalLM(FolderModel):
     """Wraps the model so that the sharded root covers embedding, layers and head in one forward pass.
 
     The head works on `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
 
     def __init__(self, lm: nn.Module, chunk_tokens: int, path: ModelPath, *, compiled: bool = False) -> None:
         super().__init__()
-        self.lm: Any = lm
+        self.lm = lm
         self.chunk_tokens = chunk_tokens
         self.path = path
         self.compiled = compiled
@@ -85,29 +86,46 @@ class CausalLM(nn.Module):
 
 
 def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False) -> CausalLM:
-    """Load a Hugging Face folder on the path that its architecture takes. Never reaches the network.
+    """Load a Hugging Face folder into host memory, whole. Errors are those of `open_model`."""
+    model = open_model(path, dtype, chunk_tokens, compiled=compiled)
+    read_weights(model, torch.device("cpu"))
+    return model
 
-    Raises ConfigError, in one line, for a folder that holds no causal model which Hugging Face can load."""
+
+def open_model(
+    path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False, key: str = "model.path"
+) -> CausalLM:
+    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network.
+
+    It is on the meta device until `read_weights`. Raises ConfigError, in one line and with the config's `key`, for a
+    folder that holds no causal model which Hugging Face can load."""
     from transformers import AutoModelForCausalLM
 
-    lm, model_path = load_on_path(AutoModelForCausalLM, path, "model.path", dtype=dtype)
-    return CausalLM(lm, chunk_tokens, model_path, compiled=compiled)
+    lm, model_path, unread = open_on_path(AutoModelForCausalLM, path, key, dtype)
+    model = CausalLM(lm, chunk_tokens, model_path, compiled=compiled)
+    model.unread = unread
+    return model
 
 
-def load_on_path(kind: Any, folder: Path, key: str, **settings: Any) -> tuple[Any, ModelPath]:
-    """Load a folder with an Auto class of Hugging Face, and choose the model's path. Errors name the config's `key`."""
+def open_on_path(
+    kind: Any, folder: Path, key: str, dtype: torch.dtype, *, new_head: str = "", **of_config: Any
+) -> tuple[Any, ModelPath, UnreadWeights | None]:
+    """Make the model of a folder with an Auto class of Hugging Face, and choose its path.
+
+    Errors name the config's `key`. `new_head` is that of `open_lm`; `of_config` changes the folder's config."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{key} {folder} is not a model folder (no config.json); give a Hugging Face checkpoint")
     from transformers import AutoConfig
 
     attention.register()
+    settings: dict[str, Any] = {"dtype": dtype}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **of_config)
         path = path_of(config)
         if path.is_packed:
             settings["attn_implementation"] = attention.NAME
-        lm = kind.from_pretrained(folder, local_files_only=True, **settings)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
+        lm, unread = open_lm(kind, folder, config, key, new_head=new_head, **settings)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
         first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
     if path.is_packed and not _fits_packed(lm):
@@ -117,7 +135,7 @@ def load_on_path(kind: Any, folder: Path, key: str, **settings: Any) -> tuple[An
         embed_each_sequence(lm)
     else:
         logger.warning("%s %s is trained with padding, which is slower: %s", key, folder, path.reason)
-    return lm, path
+    return lm, path, unread
 
 
 def _fits_packed(lm: Any) -> bool:

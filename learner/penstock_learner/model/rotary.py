@@ -23,6 +23,13 @@ def embed_each_sequence(lm: nn.Module) -> None:
             module.forward = _EachSequence(module)
 
 
+def depends_on_length(config: Any) -> bool:
+    """Whether a model with this Hugging Face `config` has a rotary embedding that depends on a sequence's length."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    of_layers = [each for each in rope.values() if isinstance(each, dict)]
+    return any(each.get("rope_type") in _BY_LENGTH for each in (rope, *of_layers))
+
+
 class _EachSequence:
     """Calls a rotary embedding once for each sequence of a packed row, as if it were the first."""
 

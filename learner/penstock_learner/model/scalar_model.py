@@ -13,15 +13,19 @@ from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.architectures import ModelPath, logit_form_of
 from penstock_learner.model.backbone import ModelInputs, decoder_layers, hidden_states, padded_inputs
-from penstock_learner.model.causal_lm import load_model, load_on_path
+from penstock_learner.model.causal_lm import open_model, open_on_path
+from penstock_learner.model.loading.weights import FolderModel, read_weights
+
+_HEAD = "score."
+"""Beginning of the names of a classifier's head."""
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(FolderModel):
     """Wraps a sequence classifier so that the sharded root covers embedding, layers and head in one forward pass."""
 
     def __init__(self, lm: nn.Module, path: ModelPath) -> None:
         super().__init__()
-        self.lm: Any = lm
+        self.lm = lm
         self.path = path
 
     def forward(
@@ -66,11 +70,18 @@ class JudgeModel(ScalarModel):
 
 
 def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
-    """Load a Hugging Face folder on the path that its architecture takes. Never reaches the network. Errors name the
-    config's `key`.
+    """Load a Hugging Face folder into host memory, whole. The arguments are those of `open_scalar_model`."""
+    model = open_scalar_model(path, dtype, key=key, make_head=make_head)
+    read_weights(model, torch.device("cpu"))
+    return model
 
-    The folder must hold a sequence classifier with one label. With `make_head` it may hold any other decoder, which
-    gets a head of zeros. Zeros are the same on every rank."""
+
+def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
+    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network.
+
+    It is on the meta device until `read_weights`. Errors name the config's `key`. The folder must hold a sequence
+    classifier with one label. With `make_head` it may hold any other decoder, which gets a head of zeros. Zeros are
+    the same on every rank."""
     has_head = _has_head(path, key)
     if not has_head and not make_head:
         raise ConfigError(
@@ -78,20 +89,27 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
         )
     from transformers import AutoModelForSequenceClassification
 
-    lm, model_path = load_on_path(AutoModelForSequenceClassification, path, key, num_labels=1, dtype=dtype)
+    new_head = "" if has_head else _HEAD
+    lm, model_path, unread = open_on_path(
+        AutoModelForSequenceClassification, path, key, dtype, new_head=new_head, num_labels=1
+    )
     if not hasattr(lm, "score"):
         raise ConfigError(f"{key} {path} has no backbone with layers and a head `score`; give a decoder-only model")
     decoder_layers(lm)
-    if not has_head:
+    if not has_head and unread is None:
         nn.init.zeros_(lm.score.weight)
-    return ScalarModel(lm, model_path)
+    model = ScalarModel(lm, model_path)
+    model.unread = unread
+    return model
 
 
-def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[JudgeModel, list[int]]:
-    """Load a causal model as a judge. Also returns the tokens of the question that the judge answers."""
+def open_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[JudgeModel, list[int]]:
+    """Make a causal model as a judge, on the meta device until `read_weights`. Errors name parts of the config's `key`.
+
+    Also returns the tokens of the question that the judge answers."""
     from transformers import AutoTokenizer
 
-    model = load_model(path, dtype, chunk_tokens=1)
+    model = open_model(path, dtype, chunk_tokens=1, key=f"{key}.path")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
 
     def ids_of(text: str) -> list[int]:
@@ -100,8 +118,12 @@ def load_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
 
     answers = [ids_of(text) for text in (config.yes, config.no)]
     if any(len(ids) != 1 for ids in answers) or answers[0] == answers[1]:
-        raise ConfigError(f"{key}: yes {config.yes!r} and no {config.no!r} must be two different tokens of {path}")
-    return JudgeModel(model.lm, model.path, answers[0][0], answers[1][0]), ids_of(config.question)
+        raise ConfigError(
+            f"{key}.judge: yes {config.yes!r} and no {config.no!r} must be two different tokens of {path}"
+        )
+    judge = JudgeModel(model.lm, model.path, answers[0][0], answers[1][0])
+    judge.unread = model.unread
+    return judge, ids_of(config.question)
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.packing import SequenceBatch
+from penstock_learner.model.rotary import depends_on_length
 from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
 
 _MARGIN = 4.0
@@ -65,7 +66,7 @@ def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device,
 def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> SelfCheck:
     """Compare the model's path with the plain forward. Collective where the model is sharded.
 
-    Raises ConfigError if the model cannot run at all."""
+    Raises ConfigError if the model cannot run at all, or runs out of memory."""
     batch = _random_batch(_lengths(model.lm.config), model.lm.config.get_text_config().vocab_size)
     run = _runner(model, device)
     try:
@@ -74,6 +75,11 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
             plain = [_one_at_a_time(model, run, batch, name) for name in _implementations(model.lm)]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
         first_line = first_line_of(error)
+        if _is_out_of_memory(error):
+            raise ConfigError(
+                f"{key}: {device} is out of memory in the first forward pass ({first_line}); use more ranks or "
+                "larger devices, or set learner.cpu_offload"
+            ) from error
         raise ConfigError(
             f"{key}: a model of type {model.lm.config.model_type} cannot be run: {first_line}; use another model"
         ) from error
@@ -84,6 +90,11 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     # With one plain implementation there is nothing to measure rounding by.
     limit = most if len(plain) == 1 else min(max(least, _MARGIN * noise / spread), most)
     return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch has no type of its own for host memory.
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 Runner = Callable[[SequenceBatch, bool], Tensor]
@@ -128,9 +139,10 @@ def _attention(lm: Any, implementation: str) -> Iterator[None]:
 def _lengths(config: Any) -> list[int]:
     """Tokens of each sequence. None is longer than the model allows."""
     text = config.get_text_config()
-    named = ("sliding_window", "attention_chunk_size", "window_size", "original_max_position_embeddings")
-    rope = getattr(text, "rope_parameters", None) or {}
-    limits = [getattr(text, name, None) for name in named] + [rope.get("original_max_position_embeddings")]
+    limits = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    if depends_on_length(config):
+        name = "original_max_position_embeddings"
+        limits += [getattr(text, name, None), (getattr(text, "rope_parameters", None) or {}).get(name)]
     allowed = getattr(text, "max_position_embeddings", None) or 1 << 20
     wanted = [limit + _BEYOND for limit in limits if isinstance(limit, int) and limit + _BEYOND <= allowed]
     return [min(length, allowed) for length in (*_SHORT, max(wanted, default=_SHORT[-1] + _BEYOND))]

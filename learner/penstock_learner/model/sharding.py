@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config.learner import LearnerConfig
+from penstock.errors import ConfigError
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
@@ -34,7 +35,12 @@ def prepare_for_training(
 ) -> None:
     """Choose which layers are recomputed, compile them where the config says so, and shard the model.
 
-    Gradients are reduced in float32 whatever the compute type is."""
+    Gradients are reduced in float32 whatever the compute type is. Raises ConfigError for quantized weights."""
+    if is_quantized(model):
+        raise ConfigError(
+            f"a model of type {model.lm.config.model_type} with quantized weights cannot be trained; give a folder "
+            "with its weights in bfloat16 or float32"
+        )
     layers = list(decoder_layers(model.lm)[1])
     # The activations of the first layers live longest. Gradients take the memory that the last layers free.
     num_recomputed = round(len(layers) * learner.activation_checkpointing)
@@ -61,7 +67,10 @@ def shard(
 ) -> None:
     """Apply FSDP2 over the default process group: to each decoder layer, then to the root with the remaining weights.
 
-    With a single rank the model stays as it is, unless its weights must be cast or offloaded."""
+    With a single rank the model stays as it is, unless its weights must be cast or offloaded. Quantized weights stay
+    as they are too: every rank has all of them."""
+    if is_quantized(model):
+        return
     types = {parameter.dtype for parameter in model.parameters()}
     if (
         dist.get_world_size() == 1
@@ -74,6 +83,10 @@ def shard(
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+
+
+def is_quantized(model: LayeredModel) -> bool:
+    return getattr(model.lm.config, "quantization_config", None) is not None
 
 
 def full_weight(parameter: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
-from penstock_learner.model.scalar_model import check_tokenizer, load_scalar_model
+from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.trainer import TrainerRank
@@ -36,7 +36,7 @@ class CriticWorker(TrainerRank):
         path = config.path or self.config.model.path
         check_tokenizer(path, self.config.model.path, KEY)
         dtype = DTYPES[self.config.learner.master_dtype]
-        self.model = load_scalar_model(path, dtype, key=KEY, make_head=True)
+        self.model = open_scalar_model(path, dtype, key=KEY, make_head=True)
         self.lr = config.lr
         self.prepare(self.model, config.lr)
         require_right(self.model, KEY, self.device, compute_dtype_of(self.config))

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
 from penstock_learner.algorithms.aggregation import Denominators
-from penstock_learner.model.adapter import add_adapter
-from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.adapter import adapter_off, add_adapter
+from penstock_learner.model.architectures import require_parallel
+from penstock_learner.model.causal_lm import open_model
 from penstock_learner.model.packing import RankShard
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.self_check import require_right
@@ -34,12 +35,13 @@ class PolicyWorker(TrainerRank):
 
     def load(self) -> None:
         learner = self.config.learner
-        self.model = load_model(
+        self.model = open_model(
             self.config.model.path,
             DTYPES[learner.master_dtype],
             learner.logprob_chunk_tokens,
             compiled=learner.compile,
         )
+        require_parallel(self.model.lm.config, self.model.path, learner.sequence_parallel)
         if learner.lora is not None:
             add_adapter(self.model, learner.lora)
         self.prepare(self.model, learner.lr)
@@ -52,6 +54,11 @@ class PolicyWorker(TrainerRank):
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs under the current weights, which are the proximal policy of the step."""
         return self.policy_update.log_probs(part)
+
+    def reference_log_probs(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] log-probs under the weights that the run started from: the model's own, without its adapter."""
+        with adapter_off(self.model):
+            return self.policy_update.log_probs(part)
 
     def update(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
+from penstock.private_files import keep_files_private
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.torch_settings import set_up_torch
@@ -50,6 +51,7 @@ class Rank:
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
         if config.learner.ray_address:
+            keep_files_private()  # a Ray that was started elsewhere has a mask of its own
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     def call(self, owner: str, method: str, *arguments: Any) -> Any:

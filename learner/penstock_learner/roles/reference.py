@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.causal_lm import open_model
+from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.packing import RankShard
+from penstock_learner.model.scalar_model import check_tokenizer
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard
 from penstock_learner.roles.policy_update import forward_log_probs
@@ -14,18 +16,22 @@ from penstock_learner.roles.rank import Rank
 
 
 class ReferenceWorker(Rank):
-    """One rank of the reference. Holds the initial weights and never changes them."""
+    """One rank of the reference. Holds the initial weights, or those of `learner.reference.path`, and never changes
+    them."""
 
     role = "reference"
 
     def load(self) -> None:
-        self.model = load_model(self.config.model.path, self.model_dtype, self.config.learner.logprob_chunk_tokens).to(
-            self.device
-        )
+        path, key = self.config.model.path, "model.path"
+        if self.config.learner.reference.path is not None:
+            path, key = self.config.learner.reference.path, "learner.reference.path"
+            check_tokenizer(path, self.config.model.path, key)
+        self.model = open_model(path, self.model_dtype, self.config.learner.logprob_chunk_tokens, key=key)
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
-        require_right(self.model, "model.path", self.device, self.model_dtype)
+        read_weights(self.model, self.device)
+        require_right(self.model, key, self.device, self.model_dtype)
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs of this rank's micro-batches, concatenated."""

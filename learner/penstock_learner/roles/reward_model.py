@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.packing import RankShard, SequenceBatch
-from penstock_learner.model.scalar_model import check_tokenizer, load_judge, load_scalar_model
+from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard
 from penstock_learner.roles.rank import Rank
@@ -30,13 +31,13 @@ class RewardModelWorker(Rank):
         check_tokenizer(config.path, self.config.model.path, KEY)
         self.question: list[int] = []
         if config.judge is None:
-            model = load_scalar_model(config.path, self.model_dtype, key=KEY, make_head=False)
+            self.model: ScalarModel = open_scalar_model(config.path, self.model_dtype, key=KEY, make_head=False)
         else:
-            model, self.question = load_judge(config.path, self.model_dtype, config.judge, "learner.reward_model.judge")
-        self.model = model.to(self.device)
+            self.model, self.question = open_judge(config.path, self.model_dtype, config.judge, "learner.reward_model")
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
+        read_weights(self.model, self.device)
         require_right(self.model, KEY, self.device, self.model_dtype)
 
     def scores(self, part: RankShard) -> NDArray[np.float32]:

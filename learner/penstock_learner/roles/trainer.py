@@ -21,6 +21,7 @@ from penstock.errors import CheckpointDamaged, TrainingDiverged
 from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.finite import first_nonfinite
+from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.sharding import prepare_for_training
@@ -32,14 +33,13 @@ from penstock_learner.roles.rank import Rank
 
 
 class TrainerRank(Rank):
-    """A rank whose model is trained. Its `load` calls `prepare`."""
+    """A rank whose model is trained. Its `load` opens the model and calls `prepare`."""
 
     def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
-        """Shard the model over the role's ranks and give it an optimizer of its own."""
+        """Shard the model over the role's ranks, read this rank's weights, and give it an optimizer of its own."""
         learner = self.config.learner
-        if not learner.cpu_offload:
-            model.to(self.device)
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
+        read_weights(model, self.device, offload=learner.cpu_offload)
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")

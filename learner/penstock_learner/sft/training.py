@@ -22,8 +22,9 @@ from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.export import write_folder
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import CausalLM, load_model
+from penstock_learner.model.causal_lm import CausalLM, load_model, open_model
 from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.packing import SequenceBatch, partition
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.self_check import require_right
@@ -54,12 +55,7 @@ def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batc
                 loss = trainer.step(batch_of_examples([examples[i] for i in order[first : first + batch_size]]))
                 if dist.get_rank() == 0:
                     logger.info("step %d of %d loss %.4f", trainer.num_steps, num_steps, loss)
-        weights = {name: full_weight(p.detach()).cpu() for name, p in trainer.model.lm.named_parameters()}
-        if dist.get_rank() == 0:
-            plain = load_model(config.model.path, torch.float32, learner.logprob_chunk_tokens).lm
-            # Not strict, because tied weights have two names and one parameter.
-            plain.load_state_dict(weights, strict=False)
-            write_folder(plain, config.model.path, out, config.model.dtype)
+        _write(trainer.model, config, out)
     finally:
         dist.destroy_process_group()
 
@@ -70,15 +66,14 @@ class SupervisedTrainer:
     def __init__(self, config: RunConfig, learner: LearnerConfig, device: torch.device) -> None:
         self.learner = learner
         self.device = device
-        self.model: CausalLM = load_model(
+        self.model: CausalLM = open_model(
             config.model.path,
             DTYPES[learner.master_dtype],
             learner.logprob_chunk_tokens,
             compiled=learner.compile,
         )
-        if not learner.cpu_offload:
-            self.model.to(device)
         prepare_for_training(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
+        read_weights(self.model, device, offload=learner.cpu_offload)
         require_right(self.model, "model.path", device, compute_dtype_of(config))
         self.optimizer = make_optimizer(self.model, learner, learner.lr)
         self.num_steps = 0
@@ -109,6 +104,19 @@ class SupervisedTrainer:
             )
         dist.all_reduce(total)
         return float(total)
+
+
+@torch.no_grad()
+def _write(model: CausalLM, config: RunConfig, out: Path) -> None:
+    """Write the trained weights as a Hugging Face folder. Only rank 0 holds the whole model, in host memory."""
+    is_writer = dist.get_rank() == 0
+    plain = load_model(config.model.path, torch.float32, chunk_tokens=1).lm if is_writer else None
+    for name, parameter in model.lm.named_parameters():
+        whole = full_weight(parameter.detach())
+        if plain is not None:
+            plain.get_parameter(name).copy_(whole)
+    if plain is not None:
+        write_folder(plain, config.model.path, out, config.model.dtype)
 
 
 def _join(learner: LearnerConfig) -> torch.device:

@@ -49,6 +49,10 @@ def test_groups_exist_only_for_roles_that_the_run_needs() -> None:
     no_reference = ("--set", "config.learner.algorithm.kl.placement=none")
     assert names(*no_reference, placement="standalone") == ["policy"]
     assert names(*no_reference, placement="split-collocate") == ["policy"]
+    adapter = ("--set=config.learner.lora.rank=8", "--set=config.learner.lora.alpha=16")
+    assert names(*adapter, placement="standalone") == ["policy"]
+    other_reference = (*adapter, "--set=config.learner.reference.path=/models/other")
+    assert names(*other_reference, placement="standalone") == ["policy", "reference"]
     all_roles = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
     assert names(*all_roles, placement="standalone") == ["policy", "reference", "critic", "reward-model"]
     assert names(*all_roles, placement="split-collocate") == ["policy-reference", "critic-reward-model"]

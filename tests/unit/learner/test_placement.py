@@ -50,5 +50,18 @@ def test_four_roles_make_four_groups_or_two() -> None:
     assert bundles(shared[1]) == [{"CPU": 2}, {"CPU": 1}]
 
 
+def test_with_an_adapter_the_policy_is_its_own_reference() -> None:
+    def roles(**learner: object) -> list[str]:
+        algorithm = {"kl": {"placement": "loss"}}
+        config = validate({"model": {"path": "model"}, "learner": {"algorithm": algorithm} | learner}, "test")
+        return list(config.learner.needed_roles)
+
+    lora = {"rank": 4, "alpha": 8}
+    assert roles() == ["policy", "reference"]
+    assert roles(lora=lora) == ["policy"]
+    assert roles(lora=lora, reference={"path": "other"}) == ["policy", "reference"]
+    assert roles(lora=lora, algorithm={"kl": {"placement": "none"}}) == ["policy"]
+
+
 def test_a_private_ray_offers_what_the_placement_needs() -> None:
     assert num_cpus(LearnerConfig(placement="standalone"), ROLES) == 4

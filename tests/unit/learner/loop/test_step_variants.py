@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, TrainerState
+from tiny_architectures import tiny_model
 from tiny_model import make_tiny_qwen2
 
 TESTS = Path(__file__).parents[3]
@@ -30,6 +31,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16 masters": (1, {"compute_dtype": "bfloat16", "master_dtype": "bfloat16"}),
     "two ranks": (2, {}),
     "staged": (2, {}),
+    "loaded": (2, {}),
     "poisoned": (2, {"micro_batch_tokens": 16}),
     "sequence-parallel": (2, {"sequence_parallel": 2}),
     "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
@@ -58,12 +60,15 @@ class Step:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of every case, which real rank processes wrote."""
-    return take_steps(tmp_path_factory.mktemp("steps"), CASES, [(0, 1), (0, 2), (1, 2)])
+    root = tmp_path_factory.mktemp("steps")
+    tiny_model("mixtral").save_pretrained(root / "loaded" / "mixtral")
+    tiny_model("gemma2, wide head").save_pretrained(root / "loaded" / "gemma2", max_shard_size="100KB")
+    return take_steps(root, CASES, [(0, 1), (0, 2), (1, 2)])
 
 
 @pytest.fixture(scope="module")
 def steps(folder: Path) -> dict[str, Step]:
-    return {name: read_step(folder, name) for name in CASES if name != "staged"}
+    return {name: read_step(folder, name) for name in CASES if name not in ("staged", "loaded")}
 
 
 def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks: list[tuple[int, int]]) -> Path:
@@ -126,6 +131,15 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> N
     said = json.loads((folder / "staged.json").read_text())
     assert said["moved"], "the weights changed while it was written"
     assert said["same"], "the checkpoint has the weights from before"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_part_of_the_weights_and_nothing_else(folder: Path, rank: int) -> None:
+    said = json.loads((folder / f"loaded-{rank}.json").read_text())
+    assert len(said) == 6
+    for case, (wrong, share_read) in said.items():
+        assert not wrong, case
+        assert 0.3 < share_read < 0.7, f"{case}: two ranks read half each, except for a row that cannot be halved"
 
 
 def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:

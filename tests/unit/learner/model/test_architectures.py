@@ -9,11 +9,11 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock_learner.model import attention_kernels, causal_lm
-from penstock_learner.model.architectures import LogitForm, require_causal
+from penstock_learner.model.architectures import LogitForm, path_of, require_causal, require_parallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.self_check import compare_with_plain, require_right
-from tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_model
+from tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 FAST = {
@@ -90,6 +90,30 @@ def test_the_self_check_refuses_packed_recurrent_layers(tmp_path: Path, monkeypa
     monkeypatch.setattr(causal_lm, "path_of", lambda config: causal_lm.ModelPath(is_packed=True, reason=""))
     with pytest.raises(ConfigError, match="qwen3_next on the packed path differs"):
         require_right(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: 9")]
+)
+def test_a_self_check_without_memory_says_so(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, 16)
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(ConfigError, match="cpu is out of memory in the first forward pass .*; use more ranks"):
+        require_right(model, "model.path", CPU, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic rope", "phi3, longrope", "jamba"])
+def test_models_whose_sequences_cannot_be_shared_are_refused(name: str) -> None:
+    config = tiny_config(name)
+    require_parallel(config, path_of(config), 1)
+    with pytest.raises(ConfigError, match=r"learner.sequence_parallel must be 1 with a model of type \w+: "):
+        require_parallel(config, path_of(config), 2)
+    shared = tiny_config("llama")
+    require_parallel(shared, path_of(shared), 2)
 
 
 def test_what_is_not_a_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:

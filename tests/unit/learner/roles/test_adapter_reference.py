@@ -1,0 +1,55 @@
+"""With an adapter the reference is the policy without it: no second model, and the same log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groups import make_group
+from learner_ranks import make_rank, with_model
+from local_roles import make_step
+from penstock.config.loading import validate
+from penstock_learner.model.packing import RankShard, batch_of
+from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.roles.reference import ReferenceWorker
+
+LORA = {"rank": 4, "alpha": 8}
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def change_adapter(policy: PolicyWorker) -> None:
+    torch.manual_seed(1)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+def test_log_probs_without_the_adapter_are_those_of_a_separate_reference(tiny_models: dict[str, Path]) -> None:
+    config = validate(with_model({"learner": {"lora": LORA}}, tiny_models["policy"]), "test")
+    policy, reference = make_rank(PolicyWorker, config), make_rank(ReferenceWorker, config)
+    change_adapter(policy)
+    batch = batch_of([make_group(1), make_group(2)])
+    part = RankShard([batch], [list(range(batch.num_sequences))])
+    before = policy.log_probs(part)
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    np.testing.assert_array_equal(policy.reference_log_probs(part), reference.log_probs(part))
+    assert np.abs(before - reference.log_probs(part)).max() > 0.01
+    np.testing.assert_array_equal(policy.log_probs(part), before)
+    assert trained == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+
+
+async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_models: dict[str, Path]) -> None:
+    async def metrics(**learner: Any) -> dict[str, float]:
+        torch.manual_seed(7)
+        step = make_step(tiny_models, lora=LORA, algorithm={"kl": {"placement": "loss", "coefficient": 0.1}}, **learner)
+        assert ("reference" in step.roles) == bool(learner)
+        change_adapter(step.roles["policy"].rank)  # type: ignore[attr-defined]
+        return await step.run([make_group(1), make_group(2)], 1, 0, 0.1)
+
+    alone, beside = await metrics(), await metrics(reference={"path": str(tiny_models["policy"])})
+    assert alone["kl_reference"] == pytest.approx(beside["kl_reference"], abs=1e-6) and alone["kl_reference"] > 0.01
+    assert alone["grad_norm"] == pytest.approx(beside["grad_norm"], rel=1e-5)

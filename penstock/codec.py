@@ -2,11 +2,18 @@
 
 A stored group is `MAGIC + schema version (uint16 LE) + zstd frame`. The frame has zstd's content checksum, so decoding
 finds a flipped bit anywhere in the content. Arrays are raw little-endian bytes.
+
+A group is stored under the oldest schema version that can express it. So a reader of an older release reads all groups
+but those that it would misread, which it refuses:
+
+    1   every group without the fields below
+    2   trajectories with `sampling_segments`
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
 
@@ -17,11 +24,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
 from penstock.reward_bounds import RANGE, is_reward
-from penstock.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.trajectory import FinishReason, Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2, prompts_pb2
 
 MAGIC = b"PSK"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""The newest schema version. All versions from 1 on can be read."""
 _HEADER = struct.Struct("<3sH")
 _MAX_GROUP_BYTES = 1 << 30
 
@@ -42,7 +50,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
     return prompts_pb2.Prompt(
         messages=[prompts_pb2.Message(role=role, content=content) for role, content in prompt.messages],
         token_ids=np.asarray(prompt.token_ids, dtype="<i4").tobytes(),
-        sampling=_sampling_to_proto(prompt.sampling),
+        sampling=sampling_to_proto(prompt.sampling),
         num_samples=prompt.num_samples,
         agent_name=prompt.agent_name,
         data_source=prompt.data_source,
@@ -81,7 +89,11 @@ def decode_prompt(data: bytes) -> Prompt:
 def encode_group(group: Group) -> bytes:
     """Encode a group for storage. It never fails for a valid group."""
     body = group_to_proto(group).SerializeToString()
-    return _HEADER.pack(MAGIC, SCHEMA_VERSION) + _compressor().compress(body)
+    return _HEADER.pack(MAGIC, _schema_version(group)) + _compressor().compress(body)
+
+
+def _schema_version(group: Group) -> int:
+    return 2 if any(trajectory.sampling_segments for trajectory in group.trajectories) else 1
 
 
 def decode_group(data: bytes) -> Group:
@@ -91,8 +103,8 @@ def decode_group(data: bytes) -> Group:
     magic, schema = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise PoisonGroup("corrupt", "not a group: wrong magic bytes")
-    if schema != SCHEMA_VERSION:
-        raise PoisonGroup("schema", f"schema version {schema} is not {SCHEMA_VERSION}; upgrade the older side")
+    if not 1 <= schema <= SCHEMA_VERSION:
+        raise PoisonGroup("schema", f"schema version {schema} is not one of 1 to {SCHEMA_VERSION}; upgrade this side")
     frame = data[_HEADER.size :]
     try:
         # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
@@ -109,6 +121,7 @@ def decode_group(data: bytes) -> Group:
 
 def check_group(group: Group) -> None:
     """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite in float32."""
+    _check_sampling("the group", group.sampling.temperature, group.sampling.top_p)
     if not group.trajectories:
         raise PoisonGroup("shape", "the group has no trajectories")
     if all(trajectory.is_baseline for trajectory in group.trajectories):
@@ -128,6 +141,7 @@ def check_group(group: Group) -> None:
             covered = segment.end
         if covered != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
+        _check_sampling_segments(index, trajectory)
         if not np.isfinite(trajectory.log_probs).all():
             raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
         if not is_reward(trajectory.reward):
@@ -138,6 +152,26 @@ def check_group(group: Group) -> None:
             )
 
 
+def _check_sampling_segments(index: int, trajectory: Trajectory) -> None:
+    covered = 0
+    for segment in trajectory.sampling_segments:
+        if segment.start != covered or segment.end <= segment.start:
+            raise PoisonGroup("shape", f"trajectory {index}: sampling segments leave a gap at token {covered}")
+        covered = segment.end
+        _check_sampling(f"trajectory {index}", segment.temperature, segment.top_p)
+    if trajectory.sampling_segments and covered != len(trajectory.token_ids):
+        end = len(trajectory.token_ids)
+        raise PoisonGroup("shape", f"trajectory {index}: sampling segments end at {covered} of {end}")
+
+
+def _check_sampling(where: str, temperature: float, top_p: float) -> None:
+    """The learner divides logits by the temperature, so a wrong one makes every log-prob wrong."""
+    if not 0 <= temperature < math.inf:
+        raise PoisonGroup("shape", f"{where}: the temperature {temperature:g} is not a finite number, 0 or more")
+    if not 0 < top_p <= 1:
+        raise PoisonGroup("shape", f"{where}: top_p {top_p:g} is not above 0 and at most 1")
+
+
 def group_to_proto(group: Group) -> groups_pb2.Group:
     return groups_pb2.Group(
         run=group.run,
@@ -146,7 +180,7 @@ def group_to_proto(group: Group) -> groups_pb2.Group:
         server_id=group.server_id,
         data_source=group.data_source,
         agent_name=group.agent_name,
-        sampling=_sampling_to_proto(group.sampling),
+        sampling=sampling_to_proto(group.sampling),
         prompt_token_ids=group.prompt_token_ids.astype("<i4").tobytes(),
         trajectories=[_trajectory_to_proto(t) for t in group.trajectories],
         finished_at_ms=group.finished_at_ms,
@@ -183,6 +217,10 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         reward_parts=trajectory.reward_parts,
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],
         is_baseline=trajectory.is_baseline,
+        sampling_segments=[
+            groups_pb2.SamplingSegment(start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p)
+            for s in trajectory.sampling_segments
+        ],
     )
 
 
@@ -196,10 +234,13 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         reward_parts=dict(message.reward_parts),
         finish_reason=FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
         is_baseline=message.is_baseline,
+        sampling_segments=tuple(
+            SamplingSegment(s.start, s.end, s.temperature, s.top_p) for s in message.sampling_segments
+        ),
     )
 
 
-def _sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
+def sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
     return prompts_pb2.Sampling(
         temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed
     )

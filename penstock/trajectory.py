@@ -53,6 +53,16 @@ class VersionSegment:
 
 
 @dataclass(frozen=True)
+class SamplingSegment:
+    """Tokens [start, end) of a trajectory were sampled with these parameters, or inserted next to such tokens."""
+
+    start: int
+    end: int
+    temperature: float
+    top_p: float
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One sample. All arrays have one entry per response token, and `segments` covers them without gaps or overlaps."""
 
@@ -69,6 +79,9 @@ class Trajectory:
     is_baseline: bool = False
     """Whether this is the greedy sample that the others of its group are compared with (remax). It is scored and never
     trained."""
+    sampling_segments: tuple[SamplingSegment, ...] = ()
+    """Covers all tokens if they were sampled by calls with different parameters. Empty if the group's sampling holds
+    for all of them."""
 
     @property
     def min_version(self) -> int:
@@ -84,6 +97,19 @@ class Trajectory:
         for segment in self.segments:
             versions[segment.start : segment.end] = segment.policy_version
         return versions
+
+    def token_temperatures(self, sampling: Sampling) -> NDArray[np.float32]:
+        """The temperature at which the log-prob of every token was taken. `sampling` is that of the group.
+
+        Engines report the log-prob of a greedy token at temperature 1."""
+        temperatures = np.full(len(self.token_ids), sampling.temperature or 1.0, dtype=np.float32)
+        for segment in self.sampling_segments:
+            temperatures[segment.start : segment.end] = segment.temperature or 1.0
+        return temperatures
+
+    def min_top_p(self, sampling: Sampling) -> float:
+        """The smallest top-p that a token was sampled with. `sampling` is that of the group."""
+        return min((segment.top_p for segment in self.sampling_segments), default=sampling.top_p)
 
 
 @dataclass(frozen=True)

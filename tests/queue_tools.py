@@ -21,7 +21,7 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
 
 USERS = Path(__file__).parents[1] / "deploy" / "redis" / "users.acl"
 LOOSE = ReplayConfig(groups_per_step=64, max_staleness=1000, max_attempts=1)
@@ -126,6 +126,7 @@ def rich_group(index: int) -> Group:
     trajectories = []
     for sample in range(int(random.integers(1, 5))):
         length = int(random.integers(2, 40))
+        calls = (SamplingSegment(0, 1, 0.5, 1.0), SamplingSegment(1, length, 0.25, 0.5))
         trajectories.append(
             Trajectory(
                 token_ids=random.integers(-(2**31), 2**31, length).astype(np.int32),
@@ -136,6 +137,7 @@ def rich_group(index: int) -> Group:
                 finish_reason=("stop", "length", "aborted")[sample % 3],  # type: ignore[arg-type]
                 reward_parts={f"Teil {part} µ": float(random.normal()) for part in range(sample)},
                 is_baseline=sample == 2,
+                sampling_segments=calls if sample % 2 else (),
             )
         )
     return Group(
@@ -159,7 +161,10 @@ def content(group: Group) -> list[Any]:
         for t in group.trajectories
         for array in (t.token_ids, t.loss_mask, t.log_probs)
     ]
-    others = [(t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline) for t in group.trajectories]
+    others = [
+        (t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline, t.sampling_segments)
+        for t in group.trajectories
+    ]
     return [
         group.server_id, group.data_source, group.agent_name, group.sampling, group.finished_at_ms,
         group.prompt_token_ids.dtype.str, group.prompt_token_ids.tolist(), arrays, others,

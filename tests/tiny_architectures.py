@@ -167,12 +167,12 @@ def random_batch() -> Any:
         token_ids=np.random.default_rng(0).integers(3, VOCAB_SIZE, sum(LENGTHS)),
         lengths=np.array(LENGTHS),
         prompt_lengths=np.array(_PROMPT_LENGTHS),
-        temperatures=np.array(_TEMPERATURES, dtype=np.float32),
         rewards=np.zeros(len(LENGTHS), dtype=np.float32),
         group_ids=np.arange(len(LENGTHS)),
         loss_mask=np.ones(num_responses, dtype=np.uint8),
         behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
         token_versions=np.zeros(num_responses, dtype=np.int64),
+        temperatures=np.repeat(np.array(_TEMPERATURES, dtype=np.float32), np.subtract(LENGTHS, _PROMPT_LENGTHS)),
     )
 
 
@@ -181,12 +181,13 @@ def plain_log_probs(model: Any, batch: Any) -> Any:
     import torch
 
     results, start = [], 0
-    for length, prompt, temperature in zip(batch.lengths, batch.prompt_lengths, batch.temperatures, strict=True):
+    temperatures = torch.as_tensor(batch.temperatures).split(batch.response_lengths.tolist())
+    for length, prompt, temperature in zip(batch.lengths, batch.prompt_lengths, temperatures, strict=True):
         ids = torch.as_tensor(batch.token_ids[start : start + length]).unsqueeze(0)
         start += length
         _forget_lengths(model)
-        logits = model(input_ids=ids, use_cache=False).logits[0].float() / float(temperature)
-        log_probs = logits.log_softmax(dim=1)[prompt - 1 : length - 1]
+        logits = model(input_ids=ids, use_cache=False).logits[0, prompt - 1 : length - 1].float()
+        log_probs = (logits / temperature.unsqueeze(1)).log_softmax(dim=1)
         results.append(log_probs.gather(1, ids[0, prompt:].unsqueeze(1)).squeeze(1))
     return torch.cat(results)
 

@@ -45,7 +45,8 @@ POISONED = 5
 def training_batch() -> SequenceBatch:
     """Twelve sequences of three prompts, at two temperatures."""
     batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
-    return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
+    by_sequence = np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32)
+    return replace(batch, temperatures=by_sequence[batch.sequence_ids])
 
 
 def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict[str, Any]) -> None:

@@ -37,12 +37,12 @@ def make_batch(lengths: Sequence[int], vocabulary: int) -> SequenceBatch:
         token_ids=random.integers(0, vocabulary, int(sizes.sum())),
         lengths=sizes,
         prompt_lengths=np.ones_like(sizes),
-        temperatures=np.ones(len(sizes), dtype=np.float32),
         rewards=random.integers(0, 2, len(sizes)).astype(np.float32),
         group_ids=np.arange(len(sizes)),
         loss_mask=np.ones(num_responses, dtype=np.uint8),
         behaviour_log_probs=np.full(num_responses, -np.log(vocabulary), dtype=np.float32),
         token_versions=np.zeros(num_responses, dtype=np.int64),
+        temperatures=np.ones(num_responses, dtype=np.float32),
         advantages=random.normal(size=num_responses).astype(np.float32),
     )
 

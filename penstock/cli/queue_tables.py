@@ -135,6 +135,7 @@ def group_record(group: Group) -> dict[str, Any]:
                 "reward_parts": trajectory.reward_parts,
                 "finish_reason": trajectory.finish_reason,
                 "is_baseline": trajectory.is_baseline,
+                "sampling_segments": [asdict(call) for call in trajectory.sampling_segments],
                 "token_ids": trajectory.token_ids.tolist(),
                 "loss_mask": trajectory.loss_mask.tolist(),
                 "log_probs": trajectory.log_probs.tolist(),

@@ -202,6 +202,15 @@ class GroupPage(ResponseBody):
     next_page_token: str
 
 
+class SamplingSegment(ResponseBody):
+    """Tokens [start, end) were sampled with these parameters."""
+
+    start: int
+    end: int
+    temperature: float
+    top_p: float
+
+
 class Trajectory(ResponseBody):
     """One sample of a group. `token_ids`, `loss_mask`, `log_probs` and `policy_versions` have one entry per token."""
 
@@ -218,6 +227,8 @@ class Trajectory(ResponseBody):
     """Text of each token. It is empty, like `text`, if the gateway has no tokenizer."""
     learner_log_probs: tuple[float, ...]
     """Log-probs that the learner recomputed; empty until it has."""
+    sampling_segments: tuple[SamplingSegment, ...] = ()
+    """Covers all tokens if calls with different parameters sampled them. Empty if the group's sampling holds."""
 
 
 class Group(ResponseBody):

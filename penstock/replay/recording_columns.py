@@ -2,6 +2,8 @@
 
 Arrays are converted as whole columns, never token by token. This module imports pyarrow, which is slow, at its top:
 import it only where it is needed.
+
+Recordings of version 1 have trajectories without `sampling_segments`. They are read too.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
+from penstock.trajectory import Group, Sampling, SamplingSegment, Trajectory, VersionSegment
 
 SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("policy_version", pa.int64())])
 SAMPLING = pa.struct(
     [("temperature", pa.float32()), ("top_p", pa.float32()), ("max_tokens", pa.int32()), ("seed", pa.int64())]
 )
-TRAJECTORY = pa.struct(
+SAMPLING_SEGMENT = pa.struct(
+    [("start", pa.int32()), ("end", pa.int32()), ("temperature", pa.float32()), ("top_p", pa.float32())]
+)
+TRAJECTORY_1 = pa.struct(
     [
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.uint8())),
@@ -33,6 +38,10 @@ TRAJECTORY = pa.struct(
         ("is_baseline", pa.bool_()),
     ]
 )
+"""A trajectory in a recording of version 1."""
+TRAJECTORY = pa.struct([*TRAJECTORY_1, pa.field("sampling_segments", pa.list_(SAMPLING_SEGMENT))])
+TRAJECTORY_TYPES = (pa.list_(TRAJECTORY_1), pa.list_(TRAJECTORY))
+"""Types of the column `trajectories` that can be read."""
 SCHEMA = pa.schema(
     [
         ("run", pa.string()),
@@ -47,7 +56,7 @@ SCHEMA = pa.schema(
         ("finished_at_ms", pa.int64()),
         ("prompt", pa.binary()),
     ],
-    metadata={"penstock.recording": "1"},
+    metadata={"penstock.recording": "2"},
 )
 
 
@@ -87,6 +96,7 @@ def to_record_batch(rows: Sequence[RecordedGroup]) -> Any:
 def _trajectories(trajectories: Sequence[Trajectory]) -> Any:
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     parts = [part for trajectory in trajectories for part in trajectory.reward_parts.items()]
+    calls = [segment for trajectory in trajectories for segment in trajectory.sampling_segments]
     return _structs(
         TRAJECTORY,
         _lists([t.token_ids for t in trajectories], pa.int32()),
@@ -106,7 +116,14 @@ def _trajectories(trajectories: Sequence[Trajectory]) -> Any:
             pa.array([value for _, value in parts], pa.float64()),
         ),
         [t.is_baseline for t in trajectories],
-    )
+        _nested(
+            [len(t.sampling_segments) for t in trajectories],
+            _structs(
+                SAMPLING_SEGMENT, [s.start for s in calls], [s.end for s in calls], [s.temperature for s in calls],
+                [s.top_p for s in calls],
+            ),
+        ),
+    )  # fmt: skip
 
 
 def _structs(kind: Any, *children: Any) -> Any:
@@ -161,7 +178,8 @@ _ARRAY_COLUMNS = ("prompt_token_ids", "trajectories")
 
 
 def _read_trajectories(structs: Any) -> list[Trajectory]:
-    fields = {TRAJECTORY.field(i).name: structs.field(i) for i in range(TRAJECTORY.num_fields)}
+    fields = {structs.type.field(i).name: structs.field(i) for i in range(structs.type.num_fields)}
+    calls = fields["sampling_segments"].to_pylist() if "sampling_segments" in fields else [[]] * len(structs)
     return [
         Trajectory(
             token_ids=token_ids,
@@ -172,11 +190,12 @@ def _read_trajectories(structs: Any) -> list[Trajectory]:
             finish_reason=finish_reason,
             reward_parts=dict(parts),
             is_baseline=is_baseline,
+            sampling_segments=tuple(SamplingSegment(**segment) for segment in samplings),
         )
-        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts, is_baseline in zip(
+        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts, is_baseline, samplings in zip(
             _split(fields["token_ids"]), _split(fields["loss_mask"]), _split(fields["log_probs"]),
             fields["segments"].to_pylist(), fields["reward"].to_pylist(), fields["finish_reason"].to_pylist(),
-            fields["reward_parts"].to_pylist(), fields["is_baseline"].to_pylist(), strict=True,
+            fields["reward_parts"].to_pylist(), fields["is_baseline"].to_pylist(), calls, strict=True,
         )
     ]  # fmt: skip
 

@@ -17,7 +17,14 @@ from pyarrow import parquet
 
 from penstock.codec import check_group
 from penstock.errors import InvalidInput, PoisonGroup
-from penstock.replay.recording_columns import SCHEMA, RecordedGroup, from_record_batch, has_nulls, to_record_batch
+from penstock.replay.recording_columns import (
+    SCHEMA,
+    TRAJECTORY_TYPES,
+    RecordedGroup,
+    from_record_batch,
+    has_nulls,
+    to_record_batch,
+)
 
 ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
@@ -110,7 +117,9 @@ class Recording:
 
     def _checked(self, batch: Any, first_row: int) -> list[RecordedGroup]:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name != "sampling" and has_nulls(column):
+            if name == "sampling":
+                self._check_sampling(column, first_row)
+            elif has_nulls(column):
                 raise InvalidInput(f"{self.path} column {name}", f"has nulls in rows from {first_row}; fill them in")
         rows = from_record_batch(batch)
         for number, row in enumerate(rows, start=first_row):
@@ -123,6 +132,16 @@ class Recording:
                     raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")
         return rows
 
+    def _check_sampling(self, column: Any, first_row: int) -> None:
+        """Refuse a row without the parameters that its tokens were sampled with. Only the seed may be missing."""
+        for name in ("temperature", "top_p", "max_tokens"):
+            if column.null_count or column.field(name).null_count:
+                raise InvalidInput(
+                    f"{self.path} column sampling.{name}",
+                    f"has nulls in rows from {first_row}; fill in what the tokens were sampled with: the learner "
+                    "computes their log-probs with it",
+                )
+
     def _check_columns(self) -> None:
         found = self._file.schema_arrow
         for field in SCHEMA:
@@ -130,7 +149,8 @@ class Recording:
                 raise InvalidInput(
                     str(self.path), f"has no column `{field.name}`; `penstock queue export` writes what this reads"
                 )
-            if found.field(field.name).type != field.type:
+            types = TRAJECTORY_TYPES if field.name == "trajectories" else (field.type,)
+            if found.field(field.name).type not in types:
                 raise InvalidInput(
                     f"{self.path} column {field.name}", f"is {found.field(field.name).type}, not {field.type}; cast it"
                 )

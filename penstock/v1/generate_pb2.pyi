@@ -31,7 +31,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_prompts_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stream: _Optional[bool] = ..., session_id: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("text", "token_ids", "log_probs", "segments", "finish_reason", "prompt_token_ids", "server_id")
+    __slots__ = ("text", "token_ids", "log_probs", "segments", "finish_reason", "prompt_token_ids", "server_id", "sampling")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GenerateChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: bytes
     log_probs: bytes
@@ -46,7 +47,8 @@ class GenerateChunk(_message.Message):
     finish_reason: _groups_pb2.Trajectory.FinishReason
     prompt_token_ids: bytes
     server_id: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_groups_pb2.VersionSegment, _Mapping]]] = ..., finish_reason: _Optional[_Union[_groups_pb2.Trajectory.FinishReason, str]] = ..., prompt_token_ids: _Optional[bytes] = ..., server_id: _Optional[str] = ...) -> None: ...
+    sampling: _prompts_pb2.Sampling
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_groups_pb2.VersionSegment, _Mapping]]] = ..., finish_reason: _Optional[_Union[_groups_pb2.Trajectory.FinishReason, str]] = ..., prompt_token_ids: _Optional[bytes] = ..., server_id: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ...) -> None: ...
 
 class RewardSessionRequest(_message.Message):
     __slots__ = ("run", "session_id", "reward", "reward_parts")

@@ -21,7 +21,7 @@ from penstock.codec import (
     group_to_proto,
 )
 from penstock.errors import PoisonGroup
-from penstock.trajectory import Group, Prompt, Sampling, Trajectory, VersionSegment
+from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
 
 
 def make_trajectory(**changes: Any) -> Trajectory:
@@ -126,6 +126,27 @@ def test_bytes_after_the_end_are_found() -> None:
     assert poison_kind(data + b"\0") == poison_kind(data + data[5:]) == "corrupt"
 
 
+def test_calls_with_different_sampling_are_told_apart_token_by_token() -> None:
+    calls = (SamplingSegment(0, 1, 0.0, 1.0), SamplingSegment(1, 4, 0.25, 0.5))
+    decoded = decode_group(encode_group(make_group(make_trajectory(sampling_segments=calls), make_trajectory())))
+    mixed, plain = decoded.trajectories
+    assert (mixed.sampling_segments, plain.sampling_segments) == (calls, ())
+    assert mixed.token_temperatures(decoded.sampling).tolist() == [1.0, 0.25, 0.25, 0.25], "greedy is reported at 1"
+    assert plain.token_temperatures(decoded.sampling).tolist() == [0.5] * 4
+    assert [t.min_top_p(decoded.sampling) for t in decoded.trajectories] == [0.5, 0.25]
+
+
+def test_an_older_reader_refuses_what_it_would_misread_and_reads_the_rest() -> None:
+    plain = encode_group(make_group())
+    mixed = encode_group(make_group(make_trajectory(sampling_segments=(SamplingSegment(0, 4, 0.5, 1.0),))))
+    assert [struct.unpack_from("<3sH", data)[1] for data in (plain, mixed)] == [1, 2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=-1), Sampling(temperature=float("nan")), Sampling(top_p=0)])
+def test_a_group_without_a_possible_sampling_is_poison(sampling: Sampling) -> None:
+    assert poison_kind(encode_group(replace(make_group(), sampling=sampling))) == "shape"
+
+
 def test_another_schema_version_is_told_apart_from_damage() -> None:
     data = encode_group(make_group())
     newer = struct.pack("<3sH", MAGIC, SCHEMA_VERSION + 1) + data[5:]
@@ -138,6 +159,9 @@ def test_another_schema_version_is_told_apart_from_damage() -> None:
         ({"segments": (VersionSegment(0, 1, 7), VersionSegment(2, 4, 8))}, "shape"),
         ({"segments": (VersionSegment(0, 3, 7), VersionSegment(2, 4, 8))}, "shape"),
         ({"segments": (VersionSegment(0, 3, 7),)}, "shape"),
+        ({"sampling_segments": (SamplingSegment(0, 3, 1.0, 1.0),)}, "shape"),
+        ({"sampling_segments": (SamplingSegment(0, 3, 1.0, 1.0), SamplingSegment(2, 4, 1.0, 1.0))}, "shape"),
+        ({"sampling_segments": (SamplingSegment(0, 4, -1.0, 1.0),)}, "shape"),
         ({"segments": (VersionSegment(0, 5, 7),)}, "shape"),
         ({"segments": (VersionSegment(0, 0, 7), VersionSegment(0, 4, 7))}, "shape"),
         ({"segments": ()}, "shape"),

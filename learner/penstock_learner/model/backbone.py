@@ -34,7 +34,7 @@ class ModelInputs:
     def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
         token_ids = to_device(batch.token_ids, device)
         index = to_device(batch.response_index, device)
-        temperatures = to_device(batch.temperatures[batch.sequence_ids], device)
+        temperatures = to_device(batch.temperatures, device)
         packing = Packing.of(batch.lengths, device, parallel)
         return cls(token_ids, packing, index - 1, token_ids[index], temperatures)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.trajectory import Group
 
-BY_SEQUENCE = ("lengths", "prompt_lengths", "temperatures", "rewards", "group_ids", "is_baseline")
+BY_SEQUENCE = ("lengths", "prompt_lengths", "rewards", "group_ids", "is_baseline")
 """The fields of a batch with one entry per sequence."""
 
 
@@ -29,8 +29,6 @@ class SequenceBatch:
     """[S] tokens of prompt and response together."""
     prompt_lengths: NDArray[np.int64]
     """[S] tokens of the prompt."""
-    temperatures: NDArray[np.float32]
-    """[S] the engine's sampling temperature, by which the learner divides its logits."""
     rewards: NDArray[np.float32]
     """[S] reward of each sequence."""
     group_ids: NDArray[np.int64]
@@ -41,6 +39,8 @@ class SequenceBatch:
     """[T] log-probs that the engine reported when it sampled."""
     token_versions: NDArray[np.int64]
     """[T] policy version that sampled the token."""
+    temperatures: NDArray[np.float32]
+    """[T] the engine's sampling temperature, by which the learner divides the logits of the token."""
     advantages: NDArray[np.float32] | None = None
     """[T] advantage of each token."""
     old_log_probs: NDArray[np.float32] | None = None
@@ -128,12 +128,12 @@ def batch_of(groups: Sequence[Group]) -> SequenceBatch:
         ),
         lengths=np.array([len(g.prompt_token_ids) + len(t.token_ids) for g, t in pairs], dtype=np.int64),
         prompt_lengths=np.array([len(g.prompt_token_ids) for g, _ in pairs], dtype=np.int64),
-        temperatures=np.array([g.sampling.temperature or 1.0 for g, _ in pairs], dtype=np.float32),
         rewards=np.array([t.reward for _, t in pairs], dtype=np.float32),
         group_ids=np.array([g.prompt_id for g, _ in pairs], dtype=np.int64),
         loss_mask=np.concatenate([t.loss_mask for _, t in pairs]),
         behaviour_log_probs=np.concatenate([t.log_probs for _, t in pairs]),
         token_versions=np.concatenate([t.token_versions() for _, t in pairs]),
+        temperatures=np.concatenate([t.token_temperatures(g.sampling) for g, t in pairs]),
         is_baseline=is_baseline if is_baseline.any() else None,
     )
 

@@ -155,10 +155,10 @@ def _random_batch(lengths: list[int], vocabulary: int) -> SequenceBatch:
         token_ids=np.random.default_rng(0).integers(0, vocabulary, num_tokens),
         lengths=np.array(lengths, dtype=np.int64),
         prompt_lengths=np.ones(len(lengths), dtype=np.int64),
-        temperatures=np.ones(len(lengths), dtype=np.float32),
         rewards=np.zeros(len(lengths), dtype=np.float32),
         group_ids=np.arange(len(lengths)),
         loss_mask=np.ones(num_responses, dtype=np.uint8),
         behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
         token_versions=np.zeros(num_responses, dtype=np.int64),
+        temperatures=np.ones(num_responses, dtype=np.float32),
     )

@@ -51,12 +51,12 @@ def batch_of_examples(examples: Sequence[Example]) -> SequenceBatch:
         token_ids=np.concatenate([np.array(example.token_ids, dtype=np.int64) for example in examples]),
         lengths=lengths,
         prompt_lengths=prompt_lengths,
-        temperatures=np.ones(len(examples), dtype=np.float32),
         rewards=np.zeros(len(examples), dtype=np.float32),
         group_ids=np.arange(len(examples)),
         loss_mask=np.ones(num_responses, dtype=np.uint8),
         behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
         token_versions=np.zeros(num_responses, dtype=np.int64),
+        temperatures=np.ones(num_responses, dtype=np.float32),
     )
 
 

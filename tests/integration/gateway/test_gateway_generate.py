@@ -19,6 +19,7 @@ from penstock.config.weights import WeightsConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
@@ -181,6 +182,40 @@ async def test_a_session_becomes_training_data(
     assert "already has its reward" in detail(over.value)
     missing = await gateway.rest.post("/v1/sessions/none/reward", json={"reward": 1})
     assert missing.status_code == 404
+
+
+@pytest.mark.parametrize("second_temperature", [0.6, 0.25])
+async def test_a_session_is_recorded_with_the_sampling_of_its_calls(
+    gateway: Gateway, client: openai.AsyncOpenAI, queue: RedisReplayQueue, second_temperature: float
+) -> None:
+    session = {"X-Penstock-Session": f"warm-{second_temperature}"}
+    turns: Any = [*QUESTION, {"role": "assistant", "content": "four"}, {"role": "user", "content": "and 1?"}]
+    for messages, temperature in ((QUESTION, 0.6), (turns, second_temperature)):
+        await client.chat.completions.create(
+            model="test", messages=messages, temperature=temperature, top_p=0.9, extra_headers=session
+        )
+    path = f"/v1/sessions/warm-{second_temperature}/reward"
+    [prompt_id] = (await gateway.rest.post(path, json={"reward": 1})).json()["prompt_ids"]
+    group = decode_group(await queue.get_group(prompt_id))
+    [trajectory] = group.trajectories
+    assert (group.sampling.temperature, group.sampling.top_p) == pytest.approx((0.6, 0.9))
+    temperatures = trajectory.token_temperatures(group.sampling)
+    assert temperatures[:5] == pytest.approx(0.6) and temperatures[-6:] == pytest.approx(second_temperature)
+    assert bool(trajectory.sampling_segments) == (second_temperature != 0.6)
+
+
+async def test_a_session_whose_sampling_is_not_known_is_refused(
+    gateway: Gateway, client: openai.AsyncOpenAI, queue: RedisReplayQueue
+) -> None:
+    await client.chat.completions.create(
+        model="test", messages=QUESTION, extra_headers={"X-Penstock-Session": "of-an-older-gateway"}
+    )
+    key = RunKeys("test").session("of-an-older-gateway")
+    call = generate_pb2.GenerateChunk.FromString(await queue.client.lindex(key, 0))
+    call.ClearField("sampling")
+    await queue.client.lset(key, 0, call.SerializeToString())
+    refused = await gateway.rest.post("/v1/sessions/of-an-older-gateway/reward", json={"reward": 1})
+    assert refused.status_code == 409 and "without its temperature" in refused.text
 
 
 async def test_calls_that_do_not_continue_each_other_are_groups_of_their_own(

@@ -292,6 +292,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
             "reward_parts": {"format": None},
             "finish_reason": "stop",
             "is_baseline": False,
+            "sampling_segments": [],
             "text": "",
             "tokens": [],
             "learner_log_probs": [],

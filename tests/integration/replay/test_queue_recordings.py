@@ -173,6 +173,42 @@ def test_a_recording_that_was_edited_wrongly_is_refused(
     assert problem in tools("import", str(recording), run=f"{tools.run}-edited", code=2)
 
 
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_a_recording_without_its_sampling_is_refused_by_name(tools: Tools, recording: Path, field: str) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    tools.fill([make_group(0), make_group(1)])
+    tools("export", str(recording))
+    table = parquet.read_table(recording)
+    column = table.schema.field("sampling")
+    edited = pa.array([row | {field: None} for row in table["sampling"].to_pylist()], column.type)
+    parquet.write_table(table.set_column(table.schema.get_field_index("sampling"), column, edited), recording)
+    output = tools("import", str(recording), run=f"{tools.run}-edited", code=2)
+    assert f"column sampling.{field}" in output and "has nulls in rows from 0" in output
+
+
+def test_a_recording_of_version_1_is_imported(tools: Tools, recording: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from penstock.replay.recording_columns import TRAJECTORY_1
+
+    groups = [make_group(0), make_group(1)]
+    tools.fill(groups)
+    tools("export", str(recording))
+    table = parquet.read_table(recording)
+    rows = table["trajectories"].to_pylist()
+    for trajectory in (trajectory for row in rows for trajectory in row):
+        del trajectory["sampling_segments"]
+    older = pa.array(rows, pa.list_(TRAJECTORY_1))
+    index = table.schema.get_field_index("trajectories")
+    parquet.write_table(table.set_column(index, "trajectories", older), recording)
+    run = f"{tools.run}-older"
+    tools("import", str(recording), run=run)
+    assert [content(group) for group in tools.taken(run, 2)] == [content(group) for group in groups]
+
+
 def test_export_leaves_no_half_file_and_overwrites_only_by_force(tools: Tools, recording: Path) -> None:
     tools.fill([make_group(0)])
     tools("export", str(recording))

@@ -137,6 +137,7 @@ class GenerateHandlers:
                 async for chunk in self._call(server, request):
                     whole.MergeFrom(_recorded(chunk, whole))
                     if chunk.finish_reason and request.session_id:
+                        whole.sampling.CopyFrom(request.sampling)
                         await self.sessions.record(request.session_id, whole)
                     yield chunk
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,10 @@ def _trajectory_to_json(trajectory: Trajectory) -> Json:
         "reward_parts": finite(trajectory.reward_parts),
         "finish_reason": trajectory.finish_reason,
         "is_baseline": trajectory.is_baseline,
+        "sampling_segments": [
+            asdict(call) | {"temperature": shortest(call.temperature), "top_p": shortest(call.top_p)}
+            for call in trajectory.sampling_segments
+        ],
     }
 
 

@@ -29,8 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some_batch() -> SequenceBatch:
+    """Twelve sequences. Their tokens have different temperatures, as in a session whose calls differ."""
     batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
-    return replace(batch, temperatures=np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32))
+    return replace(batch, temperatures=np.where(np.arange(len(batch.loss_mask)) % 3, 0.7, 1.0).astype(np.float32))
 
 
 def log_probs(model: CausalLM, batch: SequenceBatch) -> torch.Tensor:
@@ -44,11 +45,12 @@ def test_packed_log_probs_and_entropy_equal_separate_forwards(folder: Path) -> N
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     expected, expected_entropy = [], []
     starts = np.cumsum(batch.lengths) - batch.lengths
+    temperatures = torch.as_tensor(batch.temperatures).split(batch.response_lengths.tolist())
     for start, length, prompt, temperature in zip(
-        starts, batch.lengths, batch.prompt_lengths, batch.temperatures, strict=True
+        starts, batch.lengths, batch.prompt_lengths, temperatures, strict=True
     ):
         ids = torch.as_tensor(batch.token_ids[start : start + length])
-        logits = plain(ids.unsqueeze(0)).logits[0, prompt - 1 : -1] / float(temperature)
+        logits = plain(ids.unsqueeze(0)).logits[0, prompt - 1 : -1] / temperature.unsqueeze(1)
         table = logits.log_softmax(-1)
         expected.append(table.gather(1, ids[prompt:].unsqueeze(1)).squeeze(1))
         expected_entropy.append(torch.distributions.Categorical(logits=logits).entropy())
@@ -90,10 +92,10 @@ def padded_log_probs(plain: Any, batch: SequenceBatch, num_padding: int, fill: i
     for row, part in enumerate(parts):
         ids[row, : len(part)] = part
     is_real = torch.arange(ids.shape[1]) < torch.as_tensor(batch.lengths).unsqueeze(1)
-    logits = plain(ids, attention_mask=is_real.long()).logits / torch.as_tensor(batch.temperatures).view(-1, 1, 1)
-    found = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
     trained = is_real[:, 1:] & (torch.arange(ids.shape[1] - 1) >= torch.as_tensor(batch.prompt_lengths).view(-1, 1) - 1)
-    return found[trained]
+    logits = plain(ids, attention_mask=is_real.long()).logits[:, :-1][trained]
+    scaled = logits / torch.as_tensor(batch.temperatures).unsqueeze(1)
+    return scaled.log_softmax(-1).gather(1, ids[:, 1:][trained].unsqueeze(1)).squeeze(1)
 
 
 def test_sequences_of_equal_length_need_no_padded_copy(folder: Path) -> None:

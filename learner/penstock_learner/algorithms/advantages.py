@@ -3,6 +3,9 @@
 Groups must be complete, and whitening uses all tokens that it is given. So call these on the whole batch, before it is
 split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
 the mean of R over its group, and `W` is `segments.whiten`.
+
+A sequence without a trained token has no R. It is no member of its group: it counts neither in the mean and the
+standard deviation nor in the group's size.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class AdvantageStatistics:
     num_sequences: int
     num_groups: int
     num_singleton_groups: int
-    """Groups of one sequence. rloo and opo learn nothing from them; other estimators have no baseline for them."""
+    """Groups with one sequence that is trained. rloo and opo learn nothing from them, and other estimators have no
+    baseline for them."""
 
 
 @dataclass(frozen=True)
@@ -92,34 +96,43 @@ AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutput
 class _Groups:
     """The total reward and the group of each sequence.
 
-    `index[S]` numbers the groups 0..G-1, `sizes[S]` is the size of each sequence's group."""
+    `index[S]` numbers the groups 0..G-1. `is_member[S]` is false for a sequence without a trained token. `sizes[S]` is
+    the number of members of each sequence's group."""
 
     rewards: Tensor
     index: Tensor
+    is_member: Tensor
     sizes: Tensor
     num_groups: int
 
     @classmethod
     def of(cls, inputs: AdvantageInputs) -> _Groups:
         rewards = segment_sum(apply_mask(inputs.token_rewards, inputs.mask), inputs.sequence_ids, inputs.num_sequences)
-        distinct, index, counts = torch.unique(inputs.group_ids, return_inverse=True, return_counts=True)
-        return cls(rewards, index, counts[index].to(rewards.dtype), int(distinct.shape[0]))
+        num_trained = segment_sum(inputs.mask.bool().to(rewards.dtype), inputs.sequence_ids, inputs.num_sequences)
+        is_member = num_trained > 0
+        distinct, index = torch.unique(inputs.group_ids, return_inverse=True)
+        num_groups = int(distinct.shape[0])
+        sizes = segment_sum(is_member.to(rewards.dtype), index, num_groups)[index]
+        return cls(rewards, index, is_member, sizes, num_groups)
 
     def sum(self, per_sequence: Tensor) -> Tensor:
         """[S] the sum over each sequence's group."""
         return segment_sum(per_sequence, self.index, self.num_groups)[self.index]
 
     def centered(self) -> Tensor:
-        """[S] `R - mu`. Exactly 0 if a group's rewards are equal: the smallest is subtracted before the mean."""
-        lifted = self.rewards - segment_min(self.rewards, self.index, self.num_groups)[self.index]
-        return lifted - self.sum(lifted) / self.sizes
+        """[S] `R - mu`, and 0 for sequences that are no members. Exactly 0 if a group's rewards are equal: the smallest
+        is subtracted before the mean."""
+        rewards = torch.where(self.is_member, self.rewards, torch.inf)
+        lifted = apply_mask(rewards - segment_min(rewards, self.index, self.num_groups)[self.index], self.is_member)
+        return apply_mask(lifted - self.sum(lifted) / self.sizes.clamp(min=1), self.is_member)
 
     def centered_or_raw(self) -> Tensor:
         """[S] `R - mu`, with mu = 0 for a group of one."""
         return torch.where(self.sizes == 1, self.rewards, self.centered())
 
     def statistics(self) -> AdvantageStatistics:
-        return AdvantageStatistics(self.rewards.shape[0], self.num_groups, int((self.sizes == 1).sum()))
+        num_singletons = int((self.is_member & (self.sizes == 1)).sum())
+        return AdvantageStatistics(self.rewards.shape[0], self.num_groups, num_singletons)
 
 
 def _broadcast(per_sequence: Tensor, inputs: AdvantageInputs) -> Tensor:
@@ -187,7 +200,10 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`G_t - R_greedy` with undiscounted G. R_greedy is the reward of the greedy sample, which is not trained."""
+    """`G_t - R_greedy` with undiscounted G. R_greedy is the reward of the greedy sample, which is not trained.
+
+    A group whose greedy sample has no R has nothing to compare with, and gets 0.
+    """
     if inputs.is_greedy is None:
         raise ValueError("advantage remax needs is_greedy: sample each prompt once with temperature 0")
     greedy = inputs.is_greedy.bool()
@@ -199,7 +215,9 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     loss_mask = inputs.mask.bool() & ~greedy[inputs.sequence_ids]
     returns = reverse_scan_masked(inputs.token_rewards, 1.0, inputs.mask, inputs.sequence_ids)
     baselines = groups.sum(apply_mask(groups.rewards, greedy))
-    advantages = apply_mask(returns - baselines[inputs.sequence_ids], loss_mask)
+    has_baseline = groups.sum((greedy & groups.is_member).to(groups.rewards.dtype)) > 0
+    compared = loss_mask & has_baseline[inputs.sequence_ids]
+    advantages = apply_mask(returns - baselines[inputs.sequence_ids], compared)
     return AdvantageOutputs(advantages, loss_mask, groups.statistics(), apply_mask(returns, loss_mask))
 
 

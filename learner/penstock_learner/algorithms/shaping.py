@@ -11,7 +11,7 @@ from penstock.config.algorithms import OverlongConfig
 def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """From [S] to [T]: each sequence's reward at its last trained token, 0 elsewhere.
 
-    The reward of a sequence without a trained token is dropped.
+    The reward of a sequence without a trained token is dropped. Advantages leave such a sequence out of its group.
     """
     trained = mask.bool().nonzero().squeeze(1)
     ids = sequence_ids[trained]

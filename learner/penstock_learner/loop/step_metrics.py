@@ -19,13 +19,16 @@ from penstock_learner.roles.update_reports import CriticReport, UpdateReport
 def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:
     """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
 
-    Reward spread within groups includes their baseline samples. All other numbers are about the samples that train."""
+    Reward spread within groups includes their baseline samples, and leaves out samples without a trained token, as
+    advantages do. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
     staleness = policy_version - in_steps(trained.token_versions, roll_backs)
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
-    sizes = np.diff(np.append(starts, batch.num_sequences))
-    spread = np.maximum.reduceat(batch.rewards, starts) - np.minimum.reduceat(batch.rewards, starts)
+    has_loss = np.logical_or.reduceat(batch.loss_mask, np.cumsum(batch.response_lengths) - batch.response_lengths)
+    sizes = np.add.reduceat(has_loss.astype(np.int64), starts)
+    highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
+    lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
     return {
         "reward_mean": float(trained.rewards.mean()),
         "staleness_mean": float(staleness.mean()),
@@ -35,7 +38,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
         "response_tokens": float(len(trained.loss_mask)),
         "response_length_mean": float(trained.response_lengths.mean()),
         "mixed_version_ratio": _mixed_version_ratio(trained),
-        "zero_advantage_group_ratio": float(((spread == 0) & (sizes > 1)).mean()),
+        "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
         "singleton_group_ratio": float((sizes == 1).mean()),
     }
 

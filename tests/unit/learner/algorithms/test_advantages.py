@@ -68,6 +68,41 @@ def test_grpo_group_of_one_keeps_its_reward_and_is_counted() -> None:
     assert outputs.statistics.num_sequences == 3
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_a_sequence_without_a_trained_token_does_not_count_in_its_group(name: str) -> None:
+    """Rewards 1 and 3, and a third sample that is masked out: as if it were not there, not as if its reward were 0."""
+    masked = batch([[1], [9, 9], [3, 0]], [4, 4, 4], mask=[[1], [0, 0], [1, 1]])
+    without = batch([[1], [3, 0]], [4, 4])
+    first, *of_masked, second, third = advantages(masked, name)
+    assert of_masked == [0, 0]
+    assert [first, second, third] == near(advantages(without, name), 1e-12)
+    assert first < 0 < second
+
+
+@pytest.mark.parametrize(("name", "expected"), [("grpo", 3 / (1 + 1e-6)), ("rloo", 0), ("opo", 0)])
+def test_the_only_trained_sequence_of_a_group_is_a_group_of_one(name: str, expected: float) -> None:
+    inputs = batch([[9], [3], [9, 9], [1], [0]], [4, 4, 4, 5, 5], mask=[[0], [1], [0, 0], [1], [1]])
+    outputs = compute_advantages(inputs, AdvantageConfig.model_validate({"name": name}))
+    assert outputs.advantages.tolist()[:4] == near([0, expected, 0, 0], 1e-12)
+    assert (outputs.statistics.num_groups, outputs.statistics.num_singleton_groups) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_group_without_a_trained_token_has_no_advantage_and_harms_no_other(name: str) -> None:
+    inputs = batch([[9], [9, 9], [1], [0]], [4, 4, 5, 5], mask=[[0], [0, 0], [1], [1]])
+    outputs = compute_advantages(inputs, AdvantageConfig.model_validate({"name": name}))
+    assert outputs.advantages.tolist()[:3] == [0, 0, 0]
+    assert outputs.advantages.tolist()[3:] == near(advantages(batch([[1], [0]], [5, 5]), name), 1e-12)
+    assert outputs.statistics.num_singleton_groups == 0
+
+
+def test_remax_has_no_advantage_where_the_greedy_sample_is_masked_out() -> None:
+    inputs = batch([[7], [3], [2], [5]], [8, 8, 9, 9], mask=[[0], [1], [1], [1]], is_greedy=[True, False, True, False])
+    outputs = compute_advantages(inputs, AdvantageConfig(name="remax"))
+    assert outputs.advantages.tolist() == [0, 0, 0, 5 - 2]
+    assert outputs.loss_mask.tolist() == [False, True, False, True]
+
+
 def sum_in_order(values: Tensor) -> Tensor:
     """A sum that rounds after each addition, unlike torch.sum."""
     total = torch.zeros((), dtype=values.dtype)
@@ -229,7 +264,7 @@ def outcome_by_definition(inputs: AdvantageInputs, name: str) -> list[float]:
     groups = inputs.group_ids.tolist()
     result = []
     for s, total in enumerate(totals):
-        others = [r for i, r in enumerate(totals) if groups[i] == groups[s] and i != s]
+        others = [r for i, r in enumerate(totals) if groups[i] == groups[s] and i != s and positions[i]]
         members = [*others, total]
         mean = sum(members) / len(members)
         if name == "rloo":

@@ -136,9 +136,9 @@ class Served:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
         return model
 
-    async def update(self, model: Any) -> int:
-        """Push the model by gloo and commit it. Returns the new version."""
-        version = self.engine.policy_version + 1
+    async def update(self, model: Any, version: int | None = None) -> int:
+        """Push the model by gloo and commit it, as the next version if none is given. Returns the version."""
+        version = self.engine.policy_version + 1 if version is None else version
         push = Push.of(model, version)
         publisher = Publisher(push)
         await self.engine.stage_weights(publisher.announcement())

@@ -5,7 +5,8 @@ Every engine guarantees the following (tests/integration/engines/test_engine_con
 - Log-probs refer to the distribution that was sampled from, after temperature and top-p.
 - New weights are staged while the old ones serve, and one commit switches to them. No token comes from a mixture.
 - A stage that fails or is aborted changes neither the serving weights nor the version.
-- A request that starts under one version never reuses KV that another version computed.
+- A request that starts under one version never reuses KV that another version computed, or an earlier load of the same
+  version.
 """
 
 from __future__ import annotations

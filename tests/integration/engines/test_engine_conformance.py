@@ -194,6 +194,16 @@ async def test_requests_that_did_not_start_see_the_new_version_only(served: Serv
         assert_log_probs(served.model, answer)
 
 
+async def test_a_version_that_is_loaded_again_shares_no_kv_with_its_first_load(served: Served) -> None:
+    """The first load may have been wrong: the learner loads a server again whose log-probs disagree."""
+    prompt = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(300))
+    await served.answer(prompt, Sampling(max_tokens=4))
+    version = await served.update(served.next_model(), served.engine.policy_version)
+    answer = await served.answer(prompt, Sampling(max_tokens=8))
+    assert set(answer.versions) == {version}
+    assert_log_probs(served.model, answer)
+
+
 async def test_corrupt_buckets_are_refused(served: Served) -> None:
     version = served.engine.policy_version
     push = Push.of(served.next_model(), version + 1)

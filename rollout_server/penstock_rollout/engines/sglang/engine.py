@@ -9,8 +9,8 @@ SGLang reports which version produced which token at the end of a response only.
 flip belong to the version under which the request was submitted. After a flip, the tokens of a streamed request are
 held back until its end.
 
-Prefix-cache entries are salted with the version under which a request was submitted. A request without a token at the
-time of a flip is submitted again. So a request that starts under one version never finds KV of another.
+Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
+time of a flip is submitted again. So a request that starts under one load never finds KV of another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Running:
     """A request from its submission to its end."""
 
     version: int = -1
-    """The version under which it was submitted, and the salt of its prefix-cache entries."""
+    """The version under which it was submitted."""
     is_submitted: bool = False
     has_begun: bool = False
     """A token has arrived."""
@@ -84,6 +84,8 @@ class SglangEngine:
         self._module = module
         self._seeds = random.Random(seed)
         self._policy_version = -1
+        self._num_loads = 0
+        """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
         self._weights_digest = ""
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
@@ -199,7 +201,7 @@ class SglangEngine:
             stop_ids=self._stop_ids,
             # Never None: SGLang would use the same seed for all such requests, and samples of a prompt would be equal.
             seed=self._seeds.getrandbits(63) if seed is None else seed % 2**63,
-            salt=str(running.version),
+            salt=f"{running.version}.{self._num_loads}",
             every_token=request.stream,
         )
 
@@ -245,6 +247,7 @@ class SglangEngine:
                 await self._calls.load_weights(folder, policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
                 self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
+                self._num_loads += 1
                 self._supersede_unstarted()
                 await self._calls.resume()
                 self._open.set()

@@ -4,8 +4,8 @@ How a version flips: a thread of the worker receives and hashes the new weights 
 scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. The version stamps of
 tokens (stamps.py) are exact because the version changes only while no step is in flight.
 
-Prefix-cache entries are salted with the version under which a request was submitted. A request without a token at the
-time of a flip is submitted again. So a request that starts under one version never finds KV of another.
+Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
+time of a flip is submitted again. So a request that starts under one load never finds KV of another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Running:
     """A request from its submission to its end."""
 
     version: int
-    """The version under which it was submitted, and the salt of its prefix-cache entries."""
+    """The version under which it was submitted."""
     superseded: bool = False
     """It was aborted before its first token and will be submitted again under a newer version."""
 
@@ -65,6 +65,8 @@ class VllmEngine:
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         self._load = SchedulerLoad()
         self._policy_version = -1
+        self._num_loads = 0
+        """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
         self._weights_digest = ""
         self._running: dict[str, _Running] = {}
         self._control = asyncio.Lock()
@@ -130,7 +132,8 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(running.version))
+        salt = f"{running.version}.{self._num_loads}"
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
         num_tokens = 0
         self._stamps.begin(request.request_id)
         try:
@@ -227,6 +230,7 @@ class VllmEngine:
                 timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
                 await self._core(self._stamps.set_version(policy_version))
                 self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
+                self._num_loads += 1
                 self._retained_version = policy_version if staged.retain else None
                 await self._supersede_unstarted()
                 await self._core(core.resume_scheduler_async())

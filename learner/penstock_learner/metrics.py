@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges
+from penstock_learner.agreement.check import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push_report import PushReport
 
 ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")
+MAX_SERVERS = 256
+"""Servers that have series of their own."""
+OTHER_SERVERS = "other"
+"""Label of groups from imports, from sessions, and from servers that have left."""
 _ALGORITHM_GAUGES = {
     "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
@@ -66,6 +71,10 @@ class LearnerMetrics:
         self.role_restarts = Counter(
             name("learner_role_restarts"), "Restarts of a role after a rank died or hung.", ["role"], registry=registry
         )
+        self.quarantines = Counter(
+            name("learner_quarantines"), "Servers put into quarantine because their log-probs disagreed.",
+            registry=registry,
+        )  # fmt: skip
         self._declare_algorithm(registry, name("algo"))
         self._declare_weights(registry, name("weight"))
         self.disk = DiskGauges(registry)
@@ -99,6 +108,30 @@ class LearnerMetrics:
             key: Gauge(f"{PREFIX}_{suffix}", text, registry=registry)
             for key, (suffix, text) in _ALGORITHM_GAUGES.items()
         }
+
+        self.server_mismatch = Gauge(
+            f"{prefix}_server_logprob_mismatch_nats", "Mean |learner - engine| difference of log-probs, by server.",
+            ["server"], registry=registry,
+        )  # fmt: skip
+        self.server_limit = Gauge(
+            f"{prefix}_server_logprob_limit_nats", "Difference beyond which a server disagrees.", ["server"],
+            registry=registry,
+        )  # fmt: skip
+        self._compared_servers: set[str] = set()
+
+    def record_agreement(self, verdicts: Mapping[str, Verdict], fleet: Collection[str]) -> None:
+        """Record what was found about servers. Those outside the fleet share one series, and a server's series end when
+        it leaves, so there are never many."""
+        for name, verdict in verdicts.items():
+            label = name if name in fleet else OTHER_SERVERS
+            if label in self._compared_servers or len(self._compared_servers) < MAX_SERVERS:
+                self._compared_servers.add(label)
+                self.server_mismatch.labels(label).set(verdict.mismatch_nats)
+                self.server_limit.labels(label).set(verdict.limit_nats)
+        for label in self._compared_servers - set(fleet) - {OTHER_SERVERS}:
+            self._compared_servers.remove(label)
+            self.server_mismatch.remove(label)
+            self.server_limit.remove(label)
 
     def _declare_weights(self, registry: CollectorRegistry, prefix: str) -> None:
         self.sync_seconds = Histogram(

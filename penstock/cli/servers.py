@@ -36,8 +36,10 @@ def main(argv: Sequence[str]) -> int:
     for server in servers:
         drained = "  drained" if server.is_drained else ""
         paused = f"  leasing paused: {server.breaker_reason}" if server.breaker_reason else ""
+        off = f"{server.logprob_mismatch_nats:.3g} nats"
+        quarantined = f"  quarantined: log-probs off by {off}" if server.is_quarantined else ""
         print(
             f"{server.server_id}  {server.state}  version {server.policy_version}  "
-            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}{paused}"
+            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}{paused}{quarantined}"
         )
     return 0

@@ -52,7 +52,7 @@ def _print(run: Run) -> None:
         console.print(server_table(run.servers))
     else:
         console.print("no rollout servers")
-    for line in paused_servers(run.servers):
+    for line in (*paused_servers(run.servers), *quarantined_servers(run.servers)):
         console.print(line)
 
 
@@ -68,6 +68,22 @@ def paused_servers(servers: Sequence[Server]) -> list[Any]:
         )
         for server in servers
         if server.breaker_reason
+    ]
+
+
+def quarantined_servers(servers: Sequence[Server]) -> list[Any]:
+    """A line for each server in quarantine."""
+    from rich.text import Text
+
+    return [
+        Text(
+            f"{server.server_id} is in quarantine: its log-probs differ by {server.logprob_mismatch_nats:.3g} nats a "
+            f"token, more than {server.logprob_limit_nats:.3g}; weights loaded again {server.num_reloads} times; see "
+            "docs/runbooks.md#serverquarantined",
+            style="bold red",
+        )
+        for server in servers
+        if server.is_quarantined
     ]
 
 
@@ -108,7 +124,7 @@ def server_table(servers: Sequence[Server]) -> Any:
     for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine", "address"):
         table.add_column(name, overflow="fold", no_wrap=name == "heartbeat")
     for server in servers:
-        state = server.state
+        state = f"{server.state}, quarantined" if server.is_quarantined else server.state
         table.add_row(
             server.server_id, state if state == "READY" else f"[yellow]{state}[/]", str(server.policy_version),
             server.weights_digest[:_DIGEST_LENGTH] or "model folder", str(server.running_groups),

@@ -94,7 +94,7 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    from penstock.cli.status import paused_servers, queue_table, server_table, step_numbers
+    from penstock.cli.status import paused_servers, quarantined_servers, queue_table, server_table, step_numbers
     from penstock.sparkline import sparkline
 
     run = now.run
@@ -107,7 +107,7 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
         head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
     parts: list[Any] = [head, step_numbers(run.metrics), queue_table(run.queue)]
     parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
-    parts += paused_servers(run.servers)
+    parts += [*paused_servers(run.servers), *quarantined_servers(run.servers)]
     parts += [_parts(now), _ages_and_scores(now)]
     rewards = [row.run.metrics.get("reward_mean") for row in history]
     known = [reward for reward in rewards if reward is not None]

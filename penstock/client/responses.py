@@ -80,6 +80,14 @@ class Server(ResponseBody):
     """Reason of the newest failure while the server leases nothing because everything that it tried failed."""
     breaker_failures: int = 0
     """Leases that failed since the server's last success, while `breaker_reason` is set."""
+    is_quarantined: bool = False
+    """Whether its groups are not trained because its log-probs disagree with the learner's."""
+    logprob_mismatch_nats: float = 0.0
+    """Mean difference per token, while `is_quarantined`."""
+    logprob_limit_nats: float = 0.0
+    """The limit that this difference exceeds, while `is_quarantined`."""
+    num_reloads: int = 0
+    """How often its weights were loaded again, while `is_quarantined`."""
 
 
 class Run(ResponseBody):

@@ -195,9 +195,9 @@ class LearnerConfig(Config):
     """Number of policy ranks that share the tokens of each sequence (Ulysses), for contexts that do not fit on one GPU.
     It must divide `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
-    """Largest mean difference between the log-probs of engine and learner, on the same weights, with which the learner
-    starts to train. It is checked at the first step that can be compared. Typical values are 1e-5 in float32 and 0.01
-    in bfloat16. 0: no check."""
+    """Largest mean difference, per token, between the log-probs of a rollout server and of the learner on the same
+    weights. It is checked in every step. A server beyond it is put into quarantine, and the learner ends if every
+    server is. Typical values are 1e-5 in float32 and 0.01 in bfloat16. 0: no check."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that the learner waits for a full batch before it stops with an error. The time of the previous step,
     during which the batch is already being read, does not count."""

@@ -1,25 +1,27 @@
-"""Checks of what a run stored in Redis: conservation, paused servers, heartbeats, weights and log-probs."""
+"""Checks of what a run stored in Redis: conservation, servers that are paused or in quarantine, heartbeats, weights and
+log-probs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from penstock.config.run import RunConfig
 from penstock.doctor.finding import Finding
 from penstock.doctor.machine import check_listens
 from penstock.errors import NotFound, PenstockError
+from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantine
 from penstock.store.redis_client import RedisClient
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 
 LOOKED_BACK_VERSIONS = 50
-TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 
 
 async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
@@ -28,7 +30,8 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
         queue = RedisReplayQueue(client, config.run, config.replay)
         stat, committed_step = await queue.stat(), (await queue.committed()).step
         servers = await Fleet(client, config.run).servers()
-        breakers = await RunControl(client, config.run).open_breakers()
+        control = RunControl(client, config.run)
+        breakers, quarantines = await control.open_breakers(), await control.quarantines()
         ages_s = await Heartbeats(client, config.run).ages_s()
         policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
     except (PenstockError, NotFound) as refused:
@@ -38,7 +41,7 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
     findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
     findings += [check_listens(server.server_id, *server.address.rsplit(":", 1)) for server in servers]
-    return [*findings, *_weights(servers, policies), _agreement(policies, config)]
+    return [*findings, *_weights(servers, policies), _agreement(policies, config), *_quarantines(servers, quarantines)]
 
 
 def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[Finding]:
@@ -55,6 +58,23 @@ def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[
             "see docs/runbooks.md#leasingpaused",
         )
         for breaker in paused
+    ]  # fmt: skip
+
+
+def _quarantines(servers: list[ServerRecord], quarantines: Mapping[str, Quarantine]) -> list[Finding]:
+    """Check whether servers are kept out of training because their log-probs disagree with the learner's."""
+    held = [quarantines[server.server_id] for server in servers if server.server_id in quarantines]
+    if not held:
+        return [Finding("quarantine", "ok", "no server is in quarantine")]
+    return [
+        Finding(
+            "quarantine", "fail",
+            f"{one.server_id} differs from the learner by {one.mismatch_nats:.3g} nats a token, more than "
+            f"{one.limit_nats:.3g} (version {one.policy_version}); its weights were loaded again "
+            f"{one.num_reloads} times",
+            "see docs/runbooks.md#serverquarantined",
+        )
+        for one in held
     ]  # fmt: skip
 
 

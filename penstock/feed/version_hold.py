@@ -125,4 +125,10 @@ class VersionHold:
         return next((s for s in await self._alive() if s.server_id == self._server_id), None)
 
     async def _alive(self) -> list[ServerRecord]:
-        return [s for s in await self.fleet.servers() if s.heartbeat_age_ms < 1000 * self.max_silence_s]
+        """Servers with a fresh heartbeat that may answer."""
+        quarantined = await self.fleet.quarantined()
+        return [
+            server
+            for server in await self.fleet.servers()
+            if server.heartbeat_age_ms < 1000 * self.max_silence_s and server.server_id not in quarantined
+        ]

@@ -232,7 +232,8 @@ class PromptIntake(Protocol):
         ...
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`, or `abandoned` by `go_back`) and discarded groups by the reason's first word."""
+        """Number of expired (`stale`, `quarantined`, or `abandoned` by `go_back`) and discarded groups by the reason's
+        first word."""
         ...
 
 
@@ -347,8 +348,8 @@ class GroupConsumer(Protocol):
         ready again. Raises Conflict, and changes nothing, if a prompt is no longer kept."""
         ...
 
-    async def expire(self, prompt_id: int) -> None:
-        """Drop a group that is too old and admit its prompt again."""
+    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
+        """Drop a group that must not be trained and admit its prompt again. The prompt loses no attempt."""
         ...
 
     async def discard(self, prompt_id: int, reason: str) -> None:

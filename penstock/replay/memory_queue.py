@@ -2,8 +2,8 @@
 
 Calls do not await anything, so each is atomic within one event loop. Several queue objects, each with its own term, may
 share one `MemoryStore`, as a learner and its successor share Redis. The orders of operators are fields of the store: a
-test sets `is_paused`, `drained`, `pins` and `served_versions`, and `lease` follows them. The stream of results exists
-only in Redis.
+test sets `is_paused`, `drained`, `quarantined`, `pins` and `served_versions`, and `lease` follows them. The stream of
+results exists only in Redis.
 """
 
 from __future__ import annotations
@@ -150,10 +150,20 @@ class MemoryReplayQueue:
     # ── rollout server ──
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
-        store, config = self.store, self.config
+        store = self.store
         self._reclaim()
         if store.is_paused or server_id in store.drained:
             return []
+        if server_id not in store.quarantined:
+            return await self._lease_by_breaker(server_id, max_prompts)
+        if not (probes := min(max_prompts, store.quarantined[server_id])):
+            return []
+        leases = await self._lease_by_breaker(server_id, probes)
+        store.quarantined[server_id] -= len(leases)
+        return leases
+
+    async def _lease_by_breaker(self, server_id: str, max_prompts: int) -> list[Lease]:
+        store, config = self.store, self.config
         breaker = store.breakers.get(server_id) if config.breaker.failures else None
         if breaker is None:
             return await self._lease(server_id, max_prompts, {})
@@ -410,12 +420,12 @@ class MemoryReplayQueue:
         store.gone_back = GoneBack(checkpoint, self.term, 0)
         store.lease_signal.send()
 
-    async def expire(self, prompt_id: int) -> None:
+    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
         self._check_term()
         if self.store.remove_group(prompt_id) is not None:
             self.store.prompts[prompt_id].attempt += 1
             self.store.count("expired")
-            self.store.expired_reasons["stale"] += 1
+            self.store.expired_reasons[reason_label(reason)] += 1
             self.store.make_pending(prompt_id)
 
     async def discard(self, prompt_id: int, reason: str) -> None:
@@ -471,7 +481,10 @@ class MemoryReplayQueue:
         return Lease(prompt_id, prompt.attempt, prompt.payload)
 
     def _may_answer(self, server_id: str, prompt_id: int) -> bool:
-        """A pinned evaluation waits for a server with its version, and a pinned server answers nothing else."""
+        """A pinned evaluation waits for a server with its version, and a pinned server answers nothing else. A server
+        in quarantine answers none."""
+        if server_id in self.store.quarantined:
+            return False
         pinned = self.store.pins.get(self.store.prompts[prompt_id].evaluation_id)
         if pinned is None:
             return server_id not in self.store.pins

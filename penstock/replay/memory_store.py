@@ -143,6 +143,8 @@ class MemoryStore:
         self.breakers: dict[str, Breaker] = {}
         self.drained: set[str] = set()
         """Servers that lease nothing."""
+        self.quarantined: dict[str, int] = {}
+        """Prompts that a server in quarantine may still lease as probes."""
         self.pins: dict[str, int] = {}
         """Policy version by the name of a server or of an evaluation."""
         self.served_versions: dict[str, int] = {}

@@ -246,8 +246,8 @@ class RedisReplayQueue:
             raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
         self._manifests, self._attempts = {}, {}
 
-    async def expire(self, prompt_id: int) -> None:
-        await self._call("expire", self.term, prompt_id)
+    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
+        await self._call("expire", self.term, prompt_id, reason)
 
     async def discard(self, prompt_id: int, reason: str) -> None:
         await self._call("discard", self.term, prompt_id, reason)

@@ -72,8 +72,9 @@ class Fleet:
         await self._call("set_server_state", server_id, state, "" if term is None else term)
 
     async def leave(self, server_id: str) -> None:
-        """Forget a server, with its breaker."""
+        """Forget a server, with its breaker and its quarantine."""
         await guarded(self.client.hdel(self.keys.breakers, server_id))
+        await guarded(self.client.hdel(self.keys.quarantined, server_id))
         await guarded(self.client.hdel(self.keys.server_states, server_id))
         await guarded(self.client.hdel(self.keys.servers, server_id))
 
@@ -88,6 +89,10 @@ class Fleet:
             fields["state"] = states.get(server_id, b"JOINING").decode()
             servers.append(read_known_fields(ServerRecord, fields))
         return servers
+
+    async def quarantined(self) -> frozenset[str]:
+        """Servers whose samples must not be used: see penstock.store.quarantine."""
+        return frozenset(server.decode() for server in await guarded(self.client.hgetall(self.keys.quarantined)))
 
     async def term(self) -> int:
         """Term of the learner that may publish; 0 before the first learner."""

@@ -145,6 +145,8 @@ class RunKeys:
     """Hash: server to its record."""
     server_states = Key()
     """Hash: server to its state."""
+    quarantined = Key()
+    """Hash: server whose log-probs disagree with the learner's to the record of its quarantine."""
 
     # ── sessions ──
     session = KeyFamily()

@@ -6,7 +6,8 @@ held_version   servers load this version's snapshot and stay there; the learner 
 roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
 
-The queue itself pauses the leasing of a server while everything that it tries fails (penstock.replay.breaker).
+The queue itself pauses the leasing of a server while everything that it tries fails (penstock.replay.breaker). The
+learner keeps servers whose log-probs disagree with its own in quarantine (penstock.store.quarantine).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import redis.asyncio as redis
 
 from penstock.store.breakers import OpenBreaker
 from penstock.store.keys import RunKeys
+from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_errors import guarded
 from penstock.store.scripts import STORE
 
@@ -45,6 +47,7 @@ class RunControl:
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
         self.keys = RunKeys(run)
+        self._quarantines = Quarantines(client, run)
 
     async def orders(self) -> Orders:
         fields = ("paused", "held_version", "stop_term", "term", "roll_backs", "roll_back_version")
@@ -71,6 +74,10 @@ class RunControl:
             OpenBreaker.read(server.decode(), json.loads(text), now_ms) for server, text in sorted(records.items())
         ]
         return [breaker for breaker in found if breaker is not None]
+
+    async def quarantines(self) -> dict[str, Quarantine]:
+        """Servers whose groups are not trained because their log-probs disagree with the learner's."""
+        return await self._quarantines.read()
 
     async def stop(self) -> None:
         """Pause the run and end the learner of the current term. A learner that starts later takes a new term and

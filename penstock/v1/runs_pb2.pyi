@@ -227,7 +227,7 @@ class ListServersResponse(_message.Message):
     def __init__(self, servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained", "breaker_reason", "breaker_failures")
+    __slots__ = ("server_id", "address", "state", "policy_version", "heartbeat_age_ms", "running_groups", "engine", "weights_digest", "is_drained", "breaker_reason", "breaker_failures", "is_quarantined", "logprob_mismatch_nats", "logprob_limit_nats", "num_reloads")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -253,6 +253,10 @@ class Server(_message.Message):
     IS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     BREAKER_REASON_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    IS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_MISMATCH_NATS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_LIMIT_NATS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELOADS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     address: str
     state: Server.State
@@ -264,7 +268,11 @@ class Server(_message.Message):
     is_drained: bool
     breaker_reason: str
     breaker_failures: int
-    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ..., is_drained: _Optional[bool] = ..., breaker_reason: _Optional[str] = ..., breaker_failures: _Optional[int] = ...) -> None: ...
+    is_quarantined: bool
+    logprob_mismatch_nats: float
+    logprob_limit_nats: float
+    num_reloads: int
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., policy_version: _Optional[int] = ..., heartbeat_age_ms: _Optional[int] = ..., running_groups: _Optional[int] = ..., engine: _Optional[str] = ..., weights_digest: _Optional[str] = ..., is_drained: _Optional[bool] = ..., breaker_reason: _Optional[str] = ..., breaker_failures: _Optional[int] = ..., is_quarantined: _Optional[bool] = ..., logprob_mismatch_nats: _Optional[float] = ..., logprob_limit_nats: _Optional[float] = ..., num_reloads: _Optional[int] = ...) -> None: ...
 
 class CreateEvaluationRequest(_message.Message):
     __slots__ = ("run", "evaluation_id", "prompts")

@@ -52,6 +52,9 @@ START_S = 400.0
 """Deadline of a start, on a machine with much else to do."""
 T = TypeVar("T")
 
+SERVERS = ("faults.steady_server", "faults.faulty_server")
+"""Modules that are started as rollout servers."""
+
 REWARD = """
 import zlib
 
@@ -164,7 +167,7 @@ class MatrixRun:
         """Start a process under supervision, with a config of its own if one is given."""
         path = self.config.folder / f"{name}.yaml"
         path.write_text(dump_config(config or self.config))
-        words = ["--server-id", name] if module == "faults.steady_server" else []
+        words = ["--server-id", name] if module in SERVERS else []
         command = [sys.executable, "-m", module, "--config", str(path), *words]
         own = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), SAMPLE_S: str(self.sample_s)}
 

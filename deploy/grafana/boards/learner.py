@@ -100,6 +100,13 @@ ALGORITHM = Section(
             "Difference in nats between learner and engine on the same weights.",
             ("max(penstock_algo_logprob_mismatch_nats)", ""),
         ),
+        lines(
+            "Log-prob mismatch by server",
+            "Difference in nats between the learner and each server on the samples compared in a step, and the "
+            "lowest limit of a server. Samples of older versions differ because the policy has moved.",
+            ("max by (server) (penstock_algo_server_logprob_mismatch_nats)", "{{server}}"),
+            ("min(penstock_algo_server_logprob_limit_nats)", "limit"),
+        ),
         lines("Reward", "Mean reward in the last batch.", ("avg by (env) (penstock_reward_mean)", "{{env}}")),
     ),
 )

@@ -39,6 +39,13 @@ PARTS = Section(
             "Servers that lease nothing because everything that they tried failed.",
             ("max(penstock_rollout_servers_paused)", ""),
         ),
+        lines(
+            "Quarantined servers",
+            "Servers whose groups are not trained because their log-probs disagree with the learner's, and how many "
+            "were put into quarantine in the last hour.",
+            ("max(penstock_rollout_servers_quarantined)", "now"),
+            ("sum(increase(penstock_learner_quarantines_total[1h]))", "last hour"),
+        ),
         lines("Alerts", "Alerts that fire.", ('count(ALERTS{alertstate="firing"}) or vector(0)', "")),
     ),
 )

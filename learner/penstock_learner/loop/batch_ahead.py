@@ -4,11 +4,14 @@ Reference log-probs and the reward model's scores depend on the groups alone, so
 policy's log-probs and the critic's values depend on the update before them, and cannot.
 
 A roll back can make a group that was read ahead too old to train. `after_roll_back` then checks the batch again.
+`without` replaces groups whose server turned out to be wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Coroutine
+from typing import Any
 
 from penstock.cancellation import end_task
 from penstock_learner.loop.batch_reader import Batch, BatchReader
@@ -32,7 +35,7 @@ class BatchAhead:
         self.forwards = forwards
         self.wanted = wanted
         self.replaced = replaced
-        """The batch from before a roll back, whose tasks this one awaits."""
+        """The batch that this one was made from, whose tasks it awaits."""
 
     @classmethod
     def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
@@ -53,7 +56,21 @@ class BatchAhead:
         async def replace_outdated() -> Batch:
             return await reader.replace_outdated(await self.reading, version, self.wanted)
 
-        reading = asyncio.create_task(replace_outdated())
+        return self._again(training, replace_outdated())
+
+    def without(
+        self, reader: BatchReader, training: TrainingStep, prompt_ids: Collection[int], version: int
+    ) -> BatchAhead:
+        """The same batch with other groups in place of these, which come from servers in quarantine."""
+
+        async def replace() -> Batch:
+            return await reader.replace(await self.reading, prompt_ids, "quarantined", version, self.wanted)
+
+        return self._again(training, replace())
+
+    def _again(self, training: TrainingStep, read: Coroutine[Any, Any, Batch]) -> BatchAhead:
+        """A batch that is made from this one. The computed forwards are kept if it has the same groups."""
+        reading = asyncio.create_task(read)
 
         async def forwards() -> ForwardOutputs:
             batch = await reading

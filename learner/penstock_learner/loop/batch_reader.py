@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.codec import decode_group
@@ -19,6 +19,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PoisonGroup
 from penstock.replay.contract import Delivery, GroupConsumer
 from penstock.trajectory import Group
+from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 
@@ -47,8 +48,8 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another. `ledger` and `roll_backs` belong to the term and are only read here. Groups
-    with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked.
+    """Completes one batch after another. `ledger`, `roll_backs` and `quarantine` belong to the term and are only read
+    here. Groups with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked.
 
     Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
     already taken."""
@@ -56,6 +57,7 @@ class BatchReader:
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
         manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
+        quarantine: ServerQuarantine | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
@@ -64,6 +66,7 @@ class BatchReader:
         self.manifests = manifests
         self.roll_backs = roll_backs
         self.vocabulary_size = vocabulary_size
+        self.quarantine = quarantine
         self._in_batches: set[int] = set()
         """Prompts of batches that were returned and are not in the ledger yet."""
 
@@ -81,12 +84,21 @@ class BatchReader:
 
         Returns the same object if there are none. The deadline is as in `read`."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
-        if not outdated:
+        return await self.replace(batch, outdated, "stale", policy_version, wanted)
+
+    async def replace(
+        self, batch: Batch, prompt_ids: Collection[int], reason: str, policy_version: int,
+        wanted: asyncio.Event | None = None,
+    ) -> Batch:  # fmt: skip
+        """The batch with other groups in place of these, which are expired for `reason`.
+
+        Returns the same object if there are none. The deadline is as in `read`."""
+        if not prompt_ids:
             return batch
-        for prompt_id in outdated:
+        for prompt_id in prompt_ids:
             self._in_batches.discard(prompt_id)
-            await self.queue.expire(prompt_id)
-        kept = [group for group in batch.groups if group.prompt_id not in outdated]
+            await self.queue.expire(prompt_id, reason)
+        kept = [group for group in batch.groups if group.prompt_id not in prompt_ids]
         return await self._complete(batch.step, kept, policy_version, wanted)
 
     async def _complete(
@@ -144,8 +156,8 @@ class BatchReader:
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
         """The group, or None if it must not be trained.
 
-        A group is not trained if its prompt was trained already or if it is malformed. Depending on the config, it
-        is also not trained if it is too old or if its rewards have no spread."""
+        A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
+        Depending on the config, it is also not trained if it is too old or if its rewards have no spread."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.ledger.is_durable(delivery.prompt_id):
@@ -157,6 +169,9 @@ class BatchReader:
             return None
         if self._is_outdated(decoded, policy_version):
             await self.queue.expire(decoded.prompt_id)
+            return None
+        if self.quarantine is not None and await self.quarantine.refuses(decoded):
+            await self.queue.expire(decoded.prompt_id, "quarantined")
             return None
         if self.replay.dynamic_sampling and not _has_spread(decoded):
             await self.queue.discard(decoded.prompt_id, "no_spread")
@@ -184,6 +199,7 @@ def _has_baseline(group: Group) -> bool:
 
 
 def _has_spread(group: Group) -> bool:
-    """Whether the samples differ in reward. A group of one sample counts as having spread: it is not compared with
-    itself."""
-    return len(group.trajectories) == 1 or len({trajectory.reward for trajectory in group.trajectories}) > 1
+    """Whether the samples with a trained token differ in reward. A group with one such sample counts as having spread:
+    the sample is not compared with itself."""
+    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.loss_mask.any()]
+    return len(rewards) == 1 or len(set(rewards)) > 1

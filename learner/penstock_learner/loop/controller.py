@@ -25,16 +25,19 @@ from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.fleet import Fleet
 from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
+from penstock_learner.agreement.check import LogProbCheck
+from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
 from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.logprob_check import LogProbCheck
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
+from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_loop import StepLoop
 from penstock_learner.loop.step_profiles import StepProfiles
@@ -83,7 +86,7 @@ class LearnerController:
         self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
         self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
         metrics.disk.follow("run_dir", self.disk)
-        self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats)
+        self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats, config.model.dtype)
         self.control = RunControl(fleet.client, config.run)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
@@ -151,10 +154,11 @@ class LearnerController:
         term = await begin_term(self.config, self.queue, taken)
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)
+        quarantine = ServerQuarantine(Quarantines(self.fleet.client, self.config.run), term.number)
         publication = PolicyPublication(
-            self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing
+            self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing, quarantine
         )
-        steps = self._make_step_loop(term, orders, publication)
+        steps = self._make_step_loop(term, orders, publication, quarantine)
         beside = [
             asyncio.create_task(publication.publish_loop()),
             asyncio.create_task(publication.catch_up_loop()),
@@ -171,7 +175,9 @@ class LearnerController:
             await steps.writer.abandon()
             await asyncio.to_thread(steps.loggers.close)
 
-    def _make_step_loop(self, term: Term, orders: OperatorOrders, publication: PolicyPublication) -> StepLoop:
+    def _make_step_loop(
+        self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
+    ) -> StepLoop:
         return StepLoop(
             config=self.config,
             term=term,
@@ -185,10 +191,18 @@ class LearnerController:
                 term.manifests,
                 term.roll_backs,
                 vocabulary_size(self.config.model.path),
+                quarantine,
             ),
             training=self.training,
             profiles=self.profiles,
-            log_prob_check=self.log_prob_check,
+            agreement=ServerAgreement(
+                self.log_prob_check,
+                quarantine,
+                self.training,
+                self.fleet,
+                self.metrics,
+                self.config.replay.lease_ttl_s,
+            ),
             recomputed=RecomputedLogProbs(self.fleet.client, self.config.run),
             publication=publication,
             records=self.records,

@@ -3,7 +3,8 @@
 | loop             | waits for                             | unblocked by                        |
 |------------------|---------------------------------------|-------------------------------------|
 | publish_loop     | an offer: a version that is gathered  | the step loop, after each step      |
-| catch_up_loop    | a STALE server, every POLL_S          | the fleet registry                  |
+| catch_up_loop    | a server that is STALE, or whose      | the fleet registry, the quarantine  |
+|                  | quarantine asks for it, every POLL_S  |                                     |
 
 An offer is pushed while it is still being gathered. A newer offer replaces an offer whose push has not begun, or whose
 push would have to start again because a member failed. So training never waits for a push, and at most one offer waits
@@ -33,6 +34,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
+from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup
 from penstock_learner.weights.push_report import PushReport
@@ -70,6 +72,7 @@ class PolicyPublication:
         term: int,
         metrics: LearnerMetrics,
         tracing: Tracing | None = None,
+        quarantine: ServerQuarantine | None = None,
     ) -> None:
         self.config = config
         self.queue = queue
@@ -80,12 +83,15 @@ class PolicyPublication:
         self.control = RunControl(fleet.client, config.run)
         self.policies = PolicyRegistry(fleet.client, config.run)
         self.tracing = tracing or Tracing()
+        self.quarantine = quarantine
         self.current: int | None = None
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
         self._offer: Offer | None = None
         """The newest offer, until its push begins."""
         self._pushing: int | None = None
+        self._members: frozenset[str] = frozenset()
+        """The servers that take part in the push that runs."""
         self._catching_up: dict[str, int] = {}
         """The version that each server in the catch-up lane is getting."""
         self._changed = asyncio.Condition()
@@ -149,13 +155,16 @@ class PolicyPublication:
                 self._changed.notify_all()
 
     async def catch_up_loop(self) -> None:
-        """Runs for ever: brings the current version to servers that are STALE, without disturbing the others.
+        """Runs for ever: brings the current version to servers that are STALE or in quarantine, without disturbing the
+        others.
 
         A server that failed before is tried alone, so that only itself waits for it."""
         by_snapshot = self.config.weights.catch_up == "snapshot"
         transport = "snapshot" if by_snapshot else None
         while True:
             await asyncio.sleep(POLL_S)
+            if self.current is not None:
+                await self._load_quarantined(transport)
             if self.current is None or (self._pushing is not None and not self._failures):
                 continue  # the running push serves STALE servers too
             if by_snapshot and self._kept_version == self.current:
@@ -167,13 +176,26 @@ class PolicyPublication:
             for servers in ([others] if others else []) + [[server] for server in failed]:
                 await self._catch_up(servers, transport)
 
-    async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> None:
+    async def _load_quarantined(self, transport: str | None) -> None:
+        """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem
+        to have it."""
+        if self.quarantine is None or not self.quarantine.records:
+            return
+        for server in await self._followers(("READY", "LOADING", "STALE")):
+            if server.server_id in self._members or not self.quarantine.is_due(server):
+                continue
+            if server.server_id in await self._catch_up([server], transport):
+                await self.quarantine.loaded(server.server_id)
+
+    async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> list[str]:
+        """Push the current version to these servers alone. Returns those that have loaded it."""
         version = self.current
         assert version is not None
         logger.info("bringing version %d to %s", version, [server.server_id for server in servers])
         self._catching_up = {server.server_id: version for server in servers}
         try:
-            await self._push(version, servers, transport=transport, lane="catch_up")
+            report = await self._push(version, servers, transport=transport, lane="catch_up")
+            return report.committed
         finally:
             self._catching_up = {}
 
@@ -186,7 +208,9 @@ class PolicyPublication:
         version, step, started_s = offer.policy_version, offer.step, time.time()
         followers = await self._followers(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if not self._catches_up_alone(server)]
+        self._members = frozenset(server.server_id for server in servers)
         report = await self._push(version, servers, base_version=self._common_base(servers))
+        self._members = frozenset()
         if report.nonfinite:
             raise self._diverged(offer, report.nonfinite)
         if report.superseded and self._offer is not None:
@@ -277,7 +301,8 @@ class PolicyPublication:
 
     def _catches_up_alone(self, server: ServerRecord) -> bool:
         has_failed = server.state == "STALE" and server.server_id in self._failures
-        return has_failed or server.server_id in self._catching_up
+        is_held = self.quarantine is not None and self.quarantine.awaits_load(server.server_id)
+        return has_failed or is_held or server.server_id in self._catching_up
 
     def _push_timeout_s(self, num_servers: int) -> float:
         """Upper bound on a push. Each server can fail, and the push then starts again without it."""

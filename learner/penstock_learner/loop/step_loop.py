@@ -1,10 +1,12 @@
 """The loop over steps within one term: a group enters with `read` and leaves with `commit`.
 
-    read batch ─► training step (training_step.py) ─► gather ─► publish ┐
+    read batch ─► compare servers ─► training step ─► gather ─► publish ┐
         ▲  (the next batch is read,      (the push runs beside the next │
         │   scored and compared with      step's forward and update)    │
         │   the reference meanwhile)                                    │
         └──────── every N steps: checkpoint ─► commit (acknowledge) ◄───┘
+
+Groups of a server whose log-probs disagree with the learner's are replaced before the step (server_agreement.py).
 
 A group is acknowledged only after a durable checkpoint whose ledger holds its prompt. Every call to the queue carries
 the term, so a learner that was replaced cannot acknowledge anything.
@@ -31,10 +33,10 @@ from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.logprob_check import LogProbCheck
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
+from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
@@ -56,7 +58,7 @@ class StepLoop:
     reader: BatchReader
     training: TrainingStep
     profiles: StepProfiles
-    log_prob_check: LogProbCheck
+    agreement: ServerAgreement
     recomputed: RecomputedLogProbs
     """Keeps the learner's own log-probs of a few groups, which the gateway shows."""
     publication: PolicyPublication
@@ -71,6 +73,7 @@ class StepLoop:
     async def run(self) -> None:
         """Train until the last step or a stop. Ends with a checkpoint that covers every group that was trained."""
         await self._publish_start()
+        await self.agreement.begin()
         current: BatchAhead | None = None
         following: BatchAhead | None = None
         try:
@@ -84,6 +87,10 @@ class StepLoop:
                 current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
                 batch = await self._batch_unless_interrupted(current)
                 if batch is None:
+                    continue
+                version = self.term.policy_version
+                if refused := await self.agreement.refused(batch, version, self.term.roll_backs):
+                    following = current.without(self.reader, self.training, refused, version)
                     continue
                 wait_s = time.monotonic() - started
                 crash_point("after_read")
@@ -163,7 +170,7 @@ class StepLoop:
                 batch.groups, batch.step, self.term.policy_version, self.term.kl.coefficient, forwards,
                 self.term.roll_backs,
             )  # fmt: skip
-        self.log_prob_check.check(metrics, batch.groups)
+        self.agreement.check.remember(metrics)
         if self.training.recomputed is not None:
             await self.recomputed.keep(batch.groups, self.training.recomputed)
         self.term.add_trained(batch, metrics)
@@ -181,7 +188,7 @@ class StepLoop:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
         await self.records.record(batch, metrics, self.training.rewards, self.term, self.loggers)
-        offer.metrics.set_result(self.log_prob_check.last | metrics)
+        offer.metrics.set_result(self.agreement.check.last | metrics)
 
     async def _checkpoint(self) -> None:
         """Begin a checkpoint of everything trained so far. Its groups are acknowledged once it is durable."""

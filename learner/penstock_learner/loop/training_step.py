@@ -85,6 +85,10 @@ class TrainingStep:
                 calls["reference_log_probs"] = self._per_token("reference", "log_probs", batch)
             return dict(zip(calls, await gather_all(*calls.values()), strict=True))
 
+    async def policy_log_probs(self, groups: Sequence[Group]) -> NDArray[np.float32]:
+        """[T] log-probs of the groups' response tokens under the policy's weights, in order."""
+        return await self._per_token("policy", "log_probs", batch_of(groups))
+
     async def run(
         self,
         groups: Sequence[Group],

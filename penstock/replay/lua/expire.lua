@@ -1,4 +1,4 @@
--- ARGV: term, id. Drops a queued group and makes its prompt pending, to be admitted again.
+-- ARGV: term, id, reason. Drops a queued group and makes its prompt pending, to be admitted again.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local payload_key = remove_group(ARGV[2])
@@ -7,6 +7,6 @@ redis.call('UNLINK', payload_key)
 -- A higher attempt tells a producer that still holds the group in its outbox that the group is not wanted.
 redis.call('HINCRBY', ATTEMPTS, ARGV[2], 1)
 count('expired', 1)
-count_reason(EXPIRED_REASONS, 'stale')
+count_reason(EXPIRED_REASONS, ARGV[3])
 make_pending(ARGV[2])
 return 1

@@ -16,6 +16,14 @@ end
 
 if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
 
+-- A server in quarantine (penstock/store/quarantine.py) leases its probes and nothing else.
+local quarantine = redis.call('HGET', QUARANTINED, server)
+quarantine = quarantine and cjson.decode(quarantine)
+if quarantine then
+  wanted = math.min(wanted, quarantine.probes_left)
+  if wanted <= 0 then return rows(COLUMNS, {}) end
+end
+
 -- A server leases the prompts that have not failed on it since its last success before those that have. While its
 -- breaker is open, it leases one at a time.
 local failures = tonumber(ARGV[9]) > 0 and redis.call('EXISTS', BREAKERS) == 1 and read_breaker(server) or nil
@@ -55,6 +63,7 @@ local function may_answer(id)
 end
 
 local function lease_evaluations()
+  if quarantine then return end
   local looked_at = wanted + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
     if wanted > 0 and may_answer(id) and not skipped[id] then
@@ -100,4 +109,11 @@ if has_tried_all then
   lease_all()
 end
 if breaker then record_probe(server, breaker, is_pinned, #leased > 0, has_tried_all, now, tonumber(ARGV[9])) end
+if quarantine and #leased > 0 then
+  for i = 1, #leased, 3 do
+    quarantine.probes_left = quarantine.probes_left - 1
+    quarantine.probe_ids = quarantine.probe_ids .. ' ' .. leased[i]
+  end
+  redis.call('HSET', QUARANTINED, server, cjson.encode(quarantine))
+end
 return rows(COLUMNS, leased)

@@ -110,7 +110,10 @@ class LineDisplay:
 
 def _waiting(status: Run) -> str:
     """The state of a run that makes no steps, so that one can see what is missing."""
-    states = ("paused by failures" if server.breaker_reason else server.state for server in status.servers)
+    states = (
+        "quarantined" if server.is_quarantined else "paused by failures" if server.breaker_reason else server.state
+        for server in status.servers
+    )  # fmt: skip
     queue, servers = status.queue, Counter(states)
     fleet = ", ".join(f"{count} {state}" for state, count in sorted(servers.items())) or "none"
     return (

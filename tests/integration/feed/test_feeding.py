@@ -27,6 +27,7 @@ from penstock.feed.version_hold import VersionHold
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantine
 
 NUM_PROMPTS = 2000
 EPOCHS = 3
@@ -265,9 +266,9 @@ def pinned_validation(
     return make, policies, fleet
 
 
-@pytest.mark.parametrize("held_is_lost", [False, True])
+@pytest.mark.parametrize("lost_by", ["", "silence", "quarantine"])
 async def test_one_server_answers_a_validation_with_one_version_while_the_others_go_on(
-    queue: RedisReplayQueue, pinned_validation: Any, held_is_lost: bool
+    queue: RedisReplayQueue, pinned_validation: Any, lost_by: str
 ) -> None:
     make, policies, fleet = pinned_validation
     servers = [Server(server_id, queue, fleet) for server_id in "ab"]
@@ -281,8 +282,11 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
                 for server in servers:
                     if server.server_id not in pins:  # training goes on
                         server.version += len(pins) > 0
-                    elif held_is_lost and server.num_answers:
+                    elif lost_by == "silence" and server.num_answers:
                         lost = [server]
+                    elif lost_by == "quarantine" and server.num_answers:
+                        record = Quarantine(server.server_id, 0.5, 0.1, policy_version=5, since_ms=1)
+                        await queue.client.hset(fleet.keys.quarantined, server.server_id, record.to_json())
                     if server not in lost:
                         await server.turn()
                 await asyncio.sleep(0.02)
@@ -291,7 +295,7 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
         await end_task(task)
     assert evaluation.num_finished == 20 and await policies.pins() == {}
     answers = sorted(server.num_answers for server in servers)
-    if held_is_lost:
+    if lost_by:
         assert answers == [1, 19], "the rest is answered by the fleet"
     else:
         assert answers == [0, 20]

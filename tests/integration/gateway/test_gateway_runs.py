@@ -10,13 +10,14 @@ import pytest
 
 from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
-from penstock.cli.status import paused_servers
+from penstock.cli.status import paused_servers, quarantined_servers
 from penstock.cli.top import parse_series
 from penstock.client.responses import Run
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
 from penstock.store.keys import CreatedRunsKeys
+from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.v1 import (
     policies_pb2,
     policies_pb2_grpc,
@@ -54,6 +55,22 @@ async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway,
     change = runs_pb2.ChangeRunRequest()
     run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), run_bodies.run_to_json)
     assert run["servers"][0]["breaker_reason"] == "" and len(await queue.lease("s", 2)) == 2
+
+
+async def test_a_server_in_quarantine_is_seen_with_its_numbers(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    await Fleet(queue.client, "test").join(ServerRecord("s", "127.0.0.1:1", "torch"))
+    await Quarantines(queue.client, "test").put(
+        Quarantine("s", 0.5, 0.125, policy_version=7, since_ms=1, num_reloads=2), await queue.take_term(0)
+    )
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    [server] = run["servers"]
+    shown = [server[name] for name in ("is_quarantined", "logprob_mismatch_nats", "logprob_limit_nats", "num_reloads")]
+    assert shown == [True, 0.5, 0.125, 2]
+    series = parse_series((await gateway.rest.get("/metrics")).text)
+    assert series["penstock_rollout_servers_quarantined"] == {"": 1.0}
+    [line] = quarantined_servers(Run.model_validate(run).servers)
+    assert line.plain.startswith("s is in quarantine: its log-probs differ by 0.5 nats a token, more than 0.125")
 
 
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -22,6 +22,7 @@ from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.v1 import policies_pb2
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
@@ -67,6 +68,22 @@ async def test_a_healthy_deployment_is_ok_throughout(
     assert [text.endswith("the folder of Redis") for _, text in of(findings, "disk")] == [False, True]
     assert of(findings, "conservation") == [("ok", "every admitted group is accounted for")]
     assert of(findings, "admission") == []
+
+
+async def test_a_server_in_quarantine_is_named_with_its_numbers(
+    config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    assert of(await examine(config), "quarantine") == [("ok", "no server is in quarantine")]
+    term = await queue.take_term(0)
+    await Fleet(redis_client, "test").join(SERVER)
+    record = Quarantine("rollout-0", 0.41, 0.1, policy_version=3, since_ms=1, num_reloads=1)
+    await Quarantines(redis_client, "test").put(record, term)
+    [(level, text)] = of(await examine(config), "quarantine")
+    assert level == "fail"
+    assert text == (
+        "rollout-0 differs from the learner by 0.41 nats a token, more than 0.1 (version 3); its weights were loaded "
+        "again 1 times"
+    )
 
 
 async def test_a_run_that_can_admit_nothing_is_found(

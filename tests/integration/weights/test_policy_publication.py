@@ -19,7 +19,10 @@ from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantines
 from penstock.store.redis_client import connect
+from penstock_learner.agreement.check import Verdict
+from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.weights.push_report import PushReport
@@ -237,6 +240,38 @@ async def test_a_member_that_failed_is_in_no_push_until_it_has_caught_up_alone(
     await setting.offer(7)
     await setting.publication.wait_until_published()
     assert ("push", 7, ["a", "b", "new"]) in policy.pushed
+
+
+async def test_a_server_in_quarantine_gets_the_whole_current_version_again(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
+    publication, policy = setting.publication, setting.policy
+    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
+    publication.quarantine = quarantine
+    await setting.join("a", "READY", 0)
+    await setting.join("b", "READY", 0)
+    await setting.offer(1)
+    await publication.wait_until_published()
+    await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=1, running_groups=1))
+    await quarantine.begin(Verdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await setting.offer(2)
+    await publication.wait_until_published()
+    assert policy.pushed[-1] == ("push", 2, ["a"]), "it takes part in no other push, and still has a running group"
+
+    held = policy.hold("push")
+    await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=2))
+    await setting.offer(3)
+    await eventually(lambda: ("catch_up", 2, ["b"]) in policy.pushed)
+    await eventually(lambda: quarantine.records["b"].num_reloads == 1)
+    [record] = (await quarantine.store.read()).values()
+    assert (record.num_reloads, record.probes_left, record.mismatch_nats) == (1, 2, 0.4)
+    await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=3))
+    held.set()
+    await publication.wait_until_published()
+    await setting.offer(4)
+    await publication.wait_until_published()
+    assert ("push", 4, ["a", "b"]) in policy.pushed, "while it is probed, it takes part again"
 
 
 def with_short_deadlines(publication: PolicyPublication) -> None:

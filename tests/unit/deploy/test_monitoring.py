@@ -96,7 +96,8 @@ ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 CASES = Path(__file__).parents[2] / "prometheus" / "alerts_test.yml"
 CRITICAL = {
     "LearnerStalled", "PolicyVersionSkew", "WeightSyncFailing", "RolloutServersDown", "NonFiniteSteps",
-    "CheckpointStale", "ComponentHeartbeatLost", "ConservationBroken", "LeasingPaused", "DiskNearlyFull",
+    "CheckpointStale", "ComponentHeartbeatLost", "ConservationBroken", "LeasingPaused", "ServerQuarantined",
+    "DiskNearlyFull",
 }  # fmt: skip
 WARNING = {
     "LearnerStarved", "RolloutBackpressured", "StalenessNearLimit", "DropsHigh", "QueueOld", "EntropyCollapse",

@@ -24,6 +24,7 @@ from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
@@ -126,6 +127,24 @@ async def test_admissions_that_redis_has_lost_are_restored(clients: Clients, run
     [lease] = await rollout.lease("r0", 8)
     assert lease.prompt_id == first
     assert (await gateway.stat()).conservation_error == 0
+
+
+async def test_a_quarantine_begins_is_seen_is_probed_and_ends(
+    clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str
+) -> None:
+    gateway, rollout, learner = (queues(role) for role in ROLES)
+    term = await learner.take_term(0)
+    await gateway.submit([b"p"] * 4, [0] * 4, "")
+    await Fleet(clients["rollout"], run).join(ServerRecord("r0", "127.0.0.1:1", "torch"))
+    quarantines = Quarantines(clients["learner"], run)
+    await quarantines.put(Quarantine("r0", 0.2, 0.1, 3, since_ms=await quarantines.now_ms(), probes_left=1), term)
+    assert len(await rollout.lease("r0", 4)) == 1
+    for user in ("learner", "gateway", "operator"):
+        [record] = (await RunControl(clients[user], run).quarantines()).values()
+        assert len(record.probe_ids) == 1
+    await quarantines.end("r0", term)
+    assert len(await rollout.lease("r0", 4)) == 3
+    await Fleet(clients["rollout"], run).leave("r0")
 
 
 async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str) -> None:

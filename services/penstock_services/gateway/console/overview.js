@@ -13,8 +13,11 @@ function servers(run) {
   if (!run.servers.length) return empty("There are no rollout servers.");
   const rows = run.servers.map((server) => {
     const lag = run.policy_version - server.policy_version;
-    const isServing = (server.state === "READY" || server.state === "LOADING") && !server.breaker_reason;
-    const orders = [server.is_drained ? "drained" : "", server.breaker_reason ? "leasing paused" : ""].filter(Boolean);
+    const isServing = (server.state === "READY" || server.state === "LOADING") && !server.breaker_reason && !server.is_quarantined;
+    const orders = [
+      server.is_drained ? "drained" : "", server.breaker_reason ? "leasing paused" : "",
+      server.is_quarantined ? "quarantined" : "",
+    ].filter(Boolean);
     return [
       server.server_id,
       h("span", { class: `tag ${isServing ? "good" : "bad"}` }, [server.state, ...orders].join(", ")),
@@ -37,6 +40,10 @@ function otherRuns(current, runs) {
 
 const paused = (run) => run.servers.filter((server) => server.breaker_reason).map((server) => h("p", { class: "tag bad" },
   `${server.server_id} leases nothing: its last ${server.breaker_failures} attempts failed, the newest with ${server.breaker_reason}`));
+
+const quarantined = (run) => run.servers.filter((server) => server.is_quarantined).map((server) => h("p", { class: "tag bad" },
+  `${server.server_id} is in quarantine: its log-probs differ by ${server.logprob_mismatch_nats.toPrecision(3)} nats a token, ` +
+  `more than ${server.logprob_limit_nats.toPrecision(3)}; weights loaded again ${server.num_reloads} times`));
 
 function change(run, refresh) {
   const isPaused = run.state !== "RUNNING" || run.servers.some((server) => server.breaker_reason);
@@ -69,7 +76,7 @@ export async function overview(refresh) {
       fact("trained + not yet in a checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
       fact("dead letters", number(queue.dead_lettered))),
     queue.conservation_error ? h("p", { class: "tag bad" }, `the queue's counts are off by ${queue.conservation_error}`) : null,
-    ...paused(run),
+    ...paused(run), ...quarantined(run),
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
     otherRuns(run.run, all.runs),

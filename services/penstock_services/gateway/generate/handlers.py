@@ -117,12 +117,13 @@ class GenerateHandlers:
         return sorted(fit, key=lambda server: (self._running[server.server_id], server.running_groups))
 
     async def _ready(self) -> list[ServerRecord]:
-        silence_ms, drained = 1000 * self.config.replay.lease_ttl_s, await self.control.drained()
+        silence_ms = 1000 * self.config.replay.lease_ttl_s
+        left_out = await self.control.drained() | await self.fleet.quarantined()
         return [
             server
             for server in await self.fleet.servers()
             if server.state in SERVING_STATES and server.heartbeat_age_ms <= silence_ms
-            and server.server_id not in drained
+            and server.server_id not in left_out
         ]  # fmt: skip
 
     async def _answer(

@@ -19,7 +19,7 @@ from penstock.v1 import runs_pb2
 
 RUN_STATES = ("waiting", "training", "paused", "stopped", "finished")
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
-_EXPIRED_REASONS = ("stale", "no_spread")
+_EXPIRED_REASONS = ("stale", "no_spread", "quarantined")
 """Known reasons. Their series start at 0, so that a first increase is seen."""
 
 
@@ -55,6 +55,8 @@ class RunSnapshot:
     """An operator has paused the run: no prompt is leased."""
     paused_servers: int = 0
     """Servers whose breaker is open: they lease no prompt because everything that they tried failed."""
+    quarantined_servers: int = 0
+    """Servers whose groups are not trained because their log-probs disagree with the learner's."""
 
     @classmethod
     async def take(
@@ -69,7 +71,8 @@ class RunSnapshot:
         orders = await control.orders()
         known = {server.server_id for server in servers}
         paused = sum(breaker.server_id in known for breaker in await control.open_breakers())
-        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused, paused)
+        quarantined = len(known & (await control.quarantines()).keys())
+        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused, paused, quarantined)
 
     def run_state(self, facts: RunFacts) -> str:
         """One of RUN_STATES.
@@ -131,6 +134,11 @@ class RunCollector(Collector):
             "penstock_rollout_servers_paused",
             "Rollout servers that lease nothing because everything that they tried failed.",
             value=snapshot.paused_servers,
+        )
+        yield GaugeMetricFamily(
+            "penstock_rollout_servers_quarantined",
+            "Rollout servers whose groups are not trained because their log-probs disagree with the learner's.",
+            value=snapshot.quarantined_servers,
         )
         ages = snapshot.heartbeat_ages_s
         yield _gauges("heartbeat_age_seconds", "Time since the last heartbeat.", "component", ages)

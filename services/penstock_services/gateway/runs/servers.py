@@ -6,6 +6,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import NotFound
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.quarantine import Quarantine
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
 from penstock_services.gateway.operations import AuditLog, operation
@@ -45,13 +46,18 @@ class ServerHandlers:
 async def list_servers(fleet: Fleet, control: RunControl) -> list[runs_pb2.Server]:
     drained = await control.drained()
     breakers = {breaker.server_id: breaker for breaker in await control.open_breakers()}
+    quarantines = await control.quarantines()
     return [
-        _server_to_proto(record, record.server_id in drained, breakers.get(record.server_id))
+        _server_to_proto(
+            record, record.server_id in drained, breakers.get(record.server_id), quarantines.get(record.server_id)
+        )
         for record in await fleet.servers()
     ]
 
 
-def _server_to_proto(record: ServerRecord, is_drained: bool, breaker: OpenBreaker | None) -> runs_pb2.Server:
+def _server_to_proto(
+    record: ServerRecord, is_drained: bool, breaker: OpenBreaker | None, quarantine: Quarantine | None
+) -> runs_pb2.Server:
     return runs_pb2.Server(
         server_id=record.server_id,
         address=record.address,
@@ -64,4 +70,8 @@ def _server_to_proto(record: ServerRecord, is_drained: bool, breaker: OpenBreake
         is_drained=is_drained,
         breaker_reason=breaker.reason if breaker else "",
         breaker_failures=breaker.num_failures if breaker else 0,
+        is_quarantined=quarantine is not None,
+        logprob_mismatch_nats=quarantine.mismatch_nats if quarantine else 0.0,
+        logprob_limit_nats=quarantine.limit_nats if quarantine else 0.0,
+        num_reloads=quarantine.num_reloads if quarantine else 0,
     )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from groups import made_by, make_group
@@ -126,6 +127,50 @@ async def test_groups_without_spread_are_replaced() -> None:
     assert batch.prompt_ids == [2, 3]
     stat = await queue.stat()
     assert (stat.expired, stat.conservation_error) == (1, 0)
+
+
+async def test_the_reward_of_a_masked_sample_is_no_spread() -> None:
+    replay = REPLAY.model_copy(update={"dynamic_sampling": True, "groups_per_step": 1})
+
+    def made(prompt_id: int, num_masked: int) -> Group:
+        """The masked samples have another reward than the others."""
+        group = make_group(prompt_id)
+        return replace(
+            group,
+            trajectories=tuple(
+                replace(t, reward=float(i < num_masked), loss_mask=t.loss_mask * np.uint8(i >= num_masked))
+                for i, t in enumerate(group.trajectories)
+            ),
+        )
+
+    queue = await queue_with(replay, [made(1, num_masked=1), made(2, num_masked=4), made(3, num_masked=3)])
+    batch = await reader_of(queue, replay).read(1, 0)
+    assert batch.prompt_ids == [3], "one trained sample is compared with nothing, as a group of one"
+    assert (await queue.stat()).discarded == 2
+
+
+class Held:
+    """A quarantine that holds the server `bad`, with one probe."""
+
+    def __init__(self, probe: int) -> None:
+        self.probe = probe
+
+    async def refuses(self, group: Group) -> bool:
+        return group.server_id == "bad" and group.prompt_id != self.probe
+
+
+async def test_groups_of_a_server_in_quarantine_are_replaced_unless_they_are_probes() -> None:
+    groups = [replace(make_group(number), server_id="bad" if number < 4 else "good") for number in range(1, 7)]
+    queue = await queue_with(REPLAY, groups)
+    reader = reader_of(queue)
+    reader.quarantine = Held(probe=3)  # type: ignore[assignment]
+    batch = await reader.read(1, 0)
+    assert batch.prompt_ids == [3, 4]
+    replaced = await reader.replace(batch, [3], "quarantined", 0)
+    assert replaced.prompt_ids == [4, 5]
+    assert await queue.expired_reasons() == {"quarantined": 3}
+    stat = await queue.stat()
+    assert (stat.pending_prompts, stat.dead_lettered, stat.conservation_error) == (3, 0, 0)
 
 
 async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:

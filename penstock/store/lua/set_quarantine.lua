@@ -1,0 +1,8 @@
+-- ARGV: the learner's term, server, the record of its quarantine (empty: the quarantine ends). Nothing is stored for a
+-- server that has left. Returns 1 if the record is set or removed.
+local fenced = check_term(ARGV[1])
+if fenced then return fenced end
+if ARGV[3] == '' then return redis.call('HDEL', QUARANTINED, ARGV[2]) end
+if redis.call('HEXISTS', SERVERS, ARGV[2]) == 0 then return 0 end
+redis.call('HSET', QUARANTINED, ARGV[2], ARGV[3])
+return 1

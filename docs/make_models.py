@@ -26,14 +26,19 @@ The learner takes one of two paths, by the architecture in `config.json`:
 | packed | those in the first table | sequences without padding; the logits are never whole in memory |
 | padded | every other causal model that Hugging Face can load | Hugging Face's own forward of right-padded rows |
 
-The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. A
-model that can take neither path is refused in one line, by `penstock learner --check` and at the start. The log says so
-if a model takes the padded path, and why.
+The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. The
+log says so if a model takes the padded path, and why.
+
+A model that can take neither path is refused in one line that names its type and the reason, by
+`penstock learner --check`, by `penstock check-model` and at the start. That holds for vision-language models and others
+of several parts, also if only text would be trained: rollout servers know the weights of their language model by other
+names. The last table has examples.
 
 Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) compares its path with the plain
 forward of the same weights before it does anything else. The sequences are longer than every window and share one
 forward pass, the plain forward takes them one at a time, and the largest difference of any token counts. It refuses the
-model, with the numbers, if they differ by more than rounding. You can ask beforehand:
+model, with the numbers, if they differ by more than rounding. It also replaces the last token of each sequence, and
+refuses the model if an earlier token notices: it would be given the answers. You can ask beforehand:
 
 ```
 $ penstock check-model ./Qwen2.5-0.5B
@@ -73,16 +78,36 @@ def compare_all() -> list[tuple[str, bool, float, str]]:
     return rows
 
 
-def page(rows: list[tuple[str, bool, float, str]]) -> str:
+def refuse_all() -> list[tuple[str, str]]:
+    """Type and reason of every model that is refused."""
+    from transformers import AutoConfig
+
+    from penstock.errors import ConfigError
+    from penstock_learner.model.architectures import require_text_decoder
+    from tiny_architectures import REFUSED
+
+    rows = []
+    for model_type in REFUSED:
+        try:
+            require_text_decoder(AutoConfig.for_model(model_type), Path("FOLDER"), "model.path")
+        except ConfigError as error:
+            reason = str(error).partition(f"{model_type}, ")[2].partition(";")[0]
+            rows.append((model_type, reason.partition(", and rollout")[0]))
+    return rows
+
+
+def page(rows: list[tuple[str, bool, float, str]], refused: list[tuple[str, str]]) -> str:
     packed = [f"| {name} | {error:.0e} |" for name, is_packed, error, _ in rows if is_packed]
     padded = [f"| {name} | {error:.0e} | {reason} |" for name, is_packed, error, reason in rows if not is_packed]
     return HEAD + "\n".join(
         [
             f"## Packed: {len(packed)} compared", "", "| architecture | error |", "|---|---|", *packed, "",
             f"## Padded: {len(padded)} compared", "", "| architecture | error | why |", "|---|---|---|", *padded, "",
+            f"## Refused: {len(refused)} tried", "", "| architecture | why |", "|---|---|",
+            *(f"| {model_type} | {reason} |" for model_type, reason in refused), "",
         ]
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(compare_all()))
+    PAGE.write_text(page(compare_all(), refuse_all()))

@@ -114,6 +114,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type and settings by name."""
 
+_REFUSED = """
+    aria aya_vision cohere2_vision deepseek_vl emu3 exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified git glm4v
+    glm4v_moe got_ocr2 granite4_vision idefics3 internvl janus kimi_k25 lfm2_vl llama4 llava llava_next
+    llava_onevision minimax_m3_vl mistral3 mllama moshi ovis2 paligemma phi4_multimodal qwen2_5_vl qwen2_vl qwen3_5
+    qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm step3p7 bart t5 whisper bert electra roberta xlnet
+"""
+REFUSED = tuple(_REFUSED.split())
+"""Model types that are refused: models of several parts, such as vision-language models, encoder-decoders, and models
+whose tokens see later tokens."""
+
 
 def tiny_config(name: str, **larger: Any) -> Any:
     """The Hugging Face configuration of one of the architectures. Sizes in `larger` replace the tiny ones."""

@@ -44,6 +44,8 @@ def check_model(folder: Path, dtype_name: str) -> int:
         "difference": f"{check.error:.1e} (at most {check.limit:.2g}) from Hugging Face's own forward, "
         f"sequences up to {check.longest} tokens",
     }
+    if not check.is_causal:
+        rows["not causal"] = f"replacing the last token changes an earlier one by {check.leak:.1e}"
     for name, text in rows.items():
         print(f"{name:<12}{text}")
     print("right" if check.ok else "WRONG: the learner would train this model wrongly; use another one")

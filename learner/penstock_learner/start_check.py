@@ -22,6 +22,9 @@ def check(config: RunConfig) -> str:
     model = require_causal(config.model.path, "model.path")
     require_parallel(model, path_of(model), config.learner.sequence_parallel)
     check_roles(config.learner)
+    for name, role in config.learner.needed_roles.items():
+        if (own_folder := getattr(role, "path", None)) is not None:
+            require_causal(own_folder, f"learner.{name}.path")
     check_functions(config.learner.algorithm)
     _check_gpus(config)
     check_run_folder(config)

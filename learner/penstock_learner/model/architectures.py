@@ -5,7 +5,8 @@
 | packed | architectures that tests compare with the plain forward | tokens without padding, logits never whole      |
 | padded | every other decoder that Hugging Face can load          | Hugging Face's own forward of right-padded rows |
 
-A model that can take neither path is refused when it is loaded. docs/models.md lists what was compared.
+A model that can take neither path is refused in one line, from its config.json alone (`require_causal`). docs/models.md
+lists what was compared and what is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model.rotary import depends_on_length
+from penstock_learner.model.soft_cap import soft_cap
 
 _PACKED_TYPES = """
     afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
@@ -31,6 +32,14 @@ _PACKED_TYPES = """
 PACKED_TYPES = frozenset(_PACKED_TYPES.split())
 """Values of `model_type` whose packed path was compared with the plain forward, token by token (docs/models.md)."""
 _PACKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ENCODER_TYPES = """
+    bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta
+    roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
+"""
+_ENCODERS = frozenset(_ENCODER_TYPES.split())
+"""Types whose tokens see later tokens, unless their configuration has `is_decoder`."""
+_OTHER_MODALITIES = ("text_config", "vision", "audio", "image", "video")
+"""Parts of the names of nested configurations that a text-only model does not have."""
 _LOGITS_DIVIDED = frozenset({"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"})
 """Types whose logits are divided by `logits_scaling`. HyperCLOVA X multiplies by it."""
 
@@ -44,7 +53,7 @@ class LogitForm:
 
     def apply(self, logits: Tensor) -> Tensor:
         scaled = logits * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+        return scaled if self.softcap is None else soft_cap(scaled, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -57,21 +66,42 @@ class ModelPath:
 
 
 def require_causal(folder: Path, key: str) -> Any:
-    """Return a folder's Hugging Face config. Raises ConfigError if its type is not a causal language model. Loads no
-    weights."""
+    """Return a folder's Hugging Face config. Raises ConfigError, in one line, if the learner cannot train that type of
+    model. Loads no weights."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError) as error:
         first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"{key} {folder} is of type {config.model_type}, which is not a causal language model; use another"
-        )
+    require_text_decoder(config, folder, key)
     return config
+
+
+def require_text_decoder(config: Any, folder: Path, key: str) -> None:
+    """Raise ConfigError if a model with this Hugging Face `config` is not a decoder of text alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    reason = ""
+    if parts := _other_parts(config):
+        reason = (
+            f"which has other parts besides its language model ({', '.join(parts)}), and rollout servers know the "
+            "language model's weights by other names"
+        )
+    elif config.is_encoder_decoder:
+        reason = "which has an encoder besides its decoder"
+    elif config.model_type in _ENCODERS and not getattr(config, "is_decoder", False):
+        reason = "whose tokens see the tokens after them"
+    elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = "which is not a causal language model"
+    if reason:
+        raise ConfigError(f"{key} {folder} is of type {config.model_type}, {reason}; use a text-only decoder")
+
+
+def _other_parts(config: Any) -> list[str]:
+    """Names of the nested configurations of a model that does not consist of a language model alone."""
+    return [name for name in config.sub_configs if any(part in name for part in _OTHER_MODALITIES)]
 
 
 def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model import attention
-from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of
+from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of, require_text_decoder
 from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
 from penstock_learner.model.loading.weights import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
@@ -121,6 +121,7 @@ def open_on_path(
     settings: dict[str, Any] = {"dtype": dtype}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **of_config)
+        require_text_decoder(config, folder, key)
         path = path_of(config)
         if path.is_packed:
             settings["attn_implementation"] = attention.NAME

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock_learner.model.architectures import LogitForm
+from penstock_learner.model.soft_cap import soft_cap
 
 _PLAIN = LogitForm()
 _ALIGNED = 128
@@ -64,7 +65,7 @@ def log_probs_of_logits(
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
     """The logits in float32, soft capped."""
-    return logits.float() if cap is None else cap * torch.tanh(logits.float() / cap)
+    return logits.float() if cap is None else soft_cap(logits.float(), cap)
 
 
 def _statistics(

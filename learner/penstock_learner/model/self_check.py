@@ -3,14 +3,15 @@
 The sequences are random tokens, longer than every window and every length at which the model changes, and they share
 one forward pass. The plain forward takes them one at a time. The largest difference of any token counts, and what is
 allowed is measured too: the plain forward with one attention implementation differs from itself with another by the
-rounding of the compute type.
+rounding of the compute type. A second pass with other last tokens shows whether earlier tokens see them: in training
+every token is known, so such a model would be given the answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,35 @@ class SelfCheck:
     """The largest difference that rounding explains."""
     longest: int
     """Tokens of the longest sequence."""
+    leak: float
+    """The largest change of any token's number after a later token was replaced. It is rounding in a causal model."""
 
     @property
     def ok(self) -> bool:
+        return self.is_equal and self.is_causal
+
+    @property
+    def is_equal(self) -> bool:
         return self.error <= self.limit  # false for NaN
+
+    @property
+    def is_causal(self) -> bool:
+        return self.leak <= self.limit
 
 
 def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError, with the numbers, if the model's path is wrong. Collective where the model is sharded."""
     check = compare_with_plain(model, key, device, dtype)
-    if not check.ok:
+    if not check.is_equal:
         raise ConfigError(
             f"{key}: {model.lm.config.model_type} on the {'packed' if check.is_packed else 'padded'} path differs from "
             f"Hugging Face's own forward by {check.error:.3g} at one token (at most {check.limit:.3g} is rounding, "
             f"sequences up to {check.longest} tokens); it would be trained wrongly, so use another model"
+        )
+    if not check.is_causal:
+        raise ConfigError(
+            f"{key}: tokens of {model.lm.config.model_type} see the tokens after them (replacing the last one changes "
+            f"an earlier one by {check.leak:.3g}, at most {check.limit:.3g} is rounding); use a causal model"
         )
 
 
@@ -67,11 +83,13 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     """Compare the model's path with the plain forward. Collective where the model is sharded.
 
     Raises ConfigError if the model cannot run at all, or runs out of memory."""
-    batch = _random_batch(_lengths(model.lm.config), model.lm.config.get_text_config().vocab_size)
+    vocabulary: int = model.lm.config.get_text_config().vocab_size
+    batch = _random_batch(_lengths(model.lm.config), vocabulary)
     run = _runner(model, device)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             own = run(batch, False)
+            changed = run(_with_other_last_tokens(batch, vocabulary), False)
             plain = [_one_at_a_time(model, run, batch, name) for name in _implementations(model.lm)]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
         first_line = first_line_of(error)
@@ -89,7 +107,11 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     least, most = _LIMITS[dtype]
     # With one plain implementation there is nothing to measure rounding by.
     limit = most if len(plain) == 1 else min(max(least, _MARGIN * noise / spread), most)
-    return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()))
+    # A causal model has one number for each token but the first, the others one for each token.
+    last = np.cumsum(batch.lengths - 1 if isinstance(model, CausalLM) else batch.lengths) - 1
+    earlier = torch.as_tensor(np.delete(np.arange(len(own)), last), device=own.device)
+    leak = float((own - changed)[earlier].abs().max())
+    return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()), leak / spread)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -139,13 +161,22 @@ def _attention(lm: Any, implementation: str) -> Iterator[None]:
 def _lengths(config: Any) -> list[int]:
     """Tokens of each sequence. None is longer than the model allows."""
     text = config.get_text_config()
-    limits = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size")]
+    named = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
+    limits = [getattr(text, name, None) for name in named]
     if depends_on_length(config):
         name = "original_max_position_embeddings"
         limits += [getattr(text, name, None), (getattr(text, "rope_parameters", None) or {}).get(name)]
     allowed = getattr(text, "max_position_embeddings", None) or 1 << 20
     wanted = [limit + _BEYOND for limit in limits if isinstance(limit, int) and limit + _BEYOND <= allowed]
     return [min(length, allowed) for length in (*_SHORT, max(wanted, default=_SHORT[-1] + _BEYOND))]
+
+
+def _with_other_last_tokens(batch: SequenceBatch, vocabulary: int) -> SequenceBatch:
+    """The same sequences, each with another last token."""
+    token_ids = batch.token_ids.copy()
+    last = np.cumsum(batch.lengths) - 1
+    token_ids[last] = (token_ids[last] + 1) % vocabulary
+    return replace(batch, token_ids=token_ids)
 
 
 def _random_batch(lengths: list[int], vocabulary: int) -> SequenceBatch:

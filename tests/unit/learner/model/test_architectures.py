@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,18 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock_learner.model import attention_kernels, causal_lm
-from penstock_learner.model.architectures import LogitForm, path_of, require_causal, require_parallel
+from penstock_learner.model.architectures import (
+    LogitForm,
+    path_of,
+    require_causal,
+    require_parallel,
+    require_text_decoder,
+)
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
+from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.self_check import compare_with_plain, require_right
-from tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_config, tiny_model
+from tiny_architectures import ARCHITECTURES, REFUSED, plain_log_probs, random_batch, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 FAST = {
@@ -114,6 +122,58 @@ def test_models_whose_sequences_cannot_be_shared_are_refused(name: str) -> None:
         require_parallel(config, path_of(config), 2)
     shared = tiny_config("llama")
     require_parallel(shared, path_of(shared), 2)
+
+
+def test_composite_models_and_encoders_are_refused_in_one_line(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    ways_in: tuple[Callable[[Path], object], ...] = (
+        lambda folder: require_causal(folder, "model.path"),  # --check
+        lambda folder: load_model(folder, torch.float32, 16),  # policy, reference, sft, check-model
+        lambda folder: load_scalar_model(folder, torch.float32, key="model.path", make_head=True),  # critic
+    )
+    for model_type in REFUSED:
+        folder = tmp_path / model_type
+        AutoConfig.for_model(model_type).save_pretrained(folder)
+        for way_in in ways_in:
+            with pytest.raises(ConfigError) as raised:
+                way_in(folder)
+            text = str(raised.value)
+            assert f"is of type {model_type}, wh" in text and "use a text-only decoder" in text, text
+            assert "\n" not in text
+
+
+def test_every_type_of_hugging_face_with_other_parts_is_refused() -> None:
+    """The next vision-language model must not be trained by accident either."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    text_only = {"mistral4"}  # listed there, although it has no part that sees
+    for model_type in sorted(SEEING.keys() - text_only):
+        try:
+            config = AutoConfig.for_model(model_type)
+        except (TypeError, ValueError, ImportError):  # it has no default sizes
+            continue
+        with pytest.raises(ConfigError, match=f"is of type {config.model_type}, wh"):
+            require_text_decoder(config, Path("folder"), "model.path")
+
+
+def test_the_self_check_refuses_a_model_whose_tokens_see_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    monkeypatch.setattr(causal_lm, "require_text_decoder", lambda *_: None)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 48}  # fmt: skip
+    for is_decoder in (True, False):
+        model = BertLMHeadModel(BertConfig(**sizes, is_decoder=is_decoder))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)  # as it is made, it hardly looks at any token
+        model.save_pretrained(tmp_path / ("causal" if is_decoder else "seeing"))
+    require_right(load_model(tmp_path / "causal", torch.float32, 16), "model.path", CPU, torch.float32)
+    with pytest.raises(ConfigError, match="tokens of bert see the tokens after them"):
+        require_right(load_model(tmp_path / "seeing", torch.float32, 16), "model.path", CPU, torch.float32)
 
 
 def test_what_is_not_a_causal_model_is_refused_in_one_line(tmp_path: Path) -> None:

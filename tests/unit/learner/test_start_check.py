@@ -1,0 +1,54 @@
+"""`penstock learner --check` refuses models that the learner cannot train, by the key of the config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.loading import validate
+from penstock.errors import ConfigError
+from penstock_learner.start_check import check
+
+MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
+
+
+def _config(tmp_path: Path, model: Path, critic: Path | None) -> Any:
+    return validate(
+        {
+            "model": {"path": str(model)},
+            "run_dir": str(tmp_path / "runs"),
+            "redis": {"url": "redis://127.0.0.1:1/0"},
+            "learner": {
+                "algorithm": {"advantage": {"name": "gae"}},
+                "critic": {"path": str(critic) if critic else None},
+            },
+        },
+        "test",
+    )
+
+
+@pytest.fixture
+def vision_folder(tmp_path: Path) -> Path:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path / "vision")
+    return tmp_path / "vision"
+
+
+def test_the_check_names_the_role_whose_model_has_other_parts(tmp_path: Path, vision_folder: Path) -> None:
+    assert "from the model folder" in check(_config(tmp_path, MODEL, None))
+    for model, critic, key in ((vision_folder, None, "model.path"), (MODEL, vision_folder, "learner.critic.path")):
+        with pytest.raises(
+            ConfigError, match=rf"{key} \S+vision is of type gemma3, which has other parts .*vision_config"
+        ):
+            check(_config(tmp_path, model, critic))
+
+
+def test_the_check_names_a_type_that_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "from_the_future"}))
+    with pytest.raises(ConfigError, match=r"model.path \S+ cannot be loaded: .*from_the_future") as raised:
+        check(_config(tmp_path, tmp_path, None))
+    assert "\n" not in str(raised.value)

@@ -44,6 +44,11 @@ BENCHES = {
         "bench/gpu/attention_forms.py",
         "the learner's step of a model with them, and of the same model without",
     ),
+    "plan_memory": (
+        "Planned memory",
+        "bench/plan_memory.py",
+        "what `penstock plan` expects of a rank in each phase, and what was measured",
+    ),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, AlgorithmConfig
 from penstock.config.base import Config
+from penstock.config.gpu_bundles import find_unplaceable
 from penstock.config.loggers import LoggerName, ProfileConfig, WandbConfig
 
 
@@ -257,6 +258,14 @@ class LearnerConfig(Config):
     def _ranks_form_whole_groups(self) -> Self:
         if self.policy.num_ranks % self.sequence_parallel:
             raise ValueError("policy.num_ranks must be a multiple of sequence_parallel")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_fit_on_gpus(self) -> Self:
+        if names := find_unplaceable(self.placement, self.needed_roles):
+            raise ValueError(
+                f"gpus_per_rank of {names} must add up to at most 1, or be whole numbers: a rank's share is on one GPU"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.rewards import CodeReward
 from penstock.config.run import RunConfig
 from penstock.disk_space import folder_bytes, measure_disk
@@ -86,16 +87,16 @@ def check_sandbox(config: RunConfig) -> list[Finding]:
 
 def check_gpus(config: RunConfig) -> list[Finding]:
     """Compare the GPUs of this machine with what the learner needs, and check that NVLink connects them."""
-    wanted = sum(role.num_ranks * role.gpus_per_rank for role in config.learner.needed_roles.values())
+    wanted = num_gpus(config.learner.placement, config.learner.needed_roles)
     names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader")
     if not names:
         if wanted and not config.learner.ray_address:
             advice = "install the driver, or set learner.*.gpus_per_rank to 0"
-            return [Finding("gpus", "fail", f"none here, but the learner needs {wanted:g}", advice)]
+            return [Finding("gpus", "fail", f"none here, but the learner needs {wanted}", advice)]
         return [Finding("gpus", "ok", "none here, and the learner needs none here")]
     found = f"{len(names)} x {names[0]}"
     if wanted > len(names) and not config.learner.ray_address:
-        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted:g}", "lower learner.*.num_ranks")]
+        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted}", "lower learner.*.num_ranks")]
     if len(names) == 1:
         return [Finding("gpus", "ok", found)]
     # Each row of the matrix has an X on the diagonal; the header has none.

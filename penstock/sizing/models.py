@@ -1,16 +1,45 @@
-"""Shapes of decoder-only models, from which memory and time are computed."""
+"""Shapes of decoder-only models, from which memory and time are computed.
+
+The weights of a model folder are counted in the headers of its safetensors files. Where there are none, and for the
+shapes in `KNOWN`, they are computed from the sizes. Norms and biases are then left out, because they are small.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from penstock.errors import ConfigError
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture-of-experts model."""
+
+    num_experts: int
+    """Experts of one layer, of which the router chooses `per_token` for each token."""
+    per_token: int
+    size: int
+    """Intermediate size of one expert."""
+    shared_size: int = 0
+    """Intermediate size of the experts that every token uses, together."""
+    num_dense_layers: int = 0
+    """Layers that have a plain feed-forward network instead of experts."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Numbers of weights that were counted in a model's files."""
+
+    largest_layer: int
+    root: int
+    """Weights that belong to no layer: the embedding, the head and the last norm."""
+    total: int
+    experts: int
+    """Weights of all experts that a router chooses from."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
+    """The sizes of a model that its memory and its speed depend on."""
+
     name: str
     num_layers: int
     hidden_size: int
@@ -20,27 +49,108 @@ class ModelShape:
     head_size: int
     vocabulary_size: int
     has_tied_head: bool
+    experts: Experts | None = None
+    counted: Counted | None = None
+    kv_size: int = 0
+    """Numbers that the KV cache holds for each token and layer. 0: a key and a value of each key head."""
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer: attention and a gated feed-forward network. Norms and biases are left out, because
-        they are small."""
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        """Parameters of the largest layer. In a mixture of experts that is a layer with all its experts."""
+        if self.counted is not None:
+            return self.counted.largest_layer
+        return self._attention_parameters + max(self._expert_layer_parameters, self._dense_parameters)
 
     @property
     def root_parameters(self) -> int:
-        """Parameters of the embedding and the head."""
-        return self.vocabulary_size * self.hidden_size * (1 if self.has_tied_head else 2)
+        """Parameters that belong to no layer: the embedding and the head."""
+        if self.counted is not None:
+            return self.counted.root
+        return self.embedding_parameters * (1 if self.has_tied_head else 2)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding. The head has as many."""
+        return self.vocabulary_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        return self.num_layers * self.layer_parameters + self.root_parameters
+        if self.counted is not None:
+            return self.counted.total
+        num_dense = self.num_layers if self.experts is None else self.experts.num_dense_layers
+        feed_forward = num_dense * self._dense_parameters
+        feed_forward += (self.num_layers - num_dense) * self._expert_layer_parameters
+        return self.num_layers * self._attention_parameters + feed_forward + self.root_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: all of them, or in a mixture of experts, fewer."""
+        if self.experts is None:
+            return self.num_parameters
+        chosen = self.experts.per_token / self.experts.num_experts
+        return round(self.num_parameters - (1 - chosen) * self._routed_parameters)
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of the feed-forward networks that one token passes through in a layer."""
+        if self.experts is None:
+            return self.intermediate_size
+        routed = self.experts.per_token * self.experts.size + self.experts.shared_size
+        return max(routed, self.intermediate_size if self.experts.num_dense_layers else 0)
+
+    @property
+    def attention_size(self) -> int:
+        """Numbers per token of queries, keys, values and the attention's output."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_size
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in 16 bits, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * 2
+        return 2 * self.num_layers * (self.kv_size or 2 * self.num_kv_heads * self.head_size)
+
+    def read_parameters(self, num_tokens: float) -> float:
+        """Parameters that an engine reads to decode this many tokens at once: tokens choose different experts."""
+        if self.experts is None:
+            return self.num_parameters
+        missed: float = (1 - self.experts.per_token / self.experts.num_experts) ** num_tokens
+        return self.num_parameters - missed * self._routed_parameters
+
+    def without_head(self) -> ModelShape:
+        """The same model with one number as its output, as critics and reward models are."""
+        if self.has_tied_head:
+            return self
+        counted = self.counted
+        if counted is not None:
+            head = self.embedding_parameters
+            counted = replace(counted, root=counted.root - head, total=counted.total - head)
+        return replace(self, has_tied_head=True, counted=counted)
+
+    @property
+    def _attention_parameters(self) -> int:
+        return self.hidden_size * self.attention_size
+
+    @property
+    def _dense_parameters(self) -> int:
+        """Parameters of one gated feed-forward network."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def _expert_layer_parameters(self) -> int:
+        """Parameters of the experts of one layer, with their router."""
+        if self.experts is None:
+            return 0
+        width = self.experts.num_experts * self.experts.size + self.experts.shared_size
+        return 3 * self.hidden_size * width + self.hidden_size * self.experts.num_experts
+
+    @property
+    def _routed_parameters(self) -> int:
+        """Parameters of all experts that routers choose from."""
+        if self.counted is not None:
+            return self.counted.experts
+        if self.experts is None:
+            return 0
+        num_layers = self.num_layers - self.experts.num_dense_layers
+        return num_layers * self.experts.num_experts * 3 * self.hidden_size * self.experts.size
 
 
 KNOWN = {
@@ -51,33 +161,9 @@ KNOWN = {
         ModelShape("3b", 36, 2048, 11008, 16, 2, 128, 151936, True),
         ModelShape("7b", 28, 3584, 18944, 28, 4, 128, 152064, False),
         ModelShape("14b", 48, 5120, 13824, 40, 8, 128, 152064, False),
+        ModelShape("30b-a3b", 48, 2048, 6144, 32, 4, 128, 151936, False, Experts(128, 8, 768)),
         ModelShape("32b", 64, 5120, 27648, 40, 8, 128, 152064, False),
         ModelShape("70b", 80, 8192, 28672, 64, 8, 128, 128256, False),
     )
 }
-"""The shapes of Qwen2.5, and of Llama 3 70B."""
-
-
-def find_shape(name: str) -> ModelShape:
-    """Return a known shape, or the shape that the config.json of a model folder describes."""
-    if name.lower() in KNOWN:
-        return KNOWN[name.lower()]
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"--model {name} is neither one of {', '.join(KNOWN)} nor a folder with config.json")
-    try:
-        config = json.loads(path.read_text())
-        num_heads = int(config["num_attention_heads"])
-        return ModelShape(
-            name=Path(name).name,
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_size=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-            vocabulary_size=int(config["vocab_size"]),
-            has_tied_head=bool(config.get("tie_word_embeddings", False)),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} does not describe a dense decoder: {error!r}") from error
+"""The shapes of Qwen2.5, of Qwen3 30B-A3B, and of Llama 3 70B."""

@@ -7,20 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.config import gpu_bundles
+from penstock.config.learner import RoleConfig
 from penstock.errors import InvalidInput
 from penstock.sizing import hardware
 from penstock.sizing.fleet_model import FleetModel, Forecast
 from penstock.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
-from penstock.sizing.memory import (
-    Batch,
-    Term,
-    critic_terms,
-    policy_terms,
-    reference_terms,
-    reward_model_terms,
-    server_terms,
-    total,
-)
+from penstock.sizing.memory import role_moments, server_terms
+from penstock.sizing.memory_terms import Moment, Role, Setup, Term, adapter_parameters, peak, total
 from penstock.sizing.models import ModelShape
 from penstock.sizing.simulation import simulate
 
@@ -48,7 +42,7 @@ class Workload:
     gpu_memory_utilization: float = 0.9
     network_rate: float = 50e9
     """Network bandwidth per GPU between nodes, in bytes per second. The default is 400 Gbit/s."""
-    batch: Batch = Batch()
+    setup: Setup = Setup()
     has_critic: bool = False
     """Whether there is a critic, which has the policy's size."""
     has_reward_model: bool = False
@@ -65,12 +59,22 @@ class RolePlan:
 
     role: str
     num_gpus: int
-    terms: list[Term]
-    """Terms of the memory of its fullest GPU."""
+    moments: tuple[Moment, ...]
+    """The moments at which its fullest rank needs the most memory. Empty if it needs none of its own."""
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Terms of the memory of its fullest GPU, when that is fullest."""
+        return peak(self.moments).device if self.moments else ()
 
     @property
     def num_bytes(self) -> float:
         return total(self.terms)
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of its fullest rank, when that needs the most."""
+        return max((total(moment.host) for moment in self.moments), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,13 @@ class Plan:
     placement: Placement
     policy: RolePlan
     reference: RolePlan
-    """In split-collocate it shares the policy's GPUs, and its own number is 0."""
+    """In split-collocate it shares the policy's GPUs, and its own number is 0. With an adapter it is the policy."""
     others: tuple[RolePlan, ...]
     """Critic and reward model, if there are any. In split-collocate the reward model shares the critic's GPUs."""
     server: RolePlan
     """One rollout server; its number of GPUs is its tensor parallelism."""
     num_servers: int
-    staging: Literal["device", "host"]
-    micro_batch_tokens: int
+    setup: Setup
     concurrent_groups: int
     group_s: float
     server_tokens_per_s: float
@@ -101,7 +104,24 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        return sum(role.num_gpus for role in self.learner_roles) + self.num_servers * self.server.num_gpus
+        """GPUs of the learner's bundles, as Ray places them, and of the servers."""
+        return gpu_bundles.num_gpus(self.placement, self.shares) + self.num_servers * self.server.num_gpus
+
+    @property
+    def shares(self) -> dict[str, RoleConfig]:
+        """Ranks of each role of the learner, and the share of a GPU that each rank gets. Roles that share GPUs have as
+        many ranks as the role before them."""
+        found: dict[str, RoleConfig] = {}
+        num_ranks = 1
+        for role in self.learner_roles:
+            num_ranks = role.num_gpus or num_ranks
+            if not role.moments:
+                continue
+            group = next(names for names in gpu_bundles.RESOURCE_GROUPS[self.placement] if role.role in names)
+            sharing = [other.role for other in self.learner_roles if other.role in group and other.moments]
+            share = 1.0 if len(sharing) == 1 else (0.75 if role.role == sharing[0] else 0.25)
+            found[role.role] = RoleConfig(num_ranks=num_ranks, gpus_per_rank=share)
+        return found
 
     @property
     def learner_roles(self) -> tuple[RolePlan, ...]:
@@ -110,15 +130,15 @@ class Plan:
 
 def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workload) -> Plan:
     """Find the fewest GPUs on which every role fits, and the number of servers that keeps the learner busy."""
-    num_ranks, batch, staging = _fit_policy(model, gpu, placement, workload.batch)
-    policy = RolePlan("policy", num_ranks, policy_terms(model, num_ranks, batch, stages_on_gpu=staging == "device"))
-    reference = _fit_reference(model, gpu, placement, batch, num_ranks)
-    others = _fit_others(model, gpu, placement, batch, workload)
+    num_ranks, setup = _fit_policy(model, gpu, placement, workload.setup)
+    policy = _role("policy", model, num_ranks, setup)
+    reference = _fit_reference(model, gpu, placement, setup, num_ranks)
+    others = _fit_others(model, gpu, placement, setup, workload)
     server = _fit_server(model, gpu, workload)
     concurrent_groups, step_s = _decoding(model, gpu, server, workload)
     group_s = _group_s(model, gpu, server.num_gpus, step_s, workload)
     train_s = _train_s(model, gpu, (policy, reference, *others), workload)
-    gather_s, push_s, pause_s = _push(model, gpu, num_ranks, server.num_gpus, staging, workload)
+    gather_s, push_s, pause_s = _push(model, gpu, num_ranks, server.num_gpus, setup, workload)
     fleet = FleetModel(
         num_servers=1, concurrent_groups=concurrent_groups, group_s=group_s, groups_per_step=workload.groups_per_step,
         max_staleness=workload.max_staleness, train_s=train_s, push_s=push_s, gather_s=gather_s, pause_s=pause_s,
@@ -127,55 +147,59 @@ def make_plan(model: ModelShape, gpu: Gpu, placement: Placement, workload: Workl
     num_servers, forecast = _fit_fleet(fleet)
     rate = concurrent_groups * workload.num_samples * workload.response_tokens / group_s
     return Plan(
-        model, gpu, placement, policy, reference, others, server, num_servers, staging, batch.micro_batch_tokens,
+        model, gpu, placement, policy, reference, others, server, num_servers, setup,
         concurrent_groups, group_s, rate, train_s, gather_s, push_s, pause_s, forecast,
     )  # fmt: skip
 
 
-def _fit_policy(
-    model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch
-) -> tuple[int, Batch, Literal["device", "host"]]:
+def _role(role: Role, model: ModelShape, num_ranks: int, setup: Setup, *, is_shared: bool = False) -> RolePlan:
+    return RolePlan(role, 0 if is_shared else num_ranks, tuple(role_moments(role, model, num_ranks, setup)))
+
+
+def _fit_policy(model: ModelShape, gpu: Gpu, placement: Placement, setup: Setup) -> tuple[int, Setup]:
     """Find the fewest ranks, then the largest micro-batch. Versions are staged on the GPU if there is room."""
     choices: tuple[Literal["device", "host"], ...] = ("device", "host")
     for num_ranks in RANKS:
         for divisor in MICRO_BATCH_DIVISORS:
-            smaller = replace(batch, micro_batch_tokens=batch.micro_batch_tokens // divisor)
-            beside = total(reference_terms(model, num_ranks, smaller)) if placement == "split-collocate" else 0.0
+            smaller = replace(setup, micro_batch_tokens=setup.micro_batch_tokens // divisor)
+            is_shared = placement == "split-collocate"
+            beside = _role("reference", model, num_ranks, smaller).num_bytes if is_shared else 0.0
             for staging in choices:
-                needed = total(policy_terms(model, num_ranks, smaller, stages_on_gpu=staging == "device"))
+                staged = replace(smaller, staging=staging)
+                needed = _role("policy", model, num_ranks, staged).num_bytes
                 if needed + beside <= gpu.memory_bytes * USABLE_MEMORY:
-                    return num_ranks, smaller, staging
+                    return num_ranks, staged
     raise InvalidInput("model", f"{model.name} does not fit on {RANKS[-1]} {gpu.name}; take larger GPUs")
 
 
-def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, policy_ranks: int) -> RolePlan:
-    if placement == "split-collocate":
-        return RolePlan("reference", 0, reference_terms(model, policy_ranks, batch))
+def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, setup: Setup, policy_ranks: int) -> RolePlan:
+    if placement == "split-collocate" or setup.lora_rank:
+        return _role("reference", model, policy_ranks, setup, is_shared=True)
     fitting = [
-        RolePlan("reference", num_ranks, terms)
+        plan
         for num_ranks in RANKS
-        if total(terms := reference_terms(model, num_ranks, batch)) <= gpu.memory_bytes * USABLE_MEMORY
+        if (plan := _role("reference", model, num_ranks, setup)).num_bytes <= gpu.memory_bytes * USABLE_MEMORY
     ]
     if not fitting:
         raise InvalidInput("model", f"the reference of {model.name} does not fit on {RANKS[-1]} {gpu.name}")
     # More ranks make the pass faster. Take the number with which a step costs the fewest GPU-seconds.
-    policy = RolePlan("policy", policy_ranks, [])
+    policy = RolePlan("policy", policy_ranks, ())
     return min(fitting, key=lambda plan: (policy_ranks + plan.num_gpus) * _step_work((policy, plan)))
 
 
 def _fit_others(
-    model: ModelShape, gpu: Gpu, placement: Placement, batch: Batch, workload: Workload
+    model: ModelShape, gpu: Gpu, placement: Placement, setup: Setup, workload: Workload
 ) -> tuple[RolePlan, ...]:
     """Find the fewest ranks for critic and reward model. In split-collocate they share GPUs."""
-    wanted = {"critic": critic_terms} if workload.has_critic else {}
-    wanted |= {"reward_model": reward_model_terms} if workload.has_reward_model else {}
-    groups = [list(wanted)] if placement == "split-collocate" else [[name] for name in wanted]
+    wanted: list[Role] = ["critic"] if workload.has_critic else []
+    wanted += ["reward_model"] if workload.has_reward_model else []
+    groups = [wanted] if placement == "split-collocate" else [[name] for name in wanted]
     plans: list[RolePlan] = []
     for names in (group for group in groups if group):
         for num_ranks in RANKS:
-            terms = {name: wanted[name](model, num_ranks, batch) for name in names}
-            if sum(map(total, terms.values())) <= gpu.memory_bytes * USABLE_MEMORY:
-                plans += [RolePlan(name, 0 if index else num_ranks, terms[name]) for index, name in enumerate(names)]
+            fitting = [_role(name, model, num_ranks, setup, is_shared=index > 0) for index, name in enumerate(names)]
+            if sum(plan.num_bytes for plan in fitting) <= gpu.memory_bytes * USABLE_MEMORY:
+                plans += fitting
                 break
         else:
             raise InvalidInput("model", f"{' and '.join(names)} do not fit on {RANKS[-1]} {gpu.name}")
@@ -188,11 +212,12 @@ def _fit_server(model: ModelShape, gpu: Gpu, workload: Workload) -> RolePlan:
     for num_gpus in RANKS[:4]:
         terms = server_terms(model, num_gpus, gpu, workload.gpu_memory_utilization)
         if _sequences(model, num_gpus, terms, workload) >= wanted:
-            return RolePlan("rollout", num_gpus, terms)
+            staged = Term("a version that is being received", "P x 2 B", 2.0 * model.num_parameters)
+            return RolePlan("rollout", num_gpus, (Moment("step", "decoding", tuple(terms), (staged,)),))
     raise InvalidInput("model", f"{model.name} leaves no room for {wanted} sequences on {RANKS[3]} {gpu.name}")
 
 
-def _sequences(model: ModelShape, num_gpus: int, terms: list[Term], workload: Workload) -> int:
+def _sequences(model: ModelShape, num_gpus: int, terms: Sequence[Term], workload: Workload) -> int:
     length = workload.prompt_tokens + workload.response_tokens
     return int(min(workload.max_num_seqs, terms[-1].num_bytes * num_gpus / (model.kv_bytes_per_token * length)))
 
@@ -207,19 +232,21 @@ def _decoding(model: ModelShape, gpu: Gpu, server: RolePlan, workload: Workload)
 
 def decode_step_s(model: ModelShape, gpu: Gpu, num_gpus: int, num_running: float, context_tokens: float) -> float:
     """Seconds in which every running sequence gets its next token. The weights and the whole KV cache are read once."""
-    read = 2 * model.num_parameters + num_running * model.kv_bytes_per_token * context_tokens
+    read = 2 * model.read_parameters(num_running) + num_running * model.kv_bytes_per_token * context_tokens
     memory_s = read / num_gpus / (gpu.memory_rate * hardware.DECODE_EFFICIENCY)
-    compute_s = 2 * model.num_parameters * num_running / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
+    compute_s = 2 * model.active_parameters * num_running / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
     return hardware.DECODE_FLOOR_S + max(memory_s, compute_s)
 
 
 def _group_s(model: ModelShape, gpu: Gpu, num_gpus: int, step_s: float, workload: Workload) -> float:
-    prefill = 2 * model.num_parameters * workload.prompt_tokens / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
+    prefill = (
+        2 * model.active_parameters * workload.prompt_tokens / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
+    )
     return prefill + workload.response_tokens * workload.longest_sample * step_s
 
 
 def _train_s(model: ModelShape, gpu: Gpu, roles: Sequence[RolePlan], workload: Workload) -> float:
-    work = model.num_parameters * workload.tokens_per_step / (gpu.flops * hardware.TRAIN_EFFICIENCY)
+    work = model.active_parameters * workload.tokens_per_step / (gpu.flops * hardware.TRAIN_EFFICIENCY)
     return work * _step_work(roles)
 
 
@@ -242,17 +269,19 @@ def _step_work(roles: Sequence[RolePlan]) -> float:
 
 
 def _push(
-    model: ModelShape, gpu: Gpu, policy_ranks: int, server_gpus: int, staging: str, workload: Workload
+    model: ModelShape, gpu: Gpu, policy_ranks: int, server_gpus: int, setup: Setup, workload: Workload
 ) -> tuple[float, float, float]:
     """Seconds to gather the weights on rank 0, of the whole push, and of the pause in decoding."""
-    size = model.num_parameters
+    size, pushed = model.num_parameters, model.num_parameters
+    if setup.lora_rank:
+        pushed = adapter_parameters(model, setup.lora_rank)
     network = workload.network_rate * hardware.LINK_EFFICIENCY
     gathering = gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
-    gather_s = (4 * size / gathering if policy_ranks > 1 else 0.0) + 2 * size / hardware.STAGING_RATE
+    gather_s = (2 * size / gathering if policy_ranks > 1 else 0.0) + 2 * pushed / hardware.STAGING_RATE
     pause_s = 2 * size / server_gpus / hardware.LOAD_RATE
     # From host memory, gloo sends the weights through one TCP stream.
-    rate = network if staging == "device" else min(network, hardware.HOST_TRANSFER_RATE)
-    return gather_s, hardware.PUSH_FLOOR_S + max(gather_s, 2 * size / rate) + pause_s, pause_s
+    rate = network if setup.staging == "device" else min(network, hardware.HOST_TRANSFER_RATE)
+    return gather_s, hardware.PUSH_FLOOR_S + max(gather_s, 2 * pushed / rate) + pause_s, pause_s
 
 
 def _fit_fleet(fleet: FleetModel) -> tuple[int, Forecast]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import runpy
 import struct
 from dataclasses import replace
@@ -15,16 +17,22 @@ from hypothesis import strategies as st
 
 from penstock.cli import main as cli
 from penstock.cli.plan import as_json
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import validate
-from penstock.errors import InvalidInput
+from penstock.errors import ConfigError, InvalidInput
 from penstock.sizing.fleet_model import FleetModel
 from penstock.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
-from penstock.sizing.models import KNOWN, find_shape
+from penstock.sizing.memory import role_moments
+from penstock.sizing.memory_terms import CONTEXT, PHASES, STAGED, Role, Setup, peak, total
+from penstock.sizing.model_folder import find_shape
+from penstock.sizing.models import KNOWN
 from penstock.sizing.plan import PLACEMENTS, Workload, decode_step_s, make_plan
 from penstock.sizing.simulation import simulate
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = {"0.5b": 0.494, "1.5b": 1.544, "3b": 3.086, "7b": 7.616, "14b": 14.77, "32b": 32.76, "70b": 70.55}
+PUBLISHED = {
+    "0.5b": 0.494, "1.5b": 1.544, "3b": 3.086, "7b": 7.616, "14b": 14.77, "30b-a3b": 30.53, "32b": 32.76, "70b": 70.55,
+}  # fmt: skip
 """Parameters by the models' cards, in 1e9."""
 FLEET = FleetModel(
     num_servers=4, concurrent_groups=8, group_s=10, groups_per_step=32, max_staleness=2, train_s=12, gather_s=0.5,
@@ -40,12 +48,76 @@ def test_shapes_have_the_parameters_of_their_models() -> None:
         assert KNOWN[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.003)
 
 
-def test_a_folder_s_shape_has_the_parameters_of_its_file() -> None:
-    folder = ROOT / "examples" / "arithmetic" / "model"
+def test_a_mixture_of_experts_uses_a_part_of_its_parameters() -> None:
+    shape = KNOWN["30b-a3b"]
+    assert shape.active_parameters / 1e9 == pytest.approx(3.3, rel=0.03)
+    assert shape.layer_parameters > 128 * 3 * 2048 * 768, "its largest layer holds all experts"
+    assert shape.active_parameters < shape.read_parameters(4) < shape.read_parameters(64) < shape.num_parameters
+    assert KNOWN["7b"].active_parameters == KNOWN["7b"].read_parameters(4) == KNOWN["7b"].num_parameters
+
+
+def _header_shapes(folder: Path) -> list[list[int]]:
     with (folder / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    tensors = [entry["shape"] for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) == 2]
-    assert find_shape(str(folder)).num_parameters == sum(rows * columns for rows, columns in tensors)
+    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+
+
+def test_a_folder_s_shape_has_the_parameters_of_its_file() -> None:
+    folder = ROOT / "examples" / "arithmetic" / "model"
+    shape = find_shape(str(folder))
+    assert shape.num_parameters == sum(math.prod(sizes) for sizes in _header_shapes(folder))
+    assert shape.num_parameters == shape.root_parameters + shape.num_layers * shape.layer_parameters
+    computed = replace(shape, counted=None)
+    for name in ("num_parameters", "layer_parameters", "root_parameters"):
+        assert getattr(computed, name) == pytest.approx(getattr(shape, name), rel=0.1), "norms are left out"
+
+
+_MOE = {
+    "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 50,
+    "tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}, (4, 2, 10, 0, 0)),
+        ({"num_local_experts": 4, "num_experts_per_tok": 1}, (4, 1, 24, 0, 0)),
+        (
+            {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
+             "first_k_dense_replace": 1},
+            (8, 2, 6, 12, 1),
+        ),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10,
+             "shared_expert_intermediate_size": 7, "mlp_only_layers": [0, 1]},
+            (4, 2, 10, 7, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_the_experts_of_every_family_are_read(tmp_path: Path, experts: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MOE | experts))
+    found = find_shape(str(tmp_path))
+    assert found.experts is not None and tuple(vars(found.experts).values()) == sizes
+    assert found.active_parameters < found.num_parameters
+
+
+def test_weights_are_counted_in_the_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MOE | {"num_experts": 4, "num_experts_per_tok": 2}))
+    shapes = {
+        "model.embed_tokens.weight": [50, 16], "lm_head.weight": [50, 16], "model.norm.weight": [16],
+        "model.layers.0.self_attn.q_proj.weight": [16, 16], "model.layers.1.self_attn.q_proj.weight": [16, 16],
+        "model.layers.1.mlp.experts.0.up_proj.weight": [24, 16],
+        "model.layers.1.mlp.experts.3.up_proj.weight": [24, 16],
+    }  # fmt: skip
+    header = json.dumps({name: {"shape": shape} for name, shape in shapes.items()}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    counted = find_shape(str(tmp_path)).counted
+    assert counted is not None
+    assert vars(counted) == {"largest_layer": 256 + 768, "root": 1616, "total": 1616 + 512 + 768, "experts": 768}
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match="does not describe a decoder"):
+        find_shape(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -81,13 +153,110 @@ def test_critic_and_reward_model_share_a_group_of_their_own() -> None:
 
 
 def test_fewer_ranks_than_planned_would_not_fit() -> None:
-    from penstock.sizing.memory import Batch, policy_terms, total
-
     for name in ("7b", "70b"):
         plan = make_plan(KNOWN[name], GPUS["h100"], "standalone", Workload())
-        smallest = Batch(micro_batch_tokens=4096)
-        half = policy_terms(KNOWN[name], plan.policy.num_gpus // 2, smallest, stages_on_gpu=False)
-        assert total(half) > GPUS["h100"].memory_bytes * USABLE_MEMORY
+        smallest = Setup(micro_batch_tokens=4096, staging="host")
+        half = role_moments("policy", KNOWN[name], plan.policy.num_gpus // 2, smallest)
+        assert total(peak(half).device) > GPUS["h100"].memory_bytes * USABLE_MEMORY
+
+
+def _bytes(role: Role, phase: Any, model: str, num_ranks: int, **setup: Any) -> float:
+    """Device memory of a phase, in GB, without the CUDA context."""
+    terms = peak(role_moments(role, KNOWN[model], num_ranks, Setup(**setup)), phase).device
+    return total([term for term in terms if term.name != CONTEXT]) / 1e9
+
+
+def test_every_role_has_the_phases_that_it_goes_through() -> None:
+    for role, phases in (("policy", PHASES), ("critic", PHASES[:2]), ("reference", PHASES[:2])):
+        found = {moment.phase for moment in role_moments(role, KNOWN["7b"], 2, Setup())}  # type: ignore[arg-type]
+        assert found == set(phases)
+
+
+def test_a_rank_loads_its_part_of_the_weights_and_no_more() -> None:
+    shard = 4 * KNOWN["32b"].num_parameters / 8 / 1e9
+    root = 2 * KNOWN["32b"].root_parameters / 1e9
+    assert _bytes("policy", "load", "32b", 8) == pytest.approx(shard + root * (2 + 1 / 8))
+    assert _bytes("reference", "load", "32b", 8) == pytest.approx(shard / 2 + root * (2 + 1 / 8))
+    assert _bytes("reference", "load", "32b", 8, reference_bits=4) == pytest.approx(0.5 * 32.76, rel=0.01), "whole"
+
+
+def test_a_gather_holds_one_unit_at_a_time() -> None:
+    state = 16 * KNOWN["70b"].num_parameters / 64 / 1e9
+    unit = 2 * max(KNOWN["70b"].root_parameters, KNOWN["70b"].layer_parameters) / 1e9
+    gathered = _bytes("policy", "gather", "70b", 64, staging="host")
+    assert gathered == pytest.approx(state + unit * (2 + 1 / 64))
+    assert gathered < 2 * KNOWN["70b"].num_parameters / 1e9, "never the whole model"
+    assert _bytes("policy", "push", "70b", 64, staging="host") == pytest.approx(gathered)
+    mixture, layer = KNOWN["30b-a3b"], 2 * KNOWN["30b-a3b"].layer_parameters / 1e9
+    gathered = _bytes("policy", "gather", "30b-a3b", 16, staging="host")
+    assert gathered == pytest.approx(mixture.num_parameters / 1e9 + layer * (3 + 1 / 16)), (
+        "experts are split for engines"
+    )
+
+
+def test_what_is_staged_for_pushes_is_on_the_device_or_on_the_host() -> None:
+    def staged(where: str, **setup: Any) -> tuple[float, float]:
+        moments = role_moments("policy", KNOWN["7b"], 4, Setup(staging=where, **setup))  # type: ignore[arg-type]
+        push = peak(moments, "push")
+        return tuple(  # type: ignore[return-value]
+            sum(term.num_bytes for term in terms if term.name == STAGED) / 1e9 for terms in (push.device, push.host)
+        )
+
+    assert staged("device") == pytest.approx((4 * 7.615, 0), rel=0.01)
+    assert staged("host") == pytest.approx((0, 4 * 7.615), rel=0.01)
+    assert 0 < staged("device", lora_rank=16)[0] < 0.5
+
+
+def test_an_adapter_has_little_state_and_no_second_model() -> None:
+    whole, adapter = _bytes("policy", "push", "7b", 2), _bytes("policy", "push", "7b", 2, lora_rank=16)
+    assert adapter < 0.35 * whole
+    assert role_moments("reference", KNOWN["7b"], 2, Setup(lora_rank=16)) == []
+    plan = make_plan(KNOWN["7b"], GPUS["h200"], "standalone", Workload(setup=Setup(lora_rank=16)))
+    assert "reference" not in as_json(plan)["config"]["learner"] and plan.reference.num_gpus == 0
+    config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
+    assert config.learner.lora is not None and config.learner.lora.rank == 16
+
+
+def test_offload_moves_the_state_to_the_host() -> None:
+    moments = role_moments("policy", KNOWN["7b"], 2, Setup(cpu_offload=True, staging="host"))
+    state = 16 * KNOWN["7b"].num_parameters / 2
+    assert max(total(moment.host) for moment in moments) > state
+    assert _bytes("policy", "step", "7b", 2, cpu_offload=True, staging="host") < 0.4 * state / 1e9
+
+
+def test_the_padded_path_holds_all_logits_of_a_micro_batch() -> None:
+    packed, padded = (_bytes("policy", "step", "7b", 4, is_padded=is_padded) for is_padded in (False, True))
+    assert padded - packed > 3.5 * 2 * 16384 * 152064 / 1e9
+    assert _bytes("critic", "step", "7b", 4, is_padded=True) == _bytes("critic", "step", "7b", 4), "it has no logits"
+
+
+def test_the_plan_s_gpus_are_those_of_its_bundles() -> None:
+    for placement in PLACEMENTS:
+        plan = make_plan(KNOWN["7b"], GPUS["h100"], placement, Workload(has_critic=True, has_reward_model=True))
+        learner = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan").learner
+        counted = num_gpus(learner.placement, learner.needed_roles | {"reference": learner.reference})
+        assert plan.num_gpus == counted + plan.num_servers * plan.server.num_gpus
+
+
+def test_planned_steps_need_the_memory_that_was_measured_on_an_h200() -> None:
+    """One rank, with and without float32 masters, compiled, three shares of recomputation."""
+    measurements = json.loads((ROOT / "bench" / "results" / "learner.json").read_text())["measurements"]
+    pattern = re.compile(
+        r"(\S+): ours, (\w+) masters, compiled, (\d+)% recomputed, (\d+) tokens, (\d+)% kept, peak memory"
+    )
+    batch_tokens = {"0.5b": 8 * 4096, "1.5b": 4 * 4096, "7b": 2 * 4096}
+    found = [(match, entry["median"]) for entry in measurements if (match := pattern.fullmatch(entry["name"]))]
+    assert len(found) == 6
+    for match, gibibytes in found:
+        name, masters, recomputed, tokens, kept = match.groups()
+        setup = Setup(
+            micro_batch_tokens=int(tokens), master_bytes=4 if masters == "float32" else 2, compiles=True,
+            recomputed=int(recomputed) / 100, kept=int(kept) / 100, staging="host",
+            num_micro_batches=batch_tokens[name] // int(tokens),
+        )  # fmt: skip
+        terms = peak(role_moments("policy", KNOWN[name], 1, setup), "step").device
+        planned = total([term for term in terms if term.name != CONTEXT])
+        assert planned == pytest.approx(gibibytes * 2**30, rel=0.1), match[0]
 
 
 def test_rates_are_near_what_was_measured_on_an_h200() -> None:
@@ -192,11 +361,49 @@ def test_the_sizing_guide_is_the_one_of_the_plans() -> None:
 def test_plan_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", "7b", "--gpu", "h200"]) == 0
     text = capsys.readouterr().out
-    for part in ("standalone", "split-collocate", "7.62e9 x 8 B / ", "KV cache", "tokens/s", "staleness", "push"):
+    for part in (
+        "standalone",
+        "split-collocate",
+        "P x 8 B / ",
+        "load ",
+        "gather ",
+        "on the host",
+        "KV cache",
+        "tokens/s",
+        "staleness",
+        "push",
+    ):
         assert part in text
     assert cli.main(["plan", "--model", "0.5b", "--placement", "standalone", "--json"]) == 0
     [plan] = json.loads(capsys.readouterr().out)
     assert plan["roles"]["policy"]["num_bytes"] == sum(t["num_bytes"] for t in plan["roles"]["policy"]["terms"])
+
+
+def test_plan_says_whether_a_configuration_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+             "num_key_value_heads": 4, "vocab_size": 152064}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    file = tmp_path / "run.yaml"
+
+    def plan(num_ranks: int, gpu: str, **learner: Any) -> tuple[int, str]:
+        shares = {"num_ranks": num_ranks, "gpus_per_rank": 0.75}, {"num_ranks": num_ranks, "gpus_per_rank": 0.25}
+        given = {"placement": "split-collocate", "policy": shares[0], "reference": shares[1],
+                 "algorithm": {"kl": {"placement": "loss"}}} | learner  # fmt: skip
+        config = {
+            "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+            "learner": given,
+            "weights": {"staging": "host"},
+        }
+        file.write_text(json.dumps(config))
+        code = cli.main(["plan", "--config", str(file), "--gpu", gpu])
+        return code, capsys.readouterr().out
+
+    code, text = plan(4, "h100")
+    assert code == 0 and "policy + reference: 63." in text and "fits" in text and "GPUs          4" in text
+    assert re.search(r"policy +4 x 0.75 GPU +load \d+\.\d, step 47.3, gather 38.4, push 38.4 GB; \d+", text)
+    code, text = plan(1, "h100")
+    assert code == 1 and "does not fit" in text
+    assert plan(1, "h100", lora={"rank": 8, "alpha": 16}, master_dtype="bfloat16")[0] == 0
 
 
 @pytest.mark.parametrize(

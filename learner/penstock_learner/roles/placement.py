@@ -1,7 +1,4 @@
-"""Placements: which roles share a Ray placement group.
-
-    standalone         policy | reference | critic | reward model     one group each
-    split-collocate    policy + reference | critic + reward model     two groups
+"""Reserves a Ray placement group for each resource group of `penstock/config/gpu_bundles.py`.
 
 Rank i of every role of a resource group sits in bundle i of its placement group. The controller does not know which
 placement it runs on.
@@ -15,51 +12,26 @@ from collections.abc import Mapping
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
+from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock_learner.roles.role_actors import RoleActors
 from penstock_learner.roles.role_group import RoleGroup
 
-RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
-    "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
-}
-
-
-def active_resource_groups(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> list[dict[str, RoleConfig]]:
-    """The resource groups of the placement, with the roles that this run needs. Empty groups are left out."""
-    groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[learner.placement]]
-    return [group for group in groups if group]
-
-
-def bundles(group: Mapping[str, RoleConfig]) -> list[dict[str, float]]:
-    """The resources of each bundle: the sum over the roles that have a rank in it."""
-    num_bundles = max(role.num_ranks for role in group.values())
-    result = []
-    for rank in range(num_bundles):
-        present = [role for role in group.values() if rank < role.num_ranks]
-        bundle = {
-            "CPU": sum(role.cpus_per_rank for role in present),
-            "GPU": sum(role.gpus_per_rank for role in present),
-        }
-        result.append({name: amount for name, amount in bundle.items() if amount})
-    return result
-
 
 def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
     """Logical CPUs that a private Ray must offer so that all roles fit."""
-    groups = active_resource_groups(learner, roles)
+    groups = active_resource_groups(learner.placement, roles)
     return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
 def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
     """Raise ConfigError if this machine has too few GPUs for the roles. A private Ray cannot get more nodes."""
-    groups = active_resource_groups(learner, roles)
-    num_needed = sum(bundle.get("GPU", 0) for group in groups for bundle in bundles(group))
+    num_needed = num_gpus(learner.placement, roles)
     if num_needed > num_here:
         raise ConfigError(
-            f"learner.*.gpus_per_rank asks for {num_needed:g} GPUs, but this machine has {num_here:g}; lower it or "
+            f"learner.*.gpus_per_rank asks for {num_needed} GPUs, but this machine has {num_here:g}; lower it or "
             "num_ranks, or set learner.ray_address to a cluster"
         )
 
@@ -69,7 +41,7 @@ async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeou
     placed: dict[str, RoleGroup] = {}
     if not config.learner.ray_address:
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
-    for group in active_resource_groups(config.learner, roles):
+    for group in active_resource_groups(config.learner.placement, roles):
         reserved = _reserve(config, group)
         try:
             async with asyncio.timeout(timeout_s):

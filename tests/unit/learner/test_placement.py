@@ -4,30 +4,70 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock_learner.roles.placement import active_resource_groups, bundles, check_gpus, num_cpus
+from penstock_learner.roles.placement import check_gpus, num_cpus
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 
 
 def test_standalone_gives_every_role_its_own_group() -> None:
-    groups = active_resource_groups(LearnerConfig(placement="standalone"), ROLES)
+    groups = active_resource_groups("standalone", ROLES)
     assert [list(group) for group in groups] == [["policy"], ["reference"]]
     assert bundles(groups[0]) == [{"CPU": 1, "GPU": 0.5}] * 2
 
 
 def test_split_collocate_shares_bundles_rank_by_rank() -> None:
-    groups = active_resource_groups(LearnerConfig(placement="split-collocate"), ROLES)
+    groups = active_resource_groups("split-collocate", ROLES)
     assert [list(group) for group in groups] == [["policy", "reference"]]
     assert bundles(groups[0]) == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 0.5}]
 
 
 def test_gpus_that_a_machine_lacks_are_not_waited_for() -> None:
-    check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=1.5)
-    with pytest.raises(ConfigError, match=r"asks for 1.5 GPUs, but this machine has 0; lower it"):
-        check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=0)
+    check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=2)
+    with pytest.raises(ConfigError, match=r"asks for 2 GPUs, but this machine has 1; lower it"):
+        check_gpus(LearnerConfig(placement="standalone"), ROLES, num_here=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "alone", "shared"),
+    [
+        ((4, 0.75), (1, 0), 4, 4),  # three GPUs have as much, but no GPU has room for a second rank
+        ((4, 0.5), (1, 0), 2, 2),
+        ((4, 0.75), (4, 0.25), 4, 4),
+        ((2, 0.5), (1, 0.5), 2, 2),
+        ((3, 0.3), (1, 0.1), 1, 1),
+        ((2, 1), (2, 0.5), 3, 3),
+        ((2, 4), (0, 0), 8, 8),
+        ((2, 0), (1, 0), 0, 0),
+    ],
+)
+def test_a_share_of_a_gpu_is_on_one_gpu(
+    policy: tuple[int, float], reference: tuple[int, float], alone: int, shared: int
+) -> None:
+    given = {"policy": policy, "reference": reference}
+    roles = {name: RoleConfig(num_ranks=ranks, gpus_per_rank=gpus) for name, (ranks, gpus) in given.items() if ranks}
+    assert num_gpus("standalone", roles) == alone
+    assert num_gpus("split-collocate", roles) == shared
+
+
+def test_ranks_that_no_gpu_can_hold_together_are_refused() -> None:
+    def learner(policy: float, reference: float, placement: str) -> LearnerConfig:
+        return LearnerConfig.model_validate(
+            {"placement": placement, "policy": {"gpus_per_rank": policy}, "reference": {"gpus_per_rank": reference},
+             "algorithm": {"kl": {"placement": "loss"}}}
+        )  # fmt: skip
+
+    for fitting in ((0.75, 0.25), (1, 0.5), (0.5, 0.5), (2, 1), (0, 0)):
+        learner(*fitting, "split-collocate")
+    learner(0.75, 0.75, "standalone")
+    for too_much in ((0.75, 0.75), (0.6, 0.5), (1.5, 0.5)):
+        with pytest.raises(ValueError, match=r"gpus_per_rank of policy \+ reference must add up to at most 1"):
+            learner(*too_much, "split-collocate")
+    with pytest.raises(ValueError, match="gpus_per_rank of policy must add up to at most 1, or be whole numbers"):
+        learner(1.5, 1, "standalone")
 
 
 def test_four_roles_make_four_groups_or_two() -> None:
@@ -43,9 +83,9 @@ def test_four_roles_make_four_groups_or_two() -> None:
         "test",
     )
     roles = config.learner.needed_roles
-    alone = active_resource_groups(LearnerConfig(placement="standalone"), roles)
+    alone = active_resource_groups("standalone", roles)
     assert [list(group) for group in alone] == [["policy"], ["reference"], ["critic"], ["reward_model"]]
-    shared = active_resource_groups(LearnerConfig(placement="split-collocate"), roles)
+    shared = active_resource_groups("split-collocate", roles)
     assert [list(group) for group in shared] == [["policy", "reference"], ["critic", "reward_model"]]
     assert bundles(shared[1]) == [{"CPU": 2}, {"CPU": 1}]
 

@@ -1,0 +1,103 @@
+"""Reads the shape of a model from its folder: sizes from config.json, numbers of weights from the safetensors files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.sizing.models import KNOWN, Counted, Experts, ModelShape
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.")
+
+
+def find_shape(name: str) -> ModelShape:
+    """Return a known shape, or the shape of the model in a folder."""
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"--model {name} is neither one of {', '.join(KNOWN)} nor a folder with config.json")
+    try:
+        config = json.loads(path.read_text())
+        return _shape(config, Path(name))
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{path} does not describe a decoder that can be planned: {error!r}") from error
+
+
+def _shape(config: dict[str, Any], folder: Path) -> ModelShape:
+    num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
+    has_tied_head = bool(config.get("tie_word_embeddings", False))
+    experts = _experts(config)
+    if experts is not None and config.get("moe_intermediate_size") is None:
+        intermediate_size = experts.size
+    else:
+        intermediate_size = int(config["intermediate_size"])
+    latent = int(config.get("kv_lora_rank") or 0)
+    return ModelShape(
+        name=folder.name,
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_size=int(config.get("head_dim") or config.get("v_head_dim") or hidden_size // num_heads),
+        vocabulary_size=int(config["vocab_size"]),
+        has_tied_head=has_tied_head,
+        experts=experts,
+        counted=_counted(folder, has_tied_head=has_tied_head),
+        kv_size=latent and latent + int(config["qk_rope_head_dim"]),
+    )
+
+
+def _experts(config: dict[str, Any]) -> Experts | None:
+    """The experts that config.json describes. Families have different names for the same sizes."""
+    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    if not num_experts:
+        return None
+    size = _first(config, "moe_intermediate_size", "intermediate_size")
+    shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * size
+    num_dense = int(config.get("first_k_dense_replace") or 0) + len(config.get("mlp_only_layers") or ())
+    per_token = _first(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k")
+    return Experts(num_experts, per_token, size, int(shared), num_dense)
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """The first of these numbers that config.json has. Lists hold a number for each layer, of which the largest counts;
+    0 if it has none."""
+    found = next((config[name] for name in names if config.get(name) is not None), 0)
+    return max(found) if isinstance(found, list) else int(found)
+
+
+def _counted(folder: Path, *, has_tied_head: bool) -> Counted | None:
+    """Count the weights in the headers of the safetensors files. None if there are no such files."""
+    layers: Counter[str] = Counter()
+    root = experts = 0
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        for name, num_weights in _weights(path):
+            if has_tied_head and name == "lm_head.weight":
+                continue
+            layer = _LAYER.search(f".{name}")
+            if layer is None:
+                root += num_weights
+            else:
+                layers[layer[1]] += num_weights
+            experts += num_weights if _EXPERT.search(name) else 0
+    if not layers:
+        return None
+    return Counted(max(layers.values()), root, root + layers.total(), experts)
+
+
+def _weights(path: Path) -> list[tuple[str, int]]:
+    """Name and number of elements of every tensor in a safetensors file. Reads only its header."""
+    with path.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(header_bytes))
+    return [(name, math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def whole_requests(engine: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def wrong_requests(whole: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Requests with numbers that would never let a push end, or would end the engine, by method."""
+
+    def changed(name: str, **fields: Any) -> Any:
+        request = type(whole[name]).FromString(whole[name].SerializeToString())
+        request.MergeFrom(type(request)(**fields))
+        return request
+
+    samplings = [{"temperature": math.nan}, {"temperature": -1}, {"top_p": 2}, {"max_tokens": -1}]
+    return [
+        *(("Announce", changed("AnnounceRequest", deadline_s=value)) for value in (math.inf, math.nan, -1, 1e300)),
+        *(("Commit", changed("CommitRequest", deadline_s=value)) for value in (math.inf, math.nan)),
+        *(("Generate", changed("GenerateRequest", sampling=prompts_pb2.Sampling(**each))) for each in samplings),
+        ("Generate", changed("GenerateRequest", token_ids=b"\1\2\3")),
+    ]
+
+
 @pytest.mark.parametrize("num_examples", [12, pytest.param(400, marks=pytest.mark.long)])
 async def test_damaged_calls_change_nothing_and_end_nothing(tmp_path: Path, num_examples: int) -> None:
     engine: Any = create_engine(EngineConfig(name="torch", max_model_len=64), EXAMPLE / "model", "float32", 0)
@@ -76,6 +94,10 @@ async def test_damaged_calls_change_nothing_and_end_nothing(tmp_path: Path, num_
                     code, details = await answer_of(channel, method, data, key, timeout_s=20.0)
                     is_fault = code in FAULTS_OF_THE_SERVER and NO_MESSAGE not in details
                     assert not is_fault and code != grpc.StatusCode.DEADLINE_EXCEEDED, (path_of(method), data, details)
+            methods = {method.name: method for method in (*methods_of(weights_pb2), *methods_of(generate_pb2))}
+            for name, request in wrong_requests(whole):
+                code, details = await answer_of(channel, methods[name], request.SerializeToString(), key, 20.0)
+                assert code == grpc.StatusCode.INVALID_ARGUMENT, (name, request, details)
             last = weights_pb2.AbortRequest(policy_version=member.announced_version or 0, term=1)
             await weights_pb2_grpc.WeightMemberServiceStub(channel).Abort(last, metadata=key)
         await engine.check_health()

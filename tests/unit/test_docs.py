@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import runpy
 from collections.abc import Iterable
@@ -48,6 +50,19 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
     built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()
     assert (ROOT / "docs" / f"{page}.md").read_text() == built, f"run: python docs/{maker}.py"
+
+
+def test_every_row_of_the_fault_matrix_has_a_result() -> None:
+    results = json.loads((ROOT / "tests" / "faults" / "results.json").read_text())
+    marked = {
+        f"{path.relative_to(ROOT / 'tests')}::{function.name}"
+        for path in ROOT.glob("tests/**/test_*.py")
+        if "mark.fault_row(" in (text := path.read_text())
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        if any("fault_row" in ast.unparse(decorator) for decorator in function.decorator_list)
+    }
+    assert marked - {row["test"].partition("[")[0] for row in results} == set(), "run: make chaos"
 
 
 def test_lists_and_their_items_are_described() -> None:

@@ -49,6 +49,8 @@ nats, from Hugging Face's forward of each sequence by itself. Tests also compare
 Rotary embeddings that change with the length (`dynamic`, `longrope`) are computed for each sequence by itself. An
 engine that chooses them by the model's maximum length will differ, which the check of log-probs in each step shows.
 
+Mixtures of experts have a page of their own: [experts.md](experts.md).
+
 """
 
 

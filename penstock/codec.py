@@ -8,6 +8,8 @@ but those that it would misread, which it refuses:
 
     1   every group without the fields below
     2   trajectories with `sampling_segments`
+
+Optional fields that an older reader may ignore, such as the routed experts, do not change the schema version.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
 from penstock.reward_bounds import RANGE, is_reward
-from penstock.trajectory import FinishReason, Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
+from penstock.trajectory import (
+    ExpertIds,
+    FinishReason,
+    Group,
+    Prompt,
+    Sampling,
+    SamplingSegment,
+    Trajectory,
+    VersionSegment,
+)
 from penstock.v1 import groups_pb2, prompts_pb2
 
 MAGIC = b"PSK"
@@ -32,6 +43,8 @@ SCHEMA_VERSION = 2
 """The newest schema version. All versions from 1 on can be read."""
 _HEADER = struct.Struct("<3sH")
 _MAX_GROUP_BYTES = 1 << 30
+_EXPERT_TYPES = {1: "<u1", 2: "<u2"}
+"""Types of an expert's id, by its bytes."""
 
 FINISH_TO_PROTO = {
     "stop": groups_pb2.Trajectory.STOP,
@@ -144,6 +157,9 @@ def check_group(group: Group) -> None:
         _check_sampling_segments(index, trajectory)
         if not np.isfinite(trajectory.log_probs).all():
             raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
+        experts = trajectory.routed_experts
+        if experts is not None and len(experts) != len(group.prompt_token_ids) + num_tokens - 1:
+            raise PoisonGroup("shape", f"trajectory {index}: routed experts of {len(experts)} tokens do not fit it")
         if not is_reward(trajectory.reward):
             raise PoisonGroup(
                 "non_finite",
@@ -221,6 +237,7 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
             groups_pb2.SamplingSegment(start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p)
             for s in trajectory.sampling_segments
         ],
+        routed_experts=None if trajectory.routed_experts is None else _experts_to_proto(trajectory.routed_experts),
     )
 
 
@@ -237,7 +254,25 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         sampling_segments=tuple(
             SamplingSegment(s.start, s.end, s.temperature, s.top_p) for s in message.sampling_segments
         ),
+        routed_experts=_experts_from_proto(message.routed_experts) if message.HasField("routed_experts") else None,
     )
+
+
+def _experts_to_proto(experts: ExpertIds) -> groups_pb2.RoutedExperts:
+    _, num_layers, top_k = experts.shape
+    size = experts.dtype.itemsize
+    ids = experts.astype(_EXPERT_TYPES[size]).tobytes()
+    return groups_pb2.RoutedExperts(ids=ids, num_layers=num_layers, top_k=top_k, id_bytes=size)
+
+
+def _experts_from_proto(message: groups_pb2.RoutedExperts) -> ExpertIds:
+    if message.id_bytes not in _EXPERT_TYPES or message.num_layers < 1 or message.top_k < 1:
+        raise PoisonGroup("shape", "routed experts have no valid layers, experts per token or id size")
+    ids = _array(message.ids, _EXPERT_TYPES[message.id_bytes], "routed_experts")
+    if len(ids) % (message.num_layers * message.top_k):
+        raise PoisonGroup("shape", f"{len(ids)} routed experts are not a whole number of tokens")
+    typed = ids.astype(np.uint8 if message.id_bytes == 1 else np.uint16, copy=False)
+    return typed.reshape(-1, message.num_layers, message.top_k)
 
 
 def sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:

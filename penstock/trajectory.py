@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "aborted"]
+ExpertIds = NDArray[Any]
+"""[tokens, layers, top_k] of uint8, or of uint16 with more than 256 experts."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Trajectory:
     sampling_segments: tuple[SamplingSegment, ...] = ()
     """Covers all tokens if they were sampled by calls with different parameters. Empty if the group's sampling holds
     for all of them."""
+    routed_experts: ExpertIds | None = None
+    """[tokens, layers, top_k] ids of the experts that the engine chose, for all tokens of prompt and response but the
+    last, which no forward pass has read. Zeros in layers without experts. None if the engine reported none."""
 
     @property
     def min_version(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import importlib.util
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,9 @@ from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock_learner.model.architectures import ModelPath
+from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.weights.gathering import gathered_weights
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
@@ -68,8 +71,9 @@ class Push:
 
     @classmethod
     def of(cls, model: Any, version: int) -> Push:
-        """Pack the model's weights into small buckets, so that there are several."""
-        weights = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+        """Pack the model's weights, as the learner gathers them, into small buckets, so that there are several."""
+        gathered = gathered_weights(CausalLM(model, 16, ModelPath(is_packed=True, reason="")))
+        weights = {name: tensor.contiguous().numpy() for name, tensor in gathered}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
         buckets = allocate_buckets(manifest)
@@ -206,15 +210,25 @@ class ComparedStamps:
         return own
 
 
-def make_engine(config: EngineConfig, folder: Path) -> Engine:
+def make_engine(config: EngineConfig, folder: Path, *, report_experts: bool = False) -> Engine:
     """Create an engine. SGLang has no CPU build, so a stand-in with the same model speaks its protocol."""
     if config.name == "sglang":
         return SglangEngine(config, folder, "float32", seed=0, module="tests.sglang_protocol.stand_in")
-    return create_engine(config, folder, "float32", seed=0)
+    return create_engine(config, folder, "float32", seed=0, report_experts=report_experts)
 
 
-async def start_engine(kind: str, folder: Path, keep_kv_cache: bool = True) -> Served:
-    """Start an engine of the given kind.
+def write_qwen2(folder: Path) -> None:
+    make_tiny_qwen2(folder, seed=0)
+
+
+async def start_engine(
+    kind: str,
+    folder: Path,
+    keep_kv_cache: bool = True,
+    write_model: Callable[[Path], None] = write_qwen2,
+    report_experts: bool = False,
+) -> Served:
+    """Start an engine of the given kind on the model that `write_model` writes to the folder.
 
     `vllm-own-stamps` does not use vLLM's own version stamps, which releases before 0.32 do not have.
     `vllm-compared-stamps` uses both. `vllm-parallel` has two workers."""
@@ -222,13 +236,13 @@ async def start_engine(kind: str, folder: Path, keep_kv_cache: bool = True) -> S
         pytest.skip("vllm is not installed")
     if kind.endswith("-stamps") and not vllm_stamps.reports_versions():
         pytest.skip("this vllm does not say which version made a token")
-    make_tiny_qwen2(folder, seed=0)
+    write_model(folder)
     name: Any = kind.partition("-")[0]
     config = EngineConfig(
         name=name, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, keep_kv_cache=keep_kv_cache,
         tensor_parallel_size=2 if kind == "vllm-parallel" else 1,
     )  # fmt: skip
-    engine = make_engine(config, folder)
+    engine = make_engine(config, folder, report_experts=report_experts)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":
             patch.setattr(vllm_stamps, "reports_versions", lambda: False)

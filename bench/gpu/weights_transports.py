@@ -55,7 +55,7 @@ class IpcPublisher:
         manifest = build_manifest("bench", version, 1, self._shapes, BUCKET_BYTES)
         memory = self._memory.take("device", [bucket.num_bytes for bucket in manifest.buckets])
         manifest.checksum = checksum_name(memory)
-        staged = self._staged = StagedVersion(manifest, memory, torch.bfloat16)
+        staged = self._staged = StagedVersion(manifest, memory)
         for index, shape in enumerate(self._shapes):
             staged.put(shape.name, self._source * (version + index))
         checksums = staged.checksums(Deadline(TIMEOUT_S, "hashing"))

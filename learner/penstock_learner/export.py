@@ -55,7 +55,8 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     from penstock_learner.model.finite import first_nonfinite
     from penstock_learner.model.precision import DTYPES
 
-    lm.to(DTYPES[dtype])
+    for parameter in lm.parameters():  # not the buffers: routers' biases stay in float32
+        parameter.data = parameter.data.to(DTYPES[dtype])
     if name := first_nonfinite(lm.named_parameters()):
         raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")
     partial = out.with_name(out.name + ".partial")
@@ -98,10 +99,16 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
 
     from penstock_learner.checkpoints.checkpoint import shards_folder
     from penstock_learner.model.adapter import add_adapter
-    from penstock_learner.model.causal_lm import load_model
+    from penstock_learner.model.causal_lm import CausalLM, load_model
+    from penstock_learner.model.published_layout import fit_to_folder
+
+    def load() -> CausalLM:
+        loaded = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
+        fit_to_folder(loaded.lm, config.model.path, "model.path")
+        return loaded
 
     lora = config.learner.lora
-    model = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
+    model = load()
     if lora is not None:
         add_adapter(model, lora)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -116,7 +123,7 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
     set_model_state_dict(model, state["model"])
     if lora is None:
         return model.lm
-    plain = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens).lm
+    plain = load().lm
     plain.load_state_dict(_merged(model.lm))
     return plain
 

@@ -33,6 +33,10 @@ _ALGORITHM_GAUGES = {
         "algo_logprob_mismatch_nats",
         "Mean |learner - engine| difference of log-probs for the same version.",
     ),
+    "router_aux_loss": ("algo_router_aux_loss", "Auxiliary loss of the routers, before its coefficient."),
+    "expert_load_max": ("algo_expert_load_max_ratio", "Load of the busiest expert over the mean of its layer."),
+    "unused_expert_ratio": ("algo_unused_expert_ratio", "Share of experts that no token of the step chose."),
+    "router_replayed_ratio": ("algo_router_replayed_ratio", "Share of expert choices that were the engine's."),
 }
 
 

@@ -13,6 +13,8 @@ from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.loggers.opening import check_loggers
 from penstock_learner.model.architectures import path_of, require_causal, require_parallel
+from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
+from penstock_learner.model.routers import find_routers, require_routers
 
 
 def check(config: RunConfig) -> str:
@@ -21,6 +23,7 @@ def check(config: RunConfig) -> str:
     check_model(config)
     model = require_causal(config.model.path, "model.path")
     require_parallel(model, path_of(model), config.learner.sequence_parallel)
+    _check_structure(config)
     check_roles(config.learner)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
@@ -55,3 +58,15 @@ def _check_gpus(config: RunConfig) -> None:
         from penstock_learner.roles.placement import check_gpus
 
         check_gpus(config.learner, config.learner.needed_roles, torch.cuda.device_count())
+
+
+def _check_structure(config: RunConfig) -> None:
+    """Raise ConfigError if engines could not load what the learner pushes, or if `learner.router` has no routers.
+
+    No weights are loaded. A model whose structure cannot be built without them is examined when it is loaded."""
+    lm = model_without_weights(config.model.path)
+    if lm is None:
+        return
+    fit_to_folder(lm, config.model.path, "model.path")
+    if config.learner.router.is_used:
+        require_routers(lm, find_routers(lm), replay=config.learner.router.replay)

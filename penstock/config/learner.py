@@ -12,6 +12,8 @@ from penstock.config.base import Config
 from penstock.config.gpu_bundles import find_unplaceable
 from penstock.config.loggers import LoggerName, ProfileConfig, WandbConfig
 
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
 
 class RoleConfig(Config):
     """Processes and devices of one model of the learner."""
@@ -77,8 +79,27 @@ class LoraConfig(Config):
     """Rank of the adapter's matrices. A larger rank has more parameters and needs more memory."""
     alpha: int = Field(gt=0)
     """The adapter's output is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter. `lm_head` is not allowed."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
+    """The linear layers that get an adapter. `all-linear`: all of the decoder, whatever they are called, but not the
+    routers and fused experts of a mixture of experts. Else a list of names, such as `[q_proj, v_proj]`; `lm_head` is
+    not allowed."""
+
+
+class RouterConfig(Config):
+    """The routers of a mixture of experts. It has no effect on a dense model."""
+
+    aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the auxiliary loss that keeps the load of the experts even. It is computed over the prompt and response
+    tokens of each micro-batch, and the micro-batches are weighted by their trained tokens. 0.001 is a usual value. 0:
+    no such loss."""
+    replay: bool = False
+    """Train with the experts that the engine chose when it sampled (router replay), weighted by the learner's own
+    scores. Engine and learner then never disagree about experts. Needs the engine vllm or torch. Each token of a group
+    takes `layers x experts per token` more bytes."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.replay or self.aux_loss_coefficient > 0
 
 
 class CheckpointConfig(Config):
@@ -165,6 +186,7 @@ class LearnerConfig(Config):
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the whole model. A weight push then carries only the adapter. None: train the
     whole model."""
+    router: RouterConfig = RouterConfig()
     minibatches_per_step: int = Field(default=1, ge=1)
     """Number of equal parts that a batch is split into. Each part is one optimizer step."""
     epochs_per_step: int = Field(default=1, ge=1)
@@ -266,6 +288,12 @@ class LearnerConfig(Config):
             raise ValueError(
                 f"gpus_per_rank of {names} must add up to at most 1, or be whole numbers: a rank's share is on one GPU"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _watched_routers_are_not_compiled(self) -> Self:
+        if self.compile and self.router.is_used:
+            raise ValueError("router.replay and router.aux_loss_coefficient need compile to be false")
         return self
 
     @model_validator(mode="after")

@@ -2,9 +2,9 @@
 
     int64 count | int32 index[count], padded to 8 bytes | item value[count], padded to 8 bytes
 
-An item has the size of the bucket's dtype, so a bucket must have one dtype only. Deltas are small, because a step of
-the optimizer changes few bfloat16 weights by more than their rounding. If a delta is applied to the wrong base, the
-checksum of the bucket differs.
+An item has the size of the smallest dtype of the push; a larger number counts as several items. Deltas are small,
+because a step of the optimizer changes few bfloat16 weights by more than their rounding. If a delta is applied to the
+wrong base, the checksum of the bucket differs.
 """
 
 from __future__ import annotations

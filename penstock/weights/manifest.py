@@ -74,5 +74,5 @@ def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
 
 
 def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
-    """Return the size of one item. A manifest with deltas has one dtype only."""
-    return ITEM_BYTES[manifest.tensors[0].dtype]
+    """Return the size of the items that a delta consists of: that of the smallest dtype in the manifest."""
+    return min(ITEM_BYTES[dtype] for dtype in {spec.dtype for spec in manifest.tensors})

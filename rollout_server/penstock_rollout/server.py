@@ -66,7 +66,10 @@ class RolloutServer:
         self.server_id = server_id
         self.stopping = asyncio.Event()
         self.metrics = RolloutMetrics(REGISTRY)
-        self.engine = create_engine(rollout.engine, config.model.path, config.model.dtype, config.seed)
+        self.engine = create_engine(
+            rollout.engine, config.model.path, config.model.dtype, config.seed,
+            report_experts=config.learner.router.replay,
+        )  # fmt: skip
         self.scorer = Scorer(rollout.reward, self.metrics)
         prompt_length = PromptLength(rollout.prompt, max_model_len, self.metrics)
         tokenization = Tokenization(config.model.path, prompt_length.fit)

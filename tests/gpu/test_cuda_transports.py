@@ -72,7 +72,7 @@ class IpcPublisher:
         manifest = build_manifest("run", 1, 1, shapes, bucket_bytes=2**20)
         memory = DeviceMemory([bucket.num_bytes for bucket in manifest.buckets], DEVICE)
         manifest.checksum = checksum_name(memory)
-        self._staged = StagedVersion(manifest, memory, torch.bfloat16)
+        self._staged = StagedVersion(manifest, memory)
         self._shipment = Shipment(manifest, self._staged)
         self._sender = CudaIpcSender(DEVICE)
 

@@ -23,6 +23,14 @@ from penstock.codec import (
 from penstock.errors import PoisonGroup
 from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
 
+OLD_GROUP = (
+    "50534b010028b52ffd642500950500c4090a017210802018032209726f6c6c6f75742d302a0567736d386b320a746f6f6c5f6167656e743a"
+    "0e0d0000003f150000803e18042009420c0100000002000000030000004a690a100b0000000c0000000d0000000e0000001204010100011a"
+    "10cdccccbd000020c00040bf22041001180722060801100418082900e03f32110a06666f726d61741100d0616e737765723802f0bf0150fb"
+    "d095ffbc310800a0c47683c4a0cae65da0294002092e5a400bcce27e78"
+)
+"""`make_group()` as it was stored before groups could have routed experts."""
+
 
 def make_trajectory(**changes: Any) -> Trajectory:
     trajectory = Trajectory(
@@ -174,6 +182,8 @@ def test_another_schema_version_is_told_apart_from_damage() -> None:
         ({"reward": float("inf")}, "non_finite"),
         ({"reward": 1e300}, "non_finite"),
         ({"reward": -1e39}, "non_finite"),
+        ({"routed_experts": np.zeros((5, 2, 2), dtype=np.uint8)}, "shape"),
+        ({"routed_experts": np.zeros((7, 2, 2), dtype=np.uint16)}, "shape"),
     ],
 )
 def test_a_wrong_trajectory_is_poison(changes: dict[str, Any], kind: str) -> None:
@@ -192,4 +202,33 @@ def test_arrays_that_are_no_whole_number_of_elements_are_poison() -> None:
     message.trajectories[0].log_probs += b"\0"
     with pytest.raises(PoisonGroup) as caught:
         group_from_proto(message)
+    assert caught.value.kind == "shape"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_come_back_as_they_were(dtype: type[np.unsignedinteger[Any]]) -> None:
+    experts = np.arange(6 * 3 * 2, dtype=dtype).reshape(6, 3, 2) * 7  # 3 prompt tokens and 4 response tokens, less one
+    group = make_group(make_trajectory(routed_experts=experts), make_trajectory())
+    first, second = decode_group(encode_group(group)).trajectories
+    assert first.routed_experts is not None and first.routed_experts.dtype == dtype
+    np.testing.assert_array_equal(first.routed_experts, experts)
+    assert second.routed_experts is None
+
+
+def test_groups_from_before_routed_experts_decode() -> None:
+    """The stored bytes of a group that an older version of Penstock wrote."""
+    group = decode_group(bytes.fromhex(OLD_GROUP))
+    assert group_to_proto(group) == group_to_proto(make_group())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"id_bytes": 4}, {"num_layers": 0}, {"top_k": -1}, {"num_layers": 5}, {"ids": b"\1" * 13}]
+)
+def test_routed_experts_without_a_shape_are_poison(changes: dict[str, Any]) -> None:
+    experts = np.zeros((6, 3, 2), dtype=np.uint16)
+    message = group_to_proto(make_group(make_trajectory(routed_experts=experts)))
+    for name, value in changes.items():
+        setattr(message.trajectories[0].routed_experts, name, value)
+    with pytest.raises(PoisonGroup) as caught:
+        check_group(group_from_proto(message))
     assert caught.value.kind == "shape"

@@ -67,6 +67,19 @@ ALGORITHM = Section(
             unit="percentunit",
         ),
         lines(
+            "Experts: load",
+            "Mixture of experts: load of the busiest expert over the mean of its layer, and the auxiliary loss.",
+            ("max(penstock_algo_expert_load_max_ratio)", "busiest expert"),
+            ("max(penstock_algo_router_aux_loss)", "auxiliary loss"),
+        ),
+        lines(
+            "Experts: use",
+            "Mixture of experts: share of experts that no token chose, and share of choices that were the engine's.",
+            ("max(penstock_algo_unused_expert_ratio)", "unused"),
+            ("max(penstock_algo_router_replayed_ratio)", "replayed"),
+            unit="percentunit",
+        ),
+        lines(
             "Clipped",
             "Share of trained tokens that were clipped.",
             ("max by (side) (penstock_algo_clip_ratio)", "{{side}}"),

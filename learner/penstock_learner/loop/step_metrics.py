@@ -80,7 +80,24 @@ def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -
     }
     if mismatch.mean is not None:
         metrics["logprob_mismatch"] = mismatch.mean
-    return metrics
+    return metrics | router_metrics(updates)
+
+
+def router_metrics(updates: Sequence[Sequence[UpdateReport]]) -> dict[str, float]:
+    """Numbers about the experts of the policy's updates. Empty for a dense model.
+
+    The load of an expert is how often it was chosen, relative to the mean of its layer."""
+    reports = [report.routers for ranks in updates for report in ranks if report.routers is not None]
+    if not reports:
+        return {}
+    counts = np.sum([report.counts for report in reports], axis=0)
+    loads = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1)
+    return {
+        "router_aux_loss": sum(report.aux_loss for report in reports) / len(updates),
+        "expert_load_max": float(loads.max()),
+        "unused_expert_ratio": float((counts == 0).mean()),
+        "router_replayed_ratio": sum(report.replayed_share for report in reports) / len(updates),
+    }
 
 
 def critic_metrics(

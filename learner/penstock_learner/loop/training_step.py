@@ -76,7 +76,7 @@ class TrainingStep:
         """The forward passes of the frozen roles. They run at the same time, and may run while earlier steps train.
 
         One batch is computed at a time, so that only one caller restarts a role that dies."""
-        batch = batch_of(groups)
+        batch = batch_of(groups, with_experts=False)
         async with self._one_batch:
             calls: dict[str, Awaitable[NDArray[np.float32]]] = {}
             if self.config.reward_model is not None:
@@ -102,7 +102,8 @@ class TrainingStep:
 
         `frozen` is an earlier call to `frozen_forwards` for these groups."""
         started = time.monotonic()
-        batch = await self._with_forwards(batch_of(groups), frozen or self.frozen_forwards(groups))
+        batch = batch_of(groups, with_experts=self.config.router.replay)
+        batch = await self._with_forwards(batch, frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
         metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
         if not self.config.algorithm.advantage.has_baseline:
@@ -158,7 +159,7 @@ class TrainingStep:
     ) -> tuple[list[NDArray[np.float32]], list[RankShard]]:
         """The result for each shard, and the shards."""
         group = self.roles[role]
-        shards, num_sharing = self._partition(role, batch)
+        shards, num_sharing = self._partition(role, self._for_role(role, batch))
         while True:
             try:
                 parts = await group.call_each(method, [(shard,) for shard in shards for _ in range(num_sharing)])
@@ -194,12 +195,16 @@ class TrainingStep:
     ) -> list[_Update]:
         updates = []
         for part in parts:
-            shards, num_sharing = self._partition(role, part)
+            shards, num_sharing = self._partition(role, self._for_role(role, part))
             denominators = replace(denominators_of(part, self.config.algorithm), constant_length=constant_length)
             calls = [(shard, denominators, *arguments) for shard in shards for _ in range(num_sharing)]
             reports = (await self.roles[role].call_each("update", calls))[::num_sharing]
             updates.append(_Update(part, shards, denominators, reports))
         return updates
+
+    def _for_role(self, role: str, batch: SequenceBatch) -> SequenceBatch:
+        """The batch without what the role does not read. Only the policy replays the engine's choice of experts."""
+        return batch if role == "policy" else replace(batch, routed_experts=None)
 
     def _partition(self, role: str, batch: SequenceBatch) -> tuple[list[RankShard], int]:
         """The shards of a batch, and how many ranks share each of them under sequence parallelism."""

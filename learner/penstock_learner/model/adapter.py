@@ -1,26 +1,47 @@
-"""Low-rank adapters (LoRA): add one to a model, and select the parameters that a weight push sends."""
+"""Low-rank adapters (LoRA): add one to a model, and name its matrices as a weight push does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from penstock.config.learner import LoraConfig
+from torch import Tensor, nn
+
+from penstock.config.learner import ALL_LINEAR, LoraConfig
+from penstock.errors import ConfigError, first_line_of
+from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.model.published_layout import published_names
+from penstock_learner.model.routers import find_routers
 
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 """Endings of the names that peft gives to an adapter's two matrices."""
 
 
 def add_adapter(model: CausalLM, config: LoraConfig) -> None:
-    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing."""
+    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing.
+
+    Raises ConfigError if a target does not exist, or if engines could not add the adapter to it."""
     import peft
 
-    adapter = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules), lora_dropout=0.0
-    )
-    peft.inject_adapter_in_model(adapter, model.lm)
-    model.has_adapter = True
+    names = published_names(model.lm, _linear_weights(model.lm))
+    all_linear = [name.removesuffix(".weight") for name in names]
+    targets = all_linear if config.target_modules == ALL_LINEAR else list(config.target_modules)
+    if not targets:
+        raise ConfigError(f"learner.lora: a model of type {model.lm.config.model_type} has no linear layers to adapt")
+    adapter = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    try:
+        peft.inject_adapter_in_model(adapter, model.lm)
+    except ValueError as error:
+        raise ConfigError(f"learner.lora.target_modules does not fit the model: {first_line_of(error)}") from error
+    adapted = {_weight_name(name) for name, _ in model.lm.named_parameters() if ".lora_" in name}
+    if others := sorted(adapted - names.keys()):
+        raise ConfigError(
+            f"learner.lora.target_modules: {others[0]} is no linear layer of the decoder, or the folder holds it in "
+            f"another form, so engines cannot add an adapter to it; leave it out, or use {ALL_LINEAR}"
+        )
+    model.adapted = {name: names[name] for name in adapted}
 
 
 @contextmanager
@@ -40,17 +61,27 @@ def adapter_off(model: CausalLM) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def is_pushed(model: CausalLM, name: str) -> bool:
-    """Whether a push sends the parameter: every parameter, or only the adapter's if the model has one."""
-    return not model.has_adapter or name.endswith((_LORA_A, _LORA_B))
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is a matrix of the adapter."""
+    return name.endswith((_LORA_A, _LORA_B))
 
 
-def pushed_name(name: str) -> str:
-    """A parameter's name as rollout servers know it.
+def pushed_name(adapted: dict[str, str], name: str) -> str:
+    """The name of an adapter's matrix as rollout servers know it: that of the weight it changes, with a suffix.
 
-    A plain weight keeps its Hugging Face name. A matrix of an adapter is named after the weight that it changes, for
-    example `model.layers.0.mlp.up_proj.weight.lora_A`."""
-    for ending, suffix in ((_LORA_A, "lora_A"), (_LORA_B, "lora_B")):
-        if name.endswith(ending):
-            return f"{name.removesuffix(ending)}.weight.{suffix}"
-    return name
+    An example is `model.layers.0.mlp.up_proj.weight.lora_A`. `adapted` has the names of weights in the folder."""
+    return f"{adapted[_weight_name(name)]}.{'lora_A' if name.endswith(_LORA_A) else 'lora_B'}"
+
+
+def _weight_name(name: str) -> str:
+    return f"{name.partition('.lora_')[0]}.weight"
+
+
+def _linear_weights(lm: Any) -> dict[str, Tensor]:
+    """The weights of all linear layers of the decoder. Routers are left out: an adapter would unbalance the experts."""
+    prefix, layers = decoder_layers(lm)
+    routers = tuple(f"{router.name}." for router in find_routers(lm))
+    linear = {
+        f"{prefix}.{name}.weight": module.weight for name, module in layers.named_modules() if type(module) is nn.Linear
+    }
+    return {name: weight for name, weight in linear.items() if not name.startswith(routers)}

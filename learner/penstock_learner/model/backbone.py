@@ -29,6 +29,8 @@ class ModelInputs:
     """[T] the response tokens."""
     temperatures: Tensor
     """[T] sampling temperature of each response token."""
+    routed_experts: Tensor | None = None
+    """[N, layers, top_k] the experts that the engine chose, -1 where it reported none."""
 
     @classmethod
     def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
@@ -36,7 +38,8 @@ class ModelInputs:
         index = to_device(batch.response_index, device)
         temperatures = to_device(batch.temperatures, device)
         packing = Packing.of(batch.lengths, device, parallel)
-        return cls(token_ids, packing, index - 1, token_ids[index], temperatures)
+        experts = None if batch.routed_experts is None else to_device(batch.routed_experts, device)
+        return cls(token_ids, packing, index - 1, token_ids[index], temperatures, experts)
 
 
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:

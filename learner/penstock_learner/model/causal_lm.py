@@ -7,6 +7,7 @@ take it use Hugging Face's own forward of padded rows (`architectures.py`).
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_i
 from penstock_learner.model.loading.weights import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
 from penstock_learner.model.rotary import embed_each_sequence
+from penstock_learner.model.routers import RouterWatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
 logger = logging.getLogger(__name__)
@@ -36,15 +38,21 @@ class CausalLM(FolderModel):
         self.chunk_tokens = chunk_tokens
         self.path = path
         self.compiled = compiled
-        self.has_adapter = False
+        self.adapted: dict[str, str] | None = None
+        """With an adapter: the weights that it changes, and their names in the model's folder."""
         self.logit_form = logit_form_of(self.lm.config)
+        self.watch: RouterWatch | None = None
+        """Watches the routers of a mixture of experts, if set."""
 
     def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T], without, of every response token.
 
         `padded` asks for Hugging Face's own forward also of a model on the packed path."""
-        if padded or not self.path.is_packed:
-            return self._forward_padded(inputs)
+        padded = padded or not self.path.is_packed
+        with nullcontext() if self.watch is None else self.watch.forward_of(inputs, padded=padded):
+            return self._forward_padded(inputs) if padded else self._forward_packed(inputs)
+
+    def _forward_packed(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         if inputs.packing.parallel is not None:
             return self._forward_slice(inputs, inputs.packing.parallel)
         hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)

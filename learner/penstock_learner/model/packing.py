@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.trajectory import Group
+from penstock.trajectory import Group, Trajectory
 
 BY_SEQUENCE = ("lengths", "prompt_lengths", "rewards", "group_ids", "is_baseline")
 """The fields of a batch with one entry per sequence."""
+BY_TOKEN = ("token_ids", "routed_experts")
+"""The fields of a batch with one entry per token of prompt and response."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class SequenceBatch:
     """[T] the targets of the critic."""
     is_baseline: NDArray[np.bool_] | None = None
     """[S] true for the greedy sample that the others of a group are compared with; None if no group has one."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[N, layers, top_k] the experts that the engine chose for each token, -1 where it reported none; None if it
+    reported none at all."""
 
     @property
     def num_sequences(self) -> int:
@@ -96,9 +101,7 @@ class SequenceBatch:
             array = getattr(self, field.name)
             if array is None:
                 continue
-            index = (
-                token_index if field.name == "token_ids" else chosen if field.name in BY_SEQUENCE else response_index
-            )
+            index = token_index if field.name in BY_TOKEN else chosen if field.name in BY_SEQUENCE else response_index
             selected[field.name] = array[index]
         return SequenceBatch(**selected)
 
@@ -118,8 +121,8 @@ class SequenceBatch:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
 
-def batch_of(groups: Sequence[Group]) -> SequenceBatch:
-    """A batch of all trajectories of the groups, in order."""
+def batch_of(groups: Sequence[Group], *, with_experts: bool = True) -> SequenceBatch:
+    """A batch of all trajectories of the groups, in order. Routed experts, which are large, can be left out."""
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     is_baseline = np.array([t.is_baseline for _, t in pairs], dtype=np.bool_)
     return SequenceBatch(
@@ -135,7 +138,24 @@ def batch_of(groups: Sequence[Group]) -> SequenceBatch:
         token_versions=np.concatenate([t.token_versions() for _, t in pairs]),
         temperatures=np.concatenate([t.token_temperatures(g.sampling) for g, t in pairs]),
         is_baseline=is_baseline if is_baseline.any() else None,
+        routed_experts=_routed_experts(pairs) if with_experts else None,
     )
+
+
+def _routed_experts(pairs: Sequence[tuple[Group, Trajectory]]) -> NDArray[np.int16] | None:
+    """[N, layers, top_k] of all trajectories, -1 where they have none or those of another model."""
+    shape = next((t.routed_experts.shape[1:] for _, t in pairs if t.routed_experts is not None), None)
+    if shape is None:
+        return None
+    parts = []
+    for group, trajectory in pairs:
+        num_tokens = len(group.prompt_token_ids) + len(trajectory.token_ids)
+        part = np.full((num_tokens, *shape), -1, dtype=np.int16)
+        found = trajectory.routed_experts
+        if found is not None and found.shape[1:] == shape:
+            part[: len(found)] = found
+        parts.append(part)
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)

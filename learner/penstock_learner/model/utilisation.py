@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class RankUsage:
     """Peak of the device's allocator, or on a CPU, peak of the process."""
     device_name: str
     num_parameters: int
-    """Parameters of the whole model."""
+    """Parameters of the whole model. Of a mixture of experts, those that one token passes through."""
 
 
 def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
@@ -38,7 +39,17 @@ def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
-    return RankUsage(peak, name, sum(parameter.numel() for parameter in model.parameters()))
+    return RankUsage(peak, name, num_used_parameters(model))
+
+
+def num_used_parameters(model: torch.nn.Module) -> int:
+    """Parameters that one token passes through. Fused experts have one more dimension than other weights."""
+    lm: Any = getattr(model, "lm", None)
+    per_token = None if lm is None else getattr(lm.config.get_text_config(), "num_experts_per_tok", None)
+    return sum(
+        parameter.numel() * per_token // parameter.shape[0] if per_token and parameter.dim() == 3 else parameter.numel()
+        for parameter in model.parameters()
+    )
 
 
 def peak_flops(device_name: str, configured: float) -> float:

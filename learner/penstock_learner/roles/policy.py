@@ -17,12 +17,14 @@ from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.causal_lm import open_model
 from penstock_learner.model.packing import RankShard
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.published_layout import fit_to_folder
+from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import UpdateReport
-from penstock_learner.weights.gathering import gathered_weights, load_gathered, pushed_shapes
+from penstock_learner.weights.gathering import exact_names, gathered_weights, load_gathered, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
@@ -42,8 +44,10 @@ class PolicyWorker(TrainerRank):
             compiled=learner.compile,
         )
         require_parallel(self.model.lm.config, self.model.path, learner.sequence_parallel)
+        fit_to_folder(self.model.lm, self.config.model.path, "model.path")
         if learner.lora is not None:
             add_adapter(self.model, learner.lora)
+        self.model.watch = watch_routers(self.model.lm, learner)
         self.prepare(self.model, learner.lr)
         require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
         parallel = make_sequence_parallel(learner.sequence_parallel)
@@ -76,7 +80,8 @@ class PolicyWorker(TrainerRank):
         if self.publisher is not None:
             scale = lora.alpha / lora.rank if lora else None
             shapes = pushed_shapes(self.model)
-            staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale)
+            exact = exact_names(self.model)
+            staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale, exact=exact)
         for name, weight in gathered_weights(self.model):
             if staged is not None:
                 staged.put(name, weight)

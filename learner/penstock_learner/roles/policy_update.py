@@ -6,6 +6,7 @@ Knows nothing of Ray, the queue or publication. It needs a process group and a m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
@@ -33,10 +34,11 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.model.routers import Balance
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import apply_gradients
-from penstock_learner.roles.update_reports import UpdateReport
+from penstock_learner.roles.update_reports import RouterReport, UpdateReport
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
@@ -50,6 +52,15 @@ class _MicroReport:
     statistics: LossStatistics
     correction: CorrectionStatistics
     mismatch: Mismatch
+    routing: _Routing | None
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """How a micro-batch used the experts, and its weight among the micro-batches of an update."""
+
+    balance: Balance
+    weight: float
 
 
 class PolicyUpdate:
@@ -94,6 +105,7 @@ class PolicyUpdate:
             _on_host(reduce(add, [report.mismatch for report in reports])),
             taken,
             nonfinite,
+            _router_report([report.routing for report in reports if report.routing is not None]),
         )
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
@@ -125,12 +137,24 @@ class PolicyUpdate:
             kl_sum = kl.detach().sum()
             if config.kl.placement == "loss":
                 total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
+        routing = self._routing(micro, denominators)
+        if routing is not None and self.learner.router.aux_loss_coefficient > 0:
+            # Ranks that share sequences compute the loss of their own tokens. Its mean over them counts.
+            weight = routing.weight / (1 if self.parallel is None else self.parallel.size)
+            total = total + self.learner.router.aux_loss_coefficient * weight * routing.balance.loss
         # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (total * dist.get_world_size()).backward()
         versions = to_device(micro.unmixed_versions, self.device)
         mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
         sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy, mask).sum()])
-        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch)
+        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch, routing)
+
+    def _routing(self, micro: SequenceBatch, denominators: Denominators) -> _Routing | None:
+        """How the forward pass that just ended used the experts. None for a dense model."""
+        balance = None if self.model.watch is None else self.model.watch.balance()
+        if balance is None:
+            return None
+        return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
         """Log-probs of the proximal policy under the configured correction mode."""
@@ -140,6 +164,18 @@ class PolicyUpdate:
         if config.proximal == "interpolated":
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
         return required_to_device(micro.old_log_probs, self.device)
+
+
+def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
+    """Counts leave out micro-batches that only fill up a rank."""
+    counted = [part for part in parts if part.weight > 0]
+    if not counted:
+        return None
+    return RouterReport(
+        aux_loss=sum(part.weight * float(part.balance.loss.detach()) for part in counted),
+        counts=torch.stack([part.balance.counts for part in counted]).sum(dim=0).cpu().numpy(),
+        replayed_share=sum(part.weight * float(part.balance.replayed_share) for part in counted),
+    )
 
 
 def _on_host(statistics: T) -> T:

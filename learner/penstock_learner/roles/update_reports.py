@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.optim.step import OptimizerStep
@@ -29,6 +32,20 @@ class UpdateReport:
     """The step of the whole model, the same on every rank."""
     nonfinite: tuple[int, ...]
     """Indices of the micro-batches whose loss was not finite."""
+    routers: RouterReport | None = None
+    """Of a mixture of experts whose routers are watched."""
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """How the routers used the experts in one rank's part of an update."""
+
+    aux_loss: float
+    """This rank's share of the auxiliary loss, before its coefficient."""
+    counts: NDArray[np.float32]
+    """[routers, experts] how often each expert was chosen."""
+    replayed_share: float
+    """Share of the choices that were replayed, summed over micro-batches as the auxiliary loss is."""
 
 
 @dataclass(frozen=True)

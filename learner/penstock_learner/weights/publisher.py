@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -68,11 +68,14 @@ class WeightPublisher:
         *,
         keep: Sequence[int] = (),
         adapter_scale: float | None = None,
+        exact: Collection[str] = (),
     ) -> StagedVersion:
-        """Allocate the buckets of a new version. Drops every other version except those in `keep`."""
+        """Allocate the buckets of a new version. Drops every other version except those in `keep`.
+
+        Tensors are sent in `model.dtype`, and those that `exact` names in float32."""
         weights = self.config.weights
-        dtype = DTYPES[self.config.model.dtype]
-        tensors = [TensorShape(name, SAFETENSORS_NAMES[dtype], shape) for name, shape in shapes]
+        dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
+        tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
         manifest = build_manifest(self.config.run, policy_version, term, tensors, weights.bucket_bytes)
         for version in self.staged.keys() - set(keep):
             self._memory.give_back(self.staged.pop(version).memory)
@@ -82,7 +85,7 @@ class WeightPublisher:
         memory.is_reusable = not weights.delta
         if adapter_scale is not None:
             manifest.adapter.scale = adapter_scale
-        staged = StagedVersion(manifest, memory, dtype)
+        staged = StagedVersion(manifest, memory)
         with self._begun:
             self.staged[policy_version] = staged
             self._begun.notify_all()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from penstock.weights.manifest import ALIGNMENT
 from penstock_learner.model.finite import first_nonfinite, is_finite
 from penstock_learner.weights.memory import BucketMemory
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 2**18
 """Size of the pieces that are copied, and hashed while they are still in the processor's cache."""
 
@@ -30,12 +32,13 @@ class StagedVersion:
 
     Call `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
 
-    def __init__(self, manifest: weights_pb2.WeightManifest, memory: BucketMemory, dtype: torch.dtype) -> None:
+    def __init__(self, manifest: weights_pb2.WeightManifest, memory: BucketMemory) -> None:
         self.manifest = manifest
         self.memory = memory
-        self._dtype = dtype
         self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._last_in_bucket = {spec.bucket: spec.name for spec in manifest.tensors}
+        self._of_bucket: dict[int, list[weights_pb2.TensorSpec]] = {}
+        for spec in manifest.tensors:
+            self._of_bucket.setdefault(spec.bucket, []).append(spec)
         self._progress = threading.Condition()
         """Notified when a bucket is filled, and when the version is sealed."""
         self._num_filled = 0
@@ -63,16 +66,16 @@ class StagedVersion:
         return self._is_sealed
 
     def put(self, name: str, weight: torch.Tensor) -> None:
-        """Copy one full weight to its place in a bucket, cast to the engine's type."""
+        """Copy one full weight to its place in a bucket, cast to the type that the manifest says."""
         spec = self._specs[name]
         bucket = self.memory.buckets[spec.bucket]
-        view = bucket[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(self._dtype).view(weight.shape)
+        view = _view(bucket, [spec]).view(weight.shape)
         if weight.is_cpu and bucket.is_cpu:
             flat = weight.detach().contiguous().view(-1)
             self._copy_and_hash(flat, view.view(-1), bucket.numpy(), spec.offset_bytes)
         else:
             view.copy_(weight, non_blocking=True)
-        if self._last_in_bucket[spec.bucket] == name:
+        if self._of_bucket[spec.bucket][-1].name == name:
             self._finish_bucket(spec.bucket)
 
     def bucket(self, index: int, deadline: Deadline) -> torch.Tensor:
@@ -127,14 +130,11 @@ class StagedVersion:
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
         """The name of a tensor in the bucket that is not finite, or an empty text."""
         with beside_training(bucket):
-            if bool(is_finite(bucket.view(self._dtype))):  # padding is zero
-                return ""
-            views = (
-                (spec.name, bucket[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(self._dtype))
-                for spec in self.manifest.tensors
-                if spec.bucket == index
-            )
-            return first_nonfinite(views)
+            for _, run in groupby(self._of_bucket[index], key=lambda spec: spec.dtype):
+                specs = list(run)
+                if not bool(is_finite(_view(bucket, specs))):  # padding is zero
+                    return first_nonfinite((spec.name, _view(bucket, [spec])) for spec in specs)
+            return ""
 
     def _seal(self) -> None:
         """Mark the version as final, unless it is refused. This is the last task of the hashing thread."""
@@ -145,6 +145,12 @@ class StagedVersion:
         with self._progress:
             self._is_sealed = True
             self._progress.notify_all()
+
+
+def _view(bucket: torch.Tensor, specs: Sequence[weights_pb2.TensorSpec]) -> torch.Tensor:
+    """The items of neighbouring tensors of one type, with the padding between them."""
+    end = specs[-1].offset_bytes + specs[-1].num_bytes
+    return bucket[specs[0].offset_bytes : end].view(DTYPES[specs[0].dtype])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.trajectory import FinishReason, VersionSegment
+from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
 
 Scored = tuple[float, dict[str, float]]
 """A reward and its parts."""
@@ -36,6 +36,7 @@ class Episode:
     """Reward that the environment gave at the end, in addition to the rewards of the turns."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers that the agent wants recorded."""
+    routed_experts: ExpertIds | None = None
 
 
 def combine_rewards(scored: Scored, episode: Episode, how: Literal["sum", "replace", "last"]) -> Scored:

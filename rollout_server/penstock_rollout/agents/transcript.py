@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.errors import PenstockError
-from penstock.trajectory import FinishReason, Sampling, VersionSegment
+from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.engines.engine import GenerateRequest
@@ -45,6 +45,8 @@ class Transcript:
         self._loss_mask: list[int] = []
         self._log_probs: list[float] = []
         self._segments: list[VersionSegment] = []
+        self._experts: ExpertIds | None = None
+        """[tokens, layers, top_k] for prompt and response but the last token, if the engine reports its experts."""
         self._last_turn_start = 0
 
     @property
@@ -72,6 +74,8 @@ class Transcript:
                 for segment in chunk.segments:
                     self._append_segment(start + segment.start, start + segment.end, segment.policy_version)
                 finish_reason = chunk.finish_reason
+                if chunk.routed_experts is not None:
+                    self._append_experts(chunk.routed_experts)
         self._loss_mask += [1] * (len(self._token_ids) - start)
         self._last_turn_start = start
         self.num_turns += 1
@@ -110,6 +114,7 @@ class Transcript:
             log_probs=np.array(self._log_probs[:end], dtype=np.float32),
             segments=tuple(replace(segment, end=min(segment.end, end)) for segment in self._segments),
             finish_reason=finish_reason,
+            routed_experts=self._experts_until(end),
             num_turns=self.num_turns,
             last_turn_start=self._last_turn_start,
             turn_rewards=tuple(turn_rewards),
@@ -127,6 +132,18 @@ class Transcript:
         if seed is not None and self.num_turns:
             seed = (seed + self.num_turns * SEED_STRIDE) % 2**63
         return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+    def _append_experts(self, of_turn: ExpertIds) -> None:
+        """Add the experts of a turn, which cover everything from the prompt on. Tokens that were known keep theirs."""
+        known = self._experts
+        self._experts = of_turn if known is None else np.concatenate([known, of_turn[len(known) :]])
+
+    def _experts_until(self, end: int) -> ExpertIds | None:
+        """The experts of the prompt and of `end` tokens of the response, but the last. None unless all are known."""
+        num_tokens = len(self.context.prompt_token_ids) + end - 1
+        if self._experts is None or len(self._experts) < num_tokens:
+            return None
+        return self._experts[:num_tokens]
 
     def _append_segment(self, start: int, end: int, policy_version: int) -> None:
         """Add a segment, or extend the last one if it has the same version. Does nothing for an empty range."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.trajectory import FinishReason, Sampling, VersionSegment
+from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 
 
@@ -39,6 +39,9 @@ class TokenChunk:
     segments: tuple[VersionSegment, ...]
     finish_reason: FinishReason | None = None
     """Set on the last chunk only."""
+    routed_experts: ExpertIds | None = None
+    """[tokens, layers, top_k] the experts that were chosen for all tokens of prompt and response but the last. Set on
+    the last chunk only, if the engine was created to report them."""
 
 
 @dataclass(frozen=True)

@@ -46,22 +46,34 @@ def check_devices(name: str, config: EngineConfig) -> None:
         )
 
 
-def create_engine(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> Engine:
-    """Create the engine without starting it. Imports only the engine that was chosen."""
+def create_engine(
+    config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
+) -> Engine:
+    """Create the engine without starting it. Imports only the engine that was chosen.
+
+    `report_experts` asks for the experts that a mixture of experts chooses (`learner.router.replay`)."""
     name = resolve_engine_name(config)
+    if report_experts:
+        check_reports_experts(name)
     if config.quantization is not None and (name != "vllm" or is_cpu_build()):
         raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
     if name == "vllm":
         from penstock_rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(config, model_path, dtype, seed)
+        return VllmEngine(config, model_path, dtype, seed, report_experts=report_experts)
     if name == "sglang":
         from penstock_rollout.engines.sglang.engine import SglangEngine
 
         return SglangEngine(config, model_path, dtype, seed)
     from penstock_rollout.engines.torch.engine import TorchEngine
 
-    return TorchEngine(config, model_path, dtype, seed)
+    return TorchEngine(config, model_path, dtype, seed, report_experts=report_experts)
+
+
+def check_reports_experts(name: str) -> None:
+    """Raise ConfigError for an engine whose choice of experts the learner cannot replay."""
+    if name == "sglang":
+        raise ConfigError("learner.router.replay needs rollout.engine.name vllm or torch, not sglang; set it to false")
 
 
 async def start_engine(engine: Engine, timeout_s: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
+from penstock.weights.folder_tensors import TIED_HEAD
 from penstock.weights.manifest import ITEM_BYTES, TensorShape
-from penstock_rollout.engines.model_folder import TIED_HEAD
 from penstock_rollout.weights.adapter import check_adapter
 
 

@@ -153,4 +153,5 @@ def _trajectory(episode: Episode, reward: float, parts: dict[str, float], *, is_
         reward_parts=parts,
         finish_reason=episode.finish_reason,
         is_baseline=is_baseline,
+        routed_experts=episode.routed_experts,
     )

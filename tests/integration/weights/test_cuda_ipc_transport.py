@@ -56,7 +56,7 @@ def begin(version: int, kind: MemoryKind, pool: MemoryPool | None = None) -> Sta
     manifest = build_manifest("run", version, 1, [TensorShape(n, "F32", s) for n, s in SHAPES.items()], 1024)
     manifest.checksum = XXH3
     memory = (pool or MemoryPool(CPU)).take(kind, [bucket.num_bytes for bucket in manifest.buckets])
-    return StagedVersion(manifest, memory, torch.float32)
+    return StagedVersion(manifest, memory)
 
 
 def fill(staged: StagedVersion, names: list[str]) -> None:

@@ -36,7 +36,7 @@ def stage_version(dtype: torch.dtype, name: str) -> tuple[StagedVersion, dict[st
     """Stage float32 weights in buckets of several pieces, with padding."""
     tensors = [TensorShape(tensor, name, shape) for tensor, shape in SHAPES]
     manifest = build_manifest("run", 1, 1, tensors, bucket_bytes=9 * 2**20)
-    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]), dtype)
+    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]))
     generator = torch.Generator().manual_seed(0)
     weights = {tensor: torch.rand(shape, generator=generator) for tensor, shape in SHAPES}
     for tensor, weight in weights.items():

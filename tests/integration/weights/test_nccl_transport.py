@@ -64,7 +64,7 @@ def target(name: str, num_workers: int = 1) -> PushTarget:
 def staged_version(version: int, term: int = 1, num_items: int = 97) -> StagedVersion:
     tensors = [TensorShape(f"t{index}", "F32", (num_items + index,)) for index in range(NUM_TENSORS)]
     manifest = build_manifest("run", version, term, tensors, bucket_bytes=1024)
-    staged = StagedVersion(manifest, HostMemory([b.num_bytes for b in manifest.buckets]), torch.float32)
+    staged = StagedVersion(manifest, HostMemory([b.num_bytes for b in manifest.buckets]))
     manifest.checksum = checksum_name(staged.memory)
     generator = torch.Generator().manual_seed(version)
     for spec in tensors:

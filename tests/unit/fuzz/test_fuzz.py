@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from groups import make_group
 from penstock.codec import MAGIC, SCHEMA_VERSION, check_group, decode_group, encode_group, group_to_proto
 from penstock.config.loading import load_config
 from penstock.errors import CheckpointDamaged, ConfigError, PoisonGroup, WeightPushFailed
+from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, weights_pb2
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
@@ -41,9 +43,19 @@ SHAPES = {"model.embed": (4, 3), "model.norm": (3,)}
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
+def group_with_experts() -> Group:
+    """A group whose first trajectory says which experts the engine chose."""
+    group = make_group(7)
+    num_tokens = len(group.prompt_token_ids) + len(group.trajectories[0].token_ids) - 1
+    experts = np.arange(num_tokens * 6, dtype=np.uint16).reshape(num_tokens, 3, 2)
+    return replace(
+        group, trajectories=(replace(group.trajectories[0], routed_experts=experts), *group.trajectories[1:])
+    )
+
+
 @BUDGETS
 def test_a_damaged_group_is_poison_or_whole(num_examples: int) -> None:
-    whole = encode_group(make_group(7))
+    whole = encode_group(group_with_experts())
 
     def check(data: bytes) -> None:
         try:
@@ -71,7 +83,7 @@ def test_a_group_of_damaged_protobuf_is_poison_or_whole(num_examples: int) -> No
         for trajectory in group.trajectories:
             assert np.isfinite(np.float32(trajectory.reward)), "the learner computes in float32"
 
-    try_examples(num_examples, damaged(group_to_proto(make_group(7)).SerializeToString()), check)
+    try_examples(num_examples, damaged(group_to_proto(group_with_experts()).SerializeToString()), check)
 
 
 @BUDGETS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.trajectory import VersionSegment
 from penstock_rollout.agents.transcript import Transcript
+from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.text.tokenization import Tokenization
 from tests.scripted_engine import (
     CHATML,
@@ -188,3 +191,36 @@ def test_arrays_have_the_types_of_a_trajectory(tokenization: Tokenization) -> No
     assert (episode.token_ids.dtype, episode.loss_mask.dtype, episode.log_probs.dtype) == (
         np.int32, np.uint8, np.float32,
     )  # fmt: skip
+
+
+class _ReportingEngine(ScriptedEngine):
+    """Reports as experts of a token its place in the sequence, and the turn that reported it."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        turn, num_tokens = int(request.request_id.rpartition(".")[2]), len(request.prompt_token_ids)
+        async for chunk in super().generate(request):
+            num_tokens += len(chunk.token_ids)
+            places = np.arange(num_tokens - 1, dtype=np.uint16)
+            experts = np.stack([places, np.full_like(places, turn)], axis=1)[:, None, :]
+            yield replace(chunk, routed_experts=None if chunk.finish_reason is None else experts)
+
+
+async def test_experts_of_all_turns_are_joined_and_each_tokens_first_report_counts(tokenization: Tokenization) -> None:
+    first, second = (*spelled("ab"), END), (*spelled("ok"), END)
+    context = make_context(_ReportingEngine([first, second]), tokenization)
+    transcript = Transcript(context)
+    turn = await transcript.sample_turn()
+    prompt = len(context.prompt_token_ids)
+    alone = transcript.episode(turn.finish_reason).routed_experts
+    assert alone is not None and len(alone) == prompt + len(first) - 1
+    assert transcript.insert(FEEDBACK)
+    cut = transcript.episode(turn.finish_reason).routed_experts
+    assert cut is not None and len(cut) == len(alone), (
+        "inserted tokens at the end are cut off, and so are their experts"
+    )
+    turn = await transcript.sample_turn()
+    episode = transcript.episode(turn.finish_reason)
+    experts = episode.routed_experts
+    assert experts is not None and experts.shape == (prompt + len(episode.token_ids) - 1, 1, 2)
+    assert experts[:, 0, 0].tolist() == list(range(len(experts)))
+    assert experts[:, 0, 1].tolist() == [0] * len(alone) + [1] * (len(experts) - len(alone))

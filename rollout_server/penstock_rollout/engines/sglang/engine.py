@@ -33,9 +33,10 @@ from penstock.ports import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
+from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
+from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.sglang.calls import SglangCalls
 from penstock_rollout.engines.sglang.messages import Event, Response, generate_body, read_event
 from penstock_rollout.engines.sglang.server import SglangServer

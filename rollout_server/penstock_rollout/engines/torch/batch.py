@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from penstock.trajectory import FinishReason, VersionSegment
+from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
+from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
 
 
 @dataclass(eq=False)
@@ -30,6 +32,8 @@ class Row:
     """The request's own generator. If None, the batch's generator is used."""
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[ExpertIds] = field(default_factory=list)
+    """[tokens, layers, top_k] of each forward pass over the row, if experts are recorded."""
     finish_reason: FinishReason | None = None
     cancelled: bool = False
     num_delivered: int = 0
@@ -44,14 +48,23 @@ class Row:
             log_probs=tuple(self.log_probs[start:end]),
             segments=_segments(self.versions, start, end),
             finish_reason=self.finish_reason,
+            routed_experts=np.concatenate(self.experts) if self.finish_reason and self.experts else None,
         )
 
 
 class DecodeBatch:
     """The rows that decode together. `join` adds rows, and `step` draws one token for each."""
 
-    def __init__(self, model: Any, stop_ids: frozenset[int], max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        stop_ids: frozenset[int],
+        max_model_len: int,
+        seed: int,
+        recorder: ExpertRecorder | None = None,
+    ) -> None:
         self.rows: list[Row] = []
+        self._recorder = recorder
         self._model = model
         self._stop_ids = stop_ids
         self._max_model_len = max_model_len
@@ -88,6 +101,9 @@ class DecodeBatch:
             past_key_values=self._cache,
             use_cache=True,
         )
+        if self._recorder is not None:
+            for row, experts in zip(self.rows, self._recorder.take(len(self.rows)), strict=True):
+                row.experts.append(experts)
         self._extend(self.rows, output.logits[:, -1], version)
         self._drop_finished()
 
@@ -106,6 +122,9 @@ class DecodeBatch:
         cache = DynamicCache()
         ids = torch.tensor([row.tokens for row in rows], device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if self._recorder is not None:
+            for row, experts in zip(rows, self._recorder.take(len(rows)), strict=True):
+                row.experts = [experts]
         self._extend(rows, output.logits[:, -1], version)
         self.rows += rows
         if self._cache is None:

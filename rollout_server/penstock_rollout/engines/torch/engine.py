@@ -25,10 +25,13 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
+from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import TIED_HEAD, stop_token_ids
+from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
+from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
+from penstock_rollout.engines.torch.loading import load_into
 from penstock_rollout.weights.device_name import device_uuid
 from penstock_rollout.weights.stage import WeightStage
 from penstock_rollout.weights.stage_slot import StageSlot
@@ -47,11 +50,15 @@ class TorchEngine:
 
     name = "torch"
 
-    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
+    ) -> None:
         self._config = config
         self._model_path = model_path
         self._dtype = dtype
         self._seed = seed
+        self._report_experts = report_experts
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._policy_version = -1
         self._weights_digest = ""
         self._slot = StageSlot(model_path)
@@ -85,9 +92,11 @@ class TorchEngine:
 
     async def start(self, policy_version: int) -> None:
         self._loop = asyncio.get_running_loop()
+        self._shapes = tensor_shapes(self._model_path)
         self._model = await asyncio.to_thread(self._load_model)
         stop_ids = frozenset(stop_token_ids(self._model_path))
-        self._batch = DecodeBatch(self._model, stop_ids, self._config.max_model_len, self._seed)
+        recorder = ExpertRecorder(self._model) if self._report_experts else None
+        self._batch = DecodeBatch(self._model, stop_ids, self._config.max_model_len, self._seed, recorder)
         self._policy_version = policy_version
         self._broken = ""
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -128,14 +137,8 @@ class TorchEngine:
             raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        check_manifest(announcement.manifest, self._shapes())
+        check_manifest(announcement.manifest, self._shapes)
         self._slot.begin(announcement, self._model.device)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-        if self._model.config.tie_word_embeddings:
-            shapes.pop(TIED_HEAD, None)
-        return shapes
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
@@ -193,10 +196,7 @@ class TorchEngine:
     def _flip(self, stage: WeightStage, digest: str) -> float:
         """Load the stage, in the engine's thread. No copy can fail, because the manifest was checked at the start."""
         started = time.monotonic()
-        state = self._model.state_dict()
-        with torch.no_grad():
-            for name, tensor in stage.tensors():
-                state[name].copy_(tensor)
+        load_into(self._model, dict(stage.tensors()))
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         self._policy_version, self._weights_digest = stage.manifest.policy_version, digest

@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
+from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import stop_token_ids, tensor_shapes
+from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
 
@@ -59,10 +62,14 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
+    ) -> None:
         self._config = config
         self._model_path = model_path
         self._arguments = engine_arguments(config, model_path, dtype, seed)
+        if report_experts:
+            self._arguments["enable_return_routed_experts"] = True
         self._load = SchedulerLoad()
         self._policy_version = -1
         self._num_loads = 0
@@ -175,6 +182,7 @@ class VllmEngine:
             log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
             segments=self._stamps.segments(request_id, completion, start, start + len(token_ids)),
             finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
+            routed_experts=_small_ids(completion.routed_experts) if reason is not None else None,
         )
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
@@ -305,3 +313,10 @@ class VllmEngine:
             raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
         except EngineDeadError as error:
             raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error
+
+
+def _small_ids(experts: Any) -> Any:
+    """vLLM's ids of experts, as one or two bytes each. None if it reports none."""
+    if experts is None or experts.dtype.itemsize <= 2:
+        return experts
+    return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.uint16)

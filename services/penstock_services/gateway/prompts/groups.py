@@ -46,6 +46,8 @@ class GroupReader:
 
     def _describe(self, group: Group, recomputed: Sequence[NDArray[np.float32]]) -> groups_pb2.Group:
         message = group_to_proto(group)
+        for sent in message.trajectories:
+            sent.ClearField("routed_experts")  # many times larger than the rest, and of use to the learner only
         for sent, log_probs in zip(message.trajectories, recomputed, strict=False):
             sent.learner_log_probs = log_probs.astype("<f4").tobytes()
         self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])

@@ -20,7 +20,7 @@ def stage(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> StagedVersion
     """A version with several small buckets."""
     shapes = [TensorShape(name, NAMES[dtype], tuple(weight.shape)) for name, weight in weights.items()]
     manifest = build_manifest("run", 7, 1, shapes, BUCKET_BYTES)
-    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]), dtype)
+    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]))
     for name, weight in weights.items():
         staged.put(name, weight)
     return staged

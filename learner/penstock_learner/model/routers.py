@@ -1,0 +1,231 @@
+"""The routers of a mixture of experts: what they choose in a forward pass, and replaying what an engine chose.
+
+A router scores the experts for each token, takes the `top_k` best, and weights their outputs by their scores. Every
+router of transformers chooses with one call of `topk` over [tokens, experts]. A watched router passes that call on to
+here. When it replays, the given experts take the place of the best ones, and their weights still come from the router's
+own scores, with gradient. A replayed token that has no reported experts (-1) keeps the router's own choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from penstock.config.learner import LearnerConfig, RouterConfig
+from penstock.errors import ConfigError
+from penstock_learner.model.backbone import ModelInputs
+
+_TOP_K = (torch.topk, Tensor.topk)
+_KINDS = re.compile(r"Router|Gate$|Gating")
+"""Part of the class names of routers. Some models record router logits of a whole block instead."""
+_NO_EXPERT = -1
+
+
+@dataclass(frozen=True)
+class Router:
+    """One router of a model."""
+
+    name: str
+    module: Any
+    layer: int
+    logits_index: int
+    """Where the router's output has the logits [tokens, experts]."""
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How one router used its experts in a forward pass. Padding does not count."""
+
+    counts: Tensor
+    """[experts] how often each expert was chosen."""
+    probabilities: Tensor
+    """[experts] sum over the tokens of the experts' probabilities, with gradient if a loss needs it."""
+    num_replayed: Tensor
+    """Tokens whose experts were replayed."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly the experts were used in a micro-batch."""
+
+    loss: Tensor
+    """The auxiliary loss of Switch Transformers, as in transformers' `load_balancing_loss_func`: `top_k` if all experts
+    are used alike, up to the number of experts if one does all the work."""
+    counts: Tensor
+    """[routers, experts] how often each expert was chosen."""
+    replayed_share: Tensor
+    """Share of the choices that were replayed."""
+
+
+def find_routers(lm: Any) -> list[Router]:
+    """The routers of a Hugging Face model in the order of its layers. Empty for a dense model."""
+    recorded: Any = (getattr(lm, "_can_record_outputs", None) or {}).get("router_logits", ())
+    recorders: list[Any] = list(recorded) if isinstance(recorded, (list, tuple)) else [recorded]
+    found = []
+    for name, module in lm.named_modules():
+        layer = re.search(r"\.(\d+)\.", name)
+        recorder = next((each for each in recorders if isinstance(module, getattr(each, "target_class", each))), None)
+        if recorder is None or layer is None or not _KINDS.search(type(module).__name__):
+            continue
+        sizes = [weight.shape[0] for weight in module.parameters() if weight.dim() == 2 and weight.shape[0] > 1]
+        if sizes:
+            found.append(Router(name, module, int(layer.group(1)), getattr(recorder, "index", 0), sizes[0]))
+    return found
+
+
+def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
+    """Watch the routers of a model as `learner.router` says. None for a dense model, and with compiled layers.
+
+    Raises ConfigError if the settings need routers that the model does not have."""
+    settings, routers = learner.router, find_routers(lm)
+    if settings.is_used:
+        require_routers(lm, routers, replay=settings.replay)
+    return RouterWatch(routers, settings) if routers and not learner.compile else None
+
+
+def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
+    """Raise ConfigError if the model has no routers, or for a replay, several in one layer."""
+    kind = lm.config.model_type
+    if not routers:
+        raise ConfigError(
+            f"learner.router is set, but a model of type {kind} has no routers that can be watched; leave it out"
+        )
+    layers = [router.layer for router in routers]
+    if replay and len(set(layers)) < len(layers):
+        raise ConfigError(
+            f"learner.router.replay cannot be used with type {kind}, which has several routers in a layer; set it to "
+            "false"
+        )
+
+
+class RouterWatch:
+    """Watches the routers of one model. It knows how they used their experts in the last forward pass."""
+
+    def __init__(self, routers: list[Router], settings: RouterConfig) -> None:
+        self.routers = routers
+        self.settings = settings
+        self._used: list[Usage] = []
+        self._is_token: Tensor | None = None
+        self._experts: Tensor | None = None
+        """[tokens, layers, top_k] to replay. They stay until the next forward pass, because the backward pass computes
+        layers again."""
+        self._measures = False
+        """Whether routers measure their usage. The backward pass repeats exactly what the forward pass did."""
+        self._is_recording = False
+        for router in routers:
+            router.module.forward = partial(self._route, router, router.module.forward)
+
+    @contextmanager
+    def forward_of(self, inputs: ModelInputs, *, padded: bool) -> Iterator[None]:
+        """Wraps the forward pass of these inputs, in the layout that the model computes them in."""
+        self._used = []
+        experts = inputs.routed_experts if self.settings.replay else None
+        if experts is not None and experts.shape[1] <= max(router.layer for router in self.routers):
+            experts = None  # those of another model
+        self._is_token, self._experts = _laid_out(inputs, padded, experts)
+        self._measures = self._is_recording = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def balance(self) -> Balance | None:
+        """How evenly the last forward pass used the experts. None if no router could be watched."""
+        used, self._used = self._used, []
+        if not used:
+            return None
+        counts = torch.stack([usage.counts for usage in used])
+        probabilities = torch.stack([usage.probabilities for usage in used]).sum(dim=0)
+        num_rows = probabilities.detach().sum()  # the probabilities of a token add up to 1
+        shares = counts.sum(dim=0) / num_rows
+        loss = counts.shape[1] * (shares * probabilities / num_rows).sum()
+        replayed = torch.stack([usage.num_replayed for usage in used]).sum()
+        return Balance(loss, counts, replayed / num_rows)
+
+    def _route(self, router: Router, forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        forced = None if self._experts is None else self._experts[:, router.layer].long()
+        choosing = _Choosing(router.num_experts, forced)
+        with choosing:
+            output = forward(*args, **settings)
+        if choosing.chosen is None and self.settings.is_used:
+            raise ConfigError(f"learner.router is set, but {router.name} does not choose by topk; leave it out")
+        if choosing.chosen is not None and self._measures:
+            usage = self._usage(output[router.logits_index], choosing)
+            if self._is_recording:
+                self._used.append(usage)
+        return output
+
+    def _usage(self, logits: Tensor, choosing: _Choosing) -> Usage:
+        """Computed inside the layer, so that a layer whose activations are recomputed keeps nothing for it."""
+        assert choosing.chosen is not None
+        is_token = self._is_token
+        counted = torch.ones(len(logits), device=logits.device) if is_token is None else is_token.float()
+        with torch.set_grad_enabled(self.settings.aux_loss_coefficient > 0):
+            probabilities = (logits.float().softmax(dim=-1) * counted[:, None]).sum(dim=0)
+        counts = torch.zeros(logits.shape[-1], device=logits.device)
+        counts.scatter_add_(0, choosing.chosen.flatten(), counted.repeat_interleave(choosing.chosen.shape[-1]))
+        return Usage(counts, probabilities, (choosing.is_replayed * counted).sum())
+
+
+class _Choosing(TorchFunctionMode):
+    """Takes the call of `topk` by which a router chooses, and replaces what it chooses by `forced` [tokens, top_k]."""
+
+    def __init__(self, num_experts: int, forced: Tensor | None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.forced = forced
+        self.chosen: Tensor | None = None
+        """[tokens, top_k] the experts that are used, once the router has chosen."""
+        self.is_replayed: Tensor | float = 0.0
+        """[tokens] 1 where the choice was replayed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Group-limited routers call topk over groups too, on three dimensions or with another width.
+        if func not in _TOP_K or args[0].dim() != 2 or args[0].shape[-1] != self.num_experts:
+            return result
+        experts: Tensor = result[1]
+        if self.forced is not None and self.forced.shape == experts.shape:
+            usable = _usable(self.forced, self.num_experts)
+            experts = torch.where(usable[:, None], self.forced, experts)
+            result = torch.return_types.topk((args[0].gather(-1, experts), experts))
+            self.is_replayed = usable.float()
+        self.chosen = experts.detach()
+        return result
+
+
+def _usable(forced: Tensor, num_experts: int) -> Tensor:
+    """[tokens] whether a row names different experts that exist. An engine reports zeros where it knows nothing."""
+    ordered = forced.sort(dim=-1).values
+    differ = (ordered[:, 1:] != ordered[:, :-1]).all(dim=-1)
+    return differ & (ordered[:, 0] >= 0) & (ordered[:, -1] < num_experts)
+
+
+def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which rows of a router's input are tokens (None: all), and the experts to replay for each row."""
+    packing = inputs.packing
+    if padded:
+        is_token = packing.is_token.flatten()
+        if experts is None:
+            return is_token, None
+        return is_token, experts[packing.gather.flatten()].masked_fill(~is_token[:, None, None], _NO_EXPERT)
+    if packing.parallel is None:
+        return None, experts
+    num_tokens = len(inputs.token_ids)
+    own = packing.parallel.own(num_tokens)
+    share = -(-num_tokens // packing.parallel.size)
+    is_token = torch.arange(share, device=inputs.token_ids.device) < own.stop - own.start
+    if experts is None:
+        return is_token, None
+    mine = experts[own]
+    filling = mine.new_full((share - len(mine), *mine.shape[1:]), _NO_EXPERT)
+    return is_token, torch.cat([mine, filling])

@@ -1,0 +1,149 @@
+"""A gather has the names, shapes and bytes of the model's folder, whatever form transformers holds the weights in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from learner_ranks import with_model
+from penstock.config.learner import LoraConfig
+from penstock.config.loading import validate
+from penstock.errors import ConfigError
+from penstock.weights.folder_tensors import tensor_shapes
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.causal_lm import CausalLM, load_model
+from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
+from penstock_learner.start_check import _check_structure
+from penstock_learner.weights.gathering import exact_names, gathered_weights, load_gathered, pushed_shapes
+from penstock_learner.weights.publisher import WeightPublisher
+from penstock_rollout.weights.adapter import check_adapter
+from tiny_architectures import ARCHITECTURES, tiny_model
+
+FAST = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama"}
+"""Experts of each kind, and a dense model. The others are compared in the long tests."""
+REFUSED: set[str] = set()
+"""Architectures that cannot be pushed. They are refused before anything is trained."""
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def _cases() -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
+
+
+def _loaded(name: str, folder: Path) -> CausalLM:
+    tiny_model(name).save_pretrained(folder)
+    model = load_model(folder, torch.float32, 16)
+    fit_to_folder(model.lm, folder, "model.path")
+    return model
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_a_gather_is_what_the_folder_contains(name: str, tmp_path: Path) -> None:
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match="cannot be pushed to engines") as raised:
+            _loaded(name, tmp_path)
+        assert "\n" not in str(raised.value)
+        return
+    model = _loaded(name, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    gathered = {name: tensor.clone() for name, tensor in gathered_weights(model)}
+    assert gathered.keys() == stored.keys()
+    assert all(torch.equal(gathered[name], stored[name]) for name in stored)
+    assert pushed_shapes(model) == [(name, tuple(tensor.shape)) for name, tensor in gathered.items()]
+    before = {name: tensor.clone() for name, tensor in model.lm.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_gathered(model, stored.__getitem__)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.lm.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_are_published_one_by_one_in_memory_of_a_layer(name: str, tmp_path: Path) -> None:
+    model = _loaded(name, tmp_path)
+    assert any("experts.gate_up_proj" in name for name, _ in model.lm.named_parameters()), "transformers fuses them"
+    names = [name for name, _ in pushed_shapes(model)]
+    assert not any("gate_up_proj" in name for name in names) and any(".experts.3." in name for name in names)
+    layers = [int(name.split(".layers.")[1].split(".")[0]) for name in names if ".layers." in name]
+    assert layers == sorted(layers), "a layer is gathered once and then left"
+
+
+def test_a_folder_with_fused_experts_keeps_them(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in tensor_shapes(tmp_path)
+    for lm in (load_model(tmp_path, torch.float32, 16).lm, model_without_weights(tmp_path)):
+        fit_to_folder(lm, tmp_path, "model.path")
+        model = CausalLM(lm, 16, load_model(tmp_path, torch.float32, 16).path)
+        assert dict(pushed_shapes(model)) == tensor_shapes(tmp_path)
+
+
+def test_layers_that_predict_ahead_are_not_pushed(tmp_path: Path) -> None:
+    tiny_model("glm4_moe").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.4.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    fit_to_folder(model_without_weights(tmp_path), tmp_path, "model.path")
+    assert "model.layers.4.eh_proj.weight" not in tensor_shapes(tmp_path)
+
+
+def test_weights_in_another_form_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    fused = "model.layers.0.mlp.experts.down_proj"
+    stored[f"{fused}_blocks"] = stored.pop(fused)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match=r"down_proj_blocks; it is stored as mxfp4: load it in bfloat16") as raised:
+        _check_structure(validate(with_model({}, tmp_path), "test"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_routers_bias_is_pushed_in_float32(tmp_path: Path) -> None:
+    model = _loaded("deepseek_v3", tmp_path)
+    bias = model.lm.get_buffer(BIAS)
+    bias.copy_(torch.rand(len(bias)) + 1 / 3)
+    assert BIAS in exact_names(model) and "model.embed_tokens.weight" not in exact_names(model)
+    config = validate(with_model({}, tmp_path) | {"model": {"path": str(tmp_path), "dtype": "bfloat16"}}, "test")
+    publisher = WeightPublisher(config, "127.0.0.1")
+    staged = publisher.begin(1, 1, pushed_shapes(model), exact=exact_names(model))
+    for name, weight in gathered_weights(model):
+        staged.put(name, weight)
+    spec = next(spec for spec in staged.manifest.tensors if spec.name == BIAS)
+    raw = staged.memory.buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
+    assert spec.dtype == "F32" and torch.equal(raw.view(torch.float32), bias)
+    assert {spec.dtype for spec in staged.manifest.tensors} == {"F32", "BF16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("glm4", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("llama4_text", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_an_adapter_covers_all_linear_layers_under_the_folders_names(
+    name: str, adapted: set[str], tmp_path: Path
+) -> None:
+    model = _loaded(name, tmp_path)
+    add_adapter(model, LoraConfig(rank=2, alpha=4))
+    shapes = dict(pushed_shapes(model))
+    assert {name.split(".")[-3] for name in shapes} == adapted
+    check_adapter(shapes, tensor_shapes(tmp_path))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in gathered_weights(model)}
+
+
+def test_a_target_that_engines_cannot_adapt_is_refused(tmp_path: Path) -> None:
+    for target, reason in (("nothing", "does not fit the model"), ("embed_tokens", "no linear layer of the decoder")):
+        with pytest.raises(ConfigError, match=reason) as raised:
+            add_adapter(_loaded("llama", tmp_path), LoraConfig(rank=2, alpha=4, target_modules=(target,)))
+        assert "\n" not in str(raised.value)

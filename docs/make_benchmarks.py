@@ -28,6 +28,7 @@ BENCHES = {
     "weights": ("The weight push, CPU", "make bench-weights", "compared with a memory copy, a TCP stream and a load"),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a device copy and vLLM's own load"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
+    "loading": ("Loading", "make bench-loading", "peaks of memory with four ranks, and with whole models in each"),
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
     "rollout_gpu": ("Generation, GPU", "bench/gpu/rollout.py", "the same, 512 concurrent requests"),
     "engine_check_bf16": (

@@ -17,7 +17,7 @@ from soak_parts import Fault
 
 _STEP = re.compile(r" INFO step (\d+) version \d+ .* ([\d.]+)s$")
 MARKERS = {
-    "imports": re.compile(r" INFO joining Ray"),
+    "imports": re.compile(r" INFO starting or joining Ray"),
     "Ray": re.compile(r" INFO Ray is ready"),
     "ranks": re.compile(r" INFO the roles are ready"),
     "take-over and checkpoint": re.compile(r" INFO training from step"),

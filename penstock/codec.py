@@ -238,6 +238,7 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
             for s in trajectory.sampling_segments
         ],
         routed_experts=None if trajectory.routed_experts is None else _experts_to_proto(trajectory.routed_experts),
+        reward_failed=trajectory.reward_failed,
     )
 
 
@@ -255,6 +256,7 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
             SamplingSegment(s.start, s.end, s.temperature, s.top_p) for s in message.sampling_segments
         ),
         routed_experts=_experts_from_proto(message.routed_experts) if message.HasField("routed_experts") else None,
+        reward_failed=message.reward_failed,
     )
 
 

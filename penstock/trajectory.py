@@ -78,6 +78,8 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason = "stop"
     reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_failed: bool = False
+    """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
     is_baseline: bool = False
     """Whether this is the greedy sample that the others of its group are compared with (remax). It is scored and never
     trained."""

@@ -63,6 +63,7 @@ async def serve(config: RunConfig) -> None:
     from penstock.replay.redis_queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
     from penstock.store.heartbeats import LEARNER, Heartbeats
+    from penstock.store.phases import Phases
     from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
     from penstock_learner.loggers.opening import check_loggers
@@ -85,10 +86,12 @@ async def serve(config: RunConfig) -> None:
         client = connect(config.redis, patient=True)
         stack.push_async_callback(client.aclose)
         silence_s = await stack.enter_async_context(Heartbeats(client, config.run).beating(LEARNER))
+        phases = Phases(client, config.run)
         await asyncio.to_thread(remove_abandoned_folders)
-        logger.info("joining Ray")
+        await phases.enter(LEARNER, "starting or joining Ray", is_first=True)
         stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
+        await phases.enter(LEARNER, f"placing the ranks of {', '.join(roles)}")
 
         async def train() -> None:
             groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)

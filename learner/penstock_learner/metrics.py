@@ -25,6 +25,8 @@ _ALGORITHM_GAUGES = {
     "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens that were rejected or lie outside the band."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
+    "reward_failed_ratio": ("reward_failed_ratio", "Share of the step's samples whose reward failed."),
+    "truncated_ratio": ("train_truncated_ratio", "Share of the step's responses that were cut at a limit."),
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
     "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
     "value_explained_variance": ("algo_value_explained_variance", "1 - var(returns - values) / var(returns)."),

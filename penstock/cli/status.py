@@ -10,7 +10,7 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
 
 if TYPE_CHECKING:
-    from penstock.client.responses import Metrics, QueueStat, Run, Server
+    from penstock.client.responses import Metrics, Notice, Run, Server
 
 DEADLINE_S = 5.0
 _STEP_METRICS = {
@@ -40,20 +40,47 @@ def _print(run: Run) -> None:
     from rich.console import Console
 
     console = Console()
-    error = run.queue.conservation_error
-    conserved = "conservation ok" if error == 0 else f"[bold red]conservation off by {error}[/]"
-    console.print(
-        f"run [bold]{run.run}[/]  step [bold]{run.step}[/]  policy version [bold]{run.policy_version}[/]  "
-        f"term {run.term}  {conserved}"
-    )
+    console.print(headline(run))
+    for line in alarms(run):
+        console.print(line)
     console.print(step_numbers(run.metrics))
-    console.print(queue_table(run.queue))
+    for line in verdicts(run):
+        console.print(line)
+    console.print(queue_table(run))
     if run.servers:
         console.print(server_table(run.servers))
     else:
         console.print("no rollout servers")
-    for line in (*paused_servers(run.servers), *quarantined_servers(run.servers)):
-        console.print(line)
+
+
+def headline(run: Run) -> Any:
+    """State, step and version of a run."""
+    from rich.text import Text
+
+    head = Text.assemble(
+        ("run ", "dim"), (run.run, "bold"), ("  state ", "dim"), (run.state.lower(), "bold"), ("  step ", "dim"),
+        (str(run.step), "bold"), ("  version ", "dim"), (str(run.policy_version), "bold"),
+        ("  term ", "dim"), str(run.term),
+    )  # fmt: skip
+    if run.queue.conservation_error:
+        head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
+    return head
+
+
+def alarms(run: Run) -> list[Any]:
+    """A line for everything that keeps the run from learning: its pause, servers that do not count, and notices."""
+    from rich.text import Text
+
+    state = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
+    failed = run.metrics.get("reward_failed_ratio") or 0.0
+    share = [Text(f"the reward failed on {failed:.0%} of the samples of the newest step", style="bold red")]
+    servers = [*paused_servers(run.servers), *quarantined_servers(run.servers)]
+    notices = [Text(notice_text(notice), style="yellow") for notice in run.notices]
+    return [*state, *(share if failed else []), *servers, *notices]
+
+
+def notice_text(notice: Notice) -> str:
+    return notice.text if notice.count == 1 else f"{notice.text} ({notice.count} times)"
 
 
 def paused_servers(servers: Sequence[Server]) -> list[Any]:
@@ -87,6 +114,14 @@ def quarantined_servers(servers: Sequence[Server]) -> list[Any]:
     ]
 
 
+def verdicts(run: Run) -> list[Any]:
+    """Why the run does not learn, and why it is slow."""
+    from rich.text import Text
+
+    lines = (("learning  ", run.learning), ("speed     ", run.speed))
+    return [Text.assemble((label, "dim"), text) for label, text in lines if text]
+
+
 def step_numbers(metrics: Metrics) -> Any:
     """Key metrics of the step that made the newest version. `--json` shows all metrics."""
     from rich.text import Text
@@ -95,18 +130,19 @@ def step_numbers(metrics: Metrics) -> Any:
     return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
 
 
-def queue_table(queue: QueueStat) -> Any:
-    """The groups of the queue by state, under the names of QueueStat; `ready` is `queued` without `delivered`. A group
-    that the learner took counts as trained when a checkpoint covers it."""
+def queue_table(run: Run) -> Any:
+    """The groups of the queue by state. `training` are those that the learner took for a step that is not done."""
     from rich.table import Table
 
+    queue = run.queue
+    trained = queue.trained if run.num_trained is None else run.num_trained
     table = Table(title=f"groups, {queue.queued_bytes / 2**20:.1f} MiB of them ready", title_justify="left")
     columns = {
         "pending prompts": queue.pending_prompts,
         "in flight": queue.in_flight,
         "ready": queue.queued - queue.delivered,
-        "delivered": queue.delivered,
-        "trained": queue.trained,
+        "training": queue.delivered + queue.trained - trained,
+        "trained": trained,
         "expired": queue.expired,
         "dead-lettered": queue.dead_lettered,
         "reclaimed": queue.reclaimed,

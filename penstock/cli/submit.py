@@ -55,10 +55,21 @@ def main(argv: Sequence[str]) -> int:
     prompts = _read(args)
     with open_client(args, DEADLINE_S) as client:
         num_replayed, first, last = submit_all(client, prompts, args.epoch)
-        print(f"submitted {len(prompts)} prompts, ids {first} to {last}; {num_replayed} were already submitted before")
+        print(submitted_line(len(prompts), num_replayed, first, last))
         if args.wait is not None:
             wait_all(client, range(first, last + 1), args.wait)
     return 0
+
+
+def submitted_line(num_prompts: int, num_replayed: int, first: int, last: int) -> str:
+    """What a submission did. A prompt that was submitted before keeps its id and is not queued again."""
+    if num_replayed == num_prompts:
+        return (
+            f"nothing is new: all {num_prompts} prompts were submitted before, as ids {first} to {last}; give another "
+            "--epoch to submit them again"
+        )
+    before = f"; {num_replayed} others were submitted before" if num_replayed else ""
+    return f"submitted {num_prompts - num_replayed} prompts, ids {first} to {last}{before}"
 
 
 def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: float) -> None:

@@ -62,10 +62,6 @@ class Look:
     def value(self, name: str, label: str = "") -> float:
         return self.series.get(name, {}).get(label, 0.0)
 
-    @property
-    def state(self) -> str:
-        return next((state for state, value in self.series.get("penstock_run_state", {}).items() if value), "unknown")
-
 
 def look(client: SyncPenstockClient) -> Look:
     import httpx
@@ -94,20 +90,12 @@ def draw(now: Look, history: Sequence[Look]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    from penstock.cli.status import paused_servers, quarantined_servers, queue_table, server_table, step_numbers
+    from penstock.cli.status import alarms, headline, queue_table, server_table, step_numbers, verdicts
     from penstock.sparkline import sparkline
 
     run = now.run
-    head = Text.assemble(
-        ("run ", "dim"), (run.run, "bold"), ("  state ", "dim"), (now.state, "bold"), ("  step ", "dim"),
-        (str(run.step), "bold"), ("  version ", "dim"), (str(run.policy_version), "bold"),
-        ("  term ", "dim"), str(run.term),
-    )  # fmt: skip
-    if run.queue.conservation_error:
-        head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
-    parts: list[Any] = [head, step_numbers(run.metrics), queue_table(run.queue)]
+    parts: list[Any] = [headline(run), *alarms(run), step_numbers(run.metrics), *verdicts(run), queue_table(run)]
     parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
-    parts += [*paused_servers(run.servers), *quarantined_servers(run.servers)]
     parts += [_parts(now), _ages_and_scores(now)]
     rewards = [row.run.metrics.get("reward_mean") for row in history]
     known = [reward for reward in rewards if reward is not None]

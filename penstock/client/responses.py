@@ -90,6 +90,33 @@ class Server(ResponseBody):
     """How often its weights were loaded again, while `is_quarantined`."""
 
 
+class Notice(ResponseBody):
+    """What the processes of a run want its users to know. Equal events are one notice with a count."""
+
+    kind: str
+    """reward_failed, default_reward or prompt_failed."""
+    text: str
+    """One line about the first of the events."""
+    detail: str
+    """More about the first event, such as a traceback; may be empty."""
+    count: int
+    first_at_ms: int
+    last_at_ms: int
+
+
+class Phase(ResponseBody):
+    name: str
+    entered_at_ms: int
+
+
+class Part(ResponseBody):
+    """A process of a run, and the phases of its start, oldest first."""
+
+    component: str
+    """`learner`, or the id of a rollout server."""
+    phases: tuple[Phase, ...]
+
+
 class Run(ResponseBody):
     """A run: its progress, queue and servers."""
 
@@ -99,15 +126,26 @@ class Run(ResponseBody):
     term: int
     queue: QueueStat
     metrics: Metrics
-    """Metrics of the step that made the newest version."""
+    """Metrics of the newest step. Empty before the first one."""
     servers: tuple[Server, ...]
     state: str
+    """One of penstock.run_state.RUN_STATES."""
     held_version: int | None
     """Version at which a roll back holds all servers."""
     launcher_id: str
     """Launcher of a created run; empty for a gateway's own run."""
     detail: str
-    """Why the run failed, if it did."""
+    """Why the run is in its state, if there is more to say."""
+    num_trained: int | None = None
+    """Groups that were trained, including those that no checkpoint covers yet. None from an older gateway."""
+    learning: str = ""
+    """Whether the reward rises, and if not, the most likely cause."""
+    speed: str = ""
+    """What the run waits for most."""
+    parts: tuple[Part, ...] = ()
+    """How far the learner and the rollout servers are with their start."""
+    notices: tuple[Notice, ...] = ()
+    """Newest first."""
 
 
 class StepMetrics(ResponseBody):
@@ -228,6 +266,8 @@ class Trajectory(ResponseBody):
     policy_versions: tuple[int, ...]
     reward: float
     reward_parts: Metrics
+    reward_failed: bool = False
+    """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
     finish_reason: str
     is_baseline: bool
     text: str

@@ -46,6 +46,9 @@ class DatasetConfig(Config):
     """Seed of the shuffle. None: the run's `seed`."""
     max_pending: int = Field(default=512, ge=1)
     """Upper bound on prompts that wait in the queue. Submission pauses while it is reached."""
+    max_buried_share: float | None = Field(default=0.5, gt=0, le=1)
+    """Share of prompts that are dead-lettered for one reason, such as `prompt_too_long`, at which the run pauses. At
+    least 32 prompts must have that reason. None: the run never pauses for that."""
     num_samples: int = Field(default=8, ge=1)
     """Number of samples per prompt, which is the size of a group."""
     temperature: float = Field(default=1.0, gt=0)

@@ -173,3 +173,6 @@ class RewardConfig(Config):
     error_value: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a sample whose reward function failed or timed out. Such samples are counted in
     `penstock_reward_errors_total`."""
+    max_failed_share: float | None = Field(default=1.0, gt=0, le=1)
+    """Share of failed rewards, over the samples of one step, at which the run pauses with the reason. 1: when every one
+    of them failed. None: the run never pauses for that."""

@@ -8,18 +8,22 @@ from collections.abc import Iterator, Mapping
 from penstock.config.run import RunConfig
 from penstock.doctor.finding import Finding
 from penstock.doctor.machine import check_listens
+from penstock.doctor.rewards import check_dead_letters, check_rewards
 from penstock.errors import NotFound, PenstockError
 from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.run_state import RunFacts, RunState, has_learner, has_servers, run_state
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import Notices
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine
 from penstock.store.redis_client import RedisClient
-from penstock.store.run_control import RunControl
+from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import policies_pb2
+from penstock.verdicts import Situation, learning_verdict, speed_verdict, steps_of
 
 LOOKED_BACK_VERSIONS = 50
 
@@ -28,20 +32,59 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     """Check the run's queue, servers, components and policies."""
     try:
         queue = RedisReplayQueue(client, config.run, config.replay)
-        stat, committed_step = await queue.stat(), (await queue.committed()).step
+        stat, control = await queue.stat(), RunControl(client, config.run)
         servers = await Fleet(client, config.run).servers()
-        control = RunControl(client, config.run)
         breakers, quarantines = await control.open_breakers(), await control.quarantines()
+        orders, dead = await control.orders(), await queue.dead_letter_reasons()
+        reason, notices = await control.pause_reason(), await Notices(client, config.run).newest_first()
         ages_s = await Heartbeats(client, config.run).ages_s()
         policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
     except (PenstockError, NotFound) as refused:
         return [Finding("run", "warn", f"cannot be read: {refused}", "use a Redis user that may read the run's keys")]
-    findings = [_conservation(stat), *_admission(stat, committed_step, config.replay.groups_per_step)]
-    findings += _breakers(servers, breakers)
+    findings = [_conservation(stat), *_admission(stat, config.replay.groups_per_step)]
+    findings += [*_pause(orders, reason), *_breakers(servers, breakers), *check_rewards(notices, policies, config)]
+    findings += _progress(
+        Situation(
+            steps_of(policies),
+            _state(config, stat, orders, servers, ages_s),
+            stat,
+            servers,
+            len(breakers),
+            config.replay.max_staleness,
+        )
+    )
+    findings.append(check_dead_letters(stat, dead, config.dataset.max_buried_share))
     ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
     findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
     findings += [check_listens(server.server_id, *server.address.rsplit(":", 1)) for server in servers]
     return [*findings, *_weights(servers, policies), _agreement(policies, config), *_quarantines(servers, quarantines)]
+
+
+def _progress(situation: Situation) -> Iterator[Finding]:
+    """Say whether the run learns, and what it waits for."""
+    for name, verdict in (("learning", learning_verdict(situation)), ("speed", speed_verdict(situation))):
+        yield Finding(name, verdict.level, verdict.text, verdict.advice)
+
+
+def _state(
+    config: RunConfig, stat: QueueStat, orders: Orders, servers: list[ServerRecord], ages_s: dict[str, float]
+) -> RunState:
+    return run_state(
+        RunFacts(
+            step=stat.step,
+            num_steps=config.learner.num_steps,
+            term=stat.term,
+            orders=orders,
+            has_learner=has_learner(ages_s, config.replay.lease_ttl_s),
+            has_servers=has_servers(servers),
+        )
+    )
+
+
+def _pause(orders: Orders, reason: str) -> Iterator[Finding]:
+    if orders.is_paused:
+        text = f"the run paused itself: {reason}" if reason else "an operator has paused the run"
+        yield Finding("state", "fail" if reason else "warn", text, "`penstock runs resume` continues it")
 
 
 def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[Finding]:
@@ -85,13 +128,13 @@ def _conservation(stat: QueueStat) -> Finding:
     return Finding("conservation", "ok", "every admitted group is accounted for")
 
 
-def _admission(stat: QueueStat, committed_step: int, groups_per_step: int) -> Iterator[Finding]:
+def _admission(stat: QueueStat, groups_per_step: int) -> Iterator[Finding]:
     """Name a run that can never complete its next batch: too few groups are on their way, and none may be admitted."""
     if stat.admission_room > 0 or stat.queued + stat.in_flight >= groups_per_step:
         return
     text = f"no prompt can be admitted, and {stat.queued + stat.in_flight} of {groups_per_step} groups are on their way"
-    if stat.step < committed_step:
-        text += f": the learner is at step {stat.step}, below the committed step {committed_step}"
+    if stat.step < stat.committed_step:
+        text += f": the learner is at step {stat.step}, below the committed step {stat.committed_step}"
     yield Finding(
         "admission", "fail", text, "start the learner from its newest checkpoint, or see docs/learner.md#going-back"
     )

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,6 +21,7 @@ from penstock.codec import encode_prompt
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, QueueFull, Unavailable
+from penstock.feed.buried_prompts import BuriedPrompts
 from penstock.feed.datasets import read_prompts
 from penstock.replay.contract import FeedPosition, PromptIntake
 from penstock.tracing import Tracing
@@ -99,16 +100,24 @@ class Feeder:
     """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Several feeders may run at once: each
     chunk is accepted from one of them."""
 
-    def __init__(self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,
+        pause: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:  # fmt: skip
+        """`pause` pauses the run with a reason, when `dataset.max_buried_share` is reached."""
         self.queue = queue
+        self.pause = pause
+        self.buried = BuriedPrompts(stream.config.max_buried_share)
         self.tracing = tracing or Tracing()
         self.stream = stream
         self.config = stream.config
         self.fingerprint = stream.fingerprint
+        self._dead_before: int | None = None
+        """Dead letters that are not from this dataset, as far as the counts tell."""
 
     async def run(self) -> int:
         """Feed until all prompts are submitted, by this feeder or another, and return their number. Tries again while
-        Redis is away or full."""
+        Redis is away or full. Raises InvalidInput if all prompts of an epoch were dead-lettered."""
         while True:
             try:
                 position, is_end = await self._feed()
@@ -124,11 +133,29 @@ class Feeder:
         """Submit chunks until enough prompts wait. Returns the position, and whether it is the end."""
         position = await self._submit(0, [])
         while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
+            await self._watch_dead_letters(position)
             room = self.config.max_pending - (await self.queue.stat()).pending_prompts
             if room <= 0:
                 return position, False
             position = await self._submit(position, chunk[:room])
         return position, True
+
+    async def _watch_dead_letters(self, position: int) -> None:
+        """Pause the run if too many prompts are dead-lettered, and end the feed if all of an epoch were."""
+        stat, reasons = await self.queue.stat(), await self.queue.dead_letter_reasons()
+        num_prompts = len(self.stream.prompts)
+        if self._dead_before is None:
+            self._dead_before = max(0, stat.dead_lettered - position)
+        if stat.inserted == 0 and min(position, stat.dead_lettered - self._dead_before) >= num_prompts:
+            counts = ", ".join(f"{count} with {reason}" for reason, count in sorted(reasons.items()))
+            raise InvalidInput(
+                f"dataset {self.config.name!r}",
+                f"all {num_prompts} prompts of an epoch were dead-lettered ({counts}); correct them or rollout.prompt, "
+                "and start a new run",
+            )
+        if (reason := self.buried.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
+            logger.error("the run pauses: %s", reason)
+            await self.pause(reason)
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
         with contextlib.ExitStack() as spans:

@@ -17,6 +17,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
+from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing, open_tracing
 
 
@@ -44,11 +45,12 @@ async def feed_run(config: RunConfig) -> None:
         if dataset.validation.file is not None:
             hold = _version_hold(config, client) if dataset.validation.pinned else None
             validator = await asyncio.to_thread(Validator.read, config, queue, hold)
+        control = RunControl(client, config.run)
         tasks = []
         if validator is not None:
             tasks.append(asyncio.create_task(validator.run(), name="validator"))
         if stream is not None:
-            tasks.append(asyncio.create_task(_feed(queue, stream, tracing), name="feeder"))
+            tasks.append(asyncio.create_task(_feed(queue, stream, tracing, control), name="feeder"))
         for task in tasks:
             stack.push_async_callback(end_task, task)
         await asyncio.gather(*tasks)
@@ -65,6 +67,6 @@ def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
     )
 
 
-async def _feed(queue: RedisReplayQueue, stream: PromptStream, tracing: Tracing) -> None:
-    num_prompts = await Feeder(queue, stream, tracing).run()
+async def _feed(queue: RedisReplayQueue, stream: PromptStream, tracing: Tracing, control: RunControl) -> None:
+    num_prompts = await Feeder(queue, stream, tracing, control.pause).run()
     print(f"all {num_prompts} prompts of dataset {stream.config.name!r} are submitted", flush=True)

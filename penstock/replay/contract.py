@@ -174,6 +174,8 @@ class QueueStat:
     inserted: int
     """Groups that append accepted."""
     step: int
+    committed_step: int
+    """Newest step that a durable checkpoint covers."""
     policy_version: int
     term: int
     pending_age_ms: int = field(compare=False)
@@ -232,8 +234,8 @@ class PromptIntake(Protocol):
         ...
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`, `quarantined`, or `abandoned` by `go_back`) and discarded groups by the reason's
-        first word."""
+        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `go_back`) and discarded groups
+        by the reason's first word."""
         ...
 
 

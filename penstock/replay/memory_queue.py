@@ -133,7 +133,7 @@ class MemoryReplayQueue:
                 name: count[name]
                 for name in (
                     "admitted", "queued_bytes", "trained", "expired", "dead_lettered", "redelivered", "reclaimed",
-                    "discarded", "inserted", "step", "policy_version", "term",
+                    "discarded", "inserted", "step", "committed_step", "policy_version", "term",
                 )
             },
         )  # fmt: skip

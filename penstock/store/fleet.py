@@ -44,6 +44,13 @@ class ServerRecord:
     transports: tuple[str, ...] = ("gloo", "snapshot")
     """Transports by which it can receive weights."""
     running_groups: int = 0
+    scoring_groups: int = 0
+    """Part of the running groups: their samples are finished and are being scored."""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    """Requests that wait inside the engine."""
+    kv_cache_usage: float = 0.0
+    """0 to 1."""
     heartbeat_age_ms: int = 0
     """Time since its last heartbeat when the record was read, by Redis' clock."""
 

@@ -52,8 +52,14 @@ class RunKeys:
     """Hash: part of the run to the time of its last heartbeat, in ms."""
     starts = Key()
     """Hash: part of the run to how often it was started."""
+    phases = Key()
+    """Hash: part of the run to the phases of its start (penstock.store.phases)."""
     drained = Key()
     """Set of servers that lease nothing."""
+    pause_reason = Key()
+    """Why the run paused itself; missing if an operator paused it."""
+    notices = Key()
+    """Hash: kind and fingerprint of an event to its encoded notice (penstock.store.notices)."""
 
     # ── prompts ──
     prompts = Key()

@@ -55,13 +55,21 @@ class RunControl:
         stop_term, term, roll_backs, version = (int(number or 0) for number in numbers)
         return Orders(paused == b"1", stop_term, int(held) if held else None, term, roll_backs, version)
 
-    async def pause(self) -> None:
+    async def pause(self, reason: str = "") -> None:
+        """Pause leasing. A run that pauses itself gives the reason, which stays until the run is resumed."""
+        if reason:
+            await guarded(self.client.set(self.keys.pause_reason, reason))
         await self._set(paused=1)
 
+    async def pause_reason(self) -> str:
+        """Why the run paused itself; empty if it did not."""
+        reason: bytes | None = await guarded(self.client.get(self.keys.pause_reason))
+        return reason.decode() if reason else ""
+
     async def resume(self) -> None:
-        """End a pause, and close every breaker, so that all servers lease prompts again."""
+        """End a pause, close every breaker, so that all servers lease prompts again, and remove the notices."""
+        await guarded(self.client.unlink(self.keys.pause_reason, self.keys.notices, self.keys.breakers))
         await self._set(paused=0)
-        await guarded(self.client.unlink(self.keys.breakers))
 
     async def open_breakers(self) -> list[OpenBreaker]:
         """Servers whose leasing is paused because everything they try fails."""

@@ -85,7 +85,7 @@ class Group(_message.Message):
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs", "sampling_segments", "routed_experts")
+    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs", "reward_failed", "sampling_segments", "routed_experts")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[Trajectory.FinishReason]
@@ -114,6 +114,7 @@ class Trajectory(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEARNER_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FAILED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
@@ -127,9 +128,10 @@ class Trajectory(_message.Message):
     text: str
     tokens: _containers.RepeatedScalarFieldContainer[str]
     learner_log_probs: bytes
+    reward_failed: bool
     sampling_segments: _containers.RepeatedCompositeFieldContainer[SamplingSegment]
     routed_experts: RoutedExperts
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ..., sampling_segments: _Optional[_Iterable[_Union[SamplingSegment, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ..., reward_failed: _Optional[bool] = ..., sampling_segments: _Optional[_Iterable[_Union[SamplingSegment, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class SamplingSegment(_message.Message):
     __slots__ = ("start", "end", "temperature", "top_p")

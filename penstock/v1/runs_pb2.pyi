@@ -130,7 +130,7 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail", "notices", "num_trained", "parts", "learning", "speed")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Run.State]
@@ -140,6 +140,7 @@ class Run(_message.Message):
         CREATED: _ClassVar[Run.State]
         FINISHED: _ClassVar[Run.State]
         FAILED: _ClassVar[Run.State]
+        WAITING: _ClassVar[Run.State]
     STATE_UNSPECIFIED: Run.State
     RUNNING: Run.State
     PAUSED: Run.State
@@ -147,6 +148,7 @@ class Run(_message.Message):
     CREATED: Run.State
     FINISHED: Run.State
     FAILED: Run.State
+    WAITING: Run.State
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +167,11 @@ class Run(_message.Message):
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAUNCHER_ID_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     policy_version: int
@@ -176,7 +183,44 @@ class Run(_message.Message):
     held_version: int
     launcher_id: str
     detail: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[Notice]
+    num_trained: int
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    learning: str
+    speed: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("component", "phases")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    phases: _containers.RepeatedCompositeFieldContainer[Phase]
+    def __init__(self, component: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
+
+class Phase(_message.Message):
+    __slots__ = ("name", "entered_at_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    entered_at_ms: int
+    def __init__(self, name: _Optional[str] = ..., entered_at_ms: _Optional[int] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("kind", "text", "detail", "count", "first_at_ms", "last_at_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    detail: str
+    count: int
+    first_at_ms: int
+    last_at_ms: int
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., detail: _Optional[str] = ..., count: _Optional[int] = ..., first_at_ms: _Optional[int] = ..., last_at_ms: _Optional[int] = ...) -> None: ...
 
 class QueueStat(_message.Message):
     __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted")

@@ -7,6 +7,7 @@
 | reconcile | `groups/producer.py`  | drops groups that are done, and appends again what Redis lost    |
 | report    | `fleet/membership.py` | reports to the fleet, and follows the wanted version             |
 | health    | here                  | ends the server if its engine fails                              |
+| notices   | `store/notices.py`    | tells the run's users of failed rewards and prompts              |
 
 Pushed versions arrive at `fleet/weight_member.py`, requests of clients at `generate_service.py`. Both are gRPC services
 on the internal listener.
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from functools import partial
 
 from prometheus_client import REGISTRY
 
@@ -29,6 +31,8 @@ from penstock.ports import is_loopback, keep_collectives_on_loopback
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import NoticeBoard, Notices
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
@@ -70,18 +74,20 @@ class RolloutServer:
             rollout.engine, config.model.path, config.model.dtype, config.seed,
             report_experts=config.learner.router.replay,
         )  # fmt: skip
-        self.scorer = Scorer(rollout.reward, self.metrics)
+        self.client = connect(config.redis)
+        self.notices = NoticeBoard(Notices(self.client, config.run))
+        self.scorer = Scorer(rollout.reward, self.metrics, self.notices.post)
         prompt_length = PromptLength(rollout.prompt, max_model_len, self.metrics)
         tokenization = Tokenization(config.model.path, prompt_length.fit)
         agents = Agents.load(rollout.agents, max_model_len, tokenization)
         self.tracing = open_tracing(config.tracing, "rollout", config.run)
-        self.client = connect(config.redis)
-        self.heartbeats = Heartbeats(self.client, config.run)
+        self.heartbeats, self.phases = Heartbeats(self.client, config.run), Phases(self.client, config.run)
         fleet = Fleet(self.client, config.run)
         self.weight_member = WeightMember(config.run, self.engine, self.metrics, fleet.term)
         self.membership = FleetMembership(
             config, server_id, self.engine, fleet, PolicyRegistry(self.client, config.run),
             RunControl(self.client, config.run), self.weight_member, self.metrics,
+            partial(self.phases.enter, server_id, "serving"),
         )  # fmt: skip
         maker = GroupMaker(
             config.run, server_id, self.engine, tokenization, self.scorer, self.metrics, agents,
@@ -90,6 +96,7 @@ class RolloutServer:
         self.producer = Producer(
             RedisReplayQueue(self.client, config.run, config.replay), server_id, maker, rollout, config.replay,
             self.metrics, may_lease=self.membership.may_lease, engine_stats=self.engine.stats, tracing=self.tracing,
+            post=self.notices.post,
         )  # fmt: skip
         generation = GenerateService(config.run, server_id, self.engine, tokenization, max_model_len)
         self.listener = make_listener(ClusterKey.of(config))
@@ -105,8 +112,11 @@ class RolloutServer:
             closing.push_async_callback(self.engine.stop)
             closing.push_async_callback(self.listener.stop, grace=CLOSE_S)
             closing.push_async_callback(self._leave)
+            await self.phases.enter(self.server_id, "checking the rewards", is_first=True)
             await self.scorer.check()
+            await self.phases.enter(self.server_id, f"starting the {self.engine.name} engine and loading the model")
             await start_engine(self.engine, self.config.rollout.start_timeout_s)
+            await self.phases.enter(self.server_id, "joining the fleet and waiting for the current weights")
             self.metrics.version.labels("rollout").set(0)
             await self.membership.join(await self._listen())
             await self.heartbeats.count_start(self.server_id)
@@ -135,12 +145,16 @@ class RolloutServer:
                     ("lease", self.producer.lease_loop()),
                     ("heartbeat", self.producer.heartbeat_loop()),
                     ("reconcile", self.producer.reconcile_loop()),
-                    ("report", self.membership.report_loop(lambda: self.producer.num_running)),
+                    ("report", self._report_loop()),
                     ("health", self._health_loop()),
+                    ("notices", self.notices.write_loop()),
                 )
             ]
             await self.stopping.wait()
             await asyncio.gather(*(end_task(task) for task in loops))
+
+    async def _report_loop(self) -> None:
+        await self.membership.report_loop(lambda: self.producer.num_running, lambda: self.scorer.num_scoring)
 
     async def _health_loop(self) -> None:
         while True:

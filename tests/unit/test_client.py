@@ -61,8 +61,8 @@ SUMMARY = {
 }  # fmt: skip
 TRAJECTORY = {
     "token_ids": [1], "loss_mask": [1], "log_probs": [-0.5], "policy_versions": [1], "reward": 1.0,
-    "reward_parts": {}, "finish_reason": "STOP", "is_baseline": False, "text": "4", "tokens": ["4"],
-    "learner_log_probs": [], "sampling_segments": [],
+    "reward_parts": {}, "reward_failed": False, "finish_reason": "STOP", "is_baseline": False, "text": "4",
+    "tokens": ["4"], "learner_log_probs": [], "sampling_segments": [],
 }  # fmt: skip
 GROUP = {
     "run": "r", "prompt_id": 1, "attempt": 1, "server_id": "s", "data_source": "", "agent_name": "",

@@ -92,7 +92,7 @@ def test_a_prompt_comes_back_as_it_was() -> None:
 
 
 def test_a_group_comes_back_as_it_was() -> None:
-    group = make_group()
+    group = make_group(make_trajectory(), make_trajectory(reward=-1.0, finish_reason="stop", reward_failed=True))
     decoded = decode_group(encode_group(group))
     assert group_to_proto(decoded) == group_to_proto(group)
     assert decoded.sampling == group.sampling
@@ -102,6 +102,7 @@ def test_a_group_comes_back_as_it_was() -> None:
     np.testing.assert_array_equal(first.token_versions(), [7, 8, 8, 8])
     assert (decoded.min_version, decoded.max_version, decoded.num_response_tokens) == (7, 8, 8)
     assert decoded.mean_reward == -0.25
+    assert [trajectory.reward_failed for trajectory in decoded.trajectories] == [False, True]
 
 
 def test_every_flipped_byte_is_found_or_harmless() -> None:

@@ -19,7 +19,7 @@ from penstock.replay.contract import QueueStat
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunFacts, RunSnapshot
+from penstock_services.gateway.metrics.run import RunLimits, RunSnapshot
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
@@ -129,7 +129,7 @@ def _declared() -> set[tuple[str, str, str]]:
     registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
     LearnerMetrics(registries["learner"], placement="standalone")
     RolloutMetrics(registries["rollout"])
-    gateway = GatewayMetrics(registries["gateway"], RunFacts())
+    gateway = GatewayMetrics(registries["gateway"], RunLimits())
     gateway.render(RunSnapshot(QueueStat(**{field.name: 0 for field in fields(QueueStat)})))
     return {
         (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)

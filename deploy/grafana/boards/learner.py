@@ -102,6 +102,13 @@ ALGORITHM = Section(
             unit="percentunit",
         ),
         lines(
+            "Lost samples",
+            "Share of the step's samples whose reward failed, and whose response was cut at a limit.",
+            ("max(penstock_reward_failed_ratio)", "reward failed"),
+            ("max(penstock_train_truncated_ratio)", "cut"),
+            unit="percentunit",
+        ),
+        lines(
             "Groups without spread",
             "Share of groups whose rewards are all equal, or that have only one sample.",
             ("max(penstock_algo_zero_advantage_group_ratio)", "equal"),

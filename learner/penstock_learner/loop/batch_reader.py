@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.codec import decode_group
@@ -21,6 +21,7 @@ from penstock.replay.contract import Delivery, GroupConsumer
 from penstock.trajectory import Group
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ WAIT_S = 1.0
 """Longest wait for a signal that a group is ready. A lost signal costs no more than this."""
 GATHER_S = 0.02
 """Pause after the signal, so that groups that come shortly after each other are taken together."""
+REWARD_FAILED = "reward_failed"
 DECODED_AT_ONCE = 32
 """Groups that one thread call decodes. It bounds how long a cancelled read keeps a thread busy."""
 
@@ -49,7 +51,8 @@ class Batch:
 
 class BatchReader:
     """Completes one batch after another. `ledger`, `roll_backs` and `quarantine` belong to the term and are only read
-    here. Groups with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked.
+    here. Groups with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked. No deadline
+    runs out while the run `is_paused`.
 
     Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
     already taken."""
@@ -58,6 +61,7 @@ class BatchReader:
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
         manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
         quarantine: ServerQuarantine | None = None,
+        failed_rewards: FailedRewards | None = None, is_paused: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
@@ -67,6 +71,8 @@ class BatchReader:
         self.roll_backs = roll_backs
         self.vocabulary_size = vocabulary_size
         self.quarantine = quarantine
+        self.is_paused = is_paused
+        self.failed_rewards = failed_rewards or FailedRewards(None, replay.groups_per_step)
         self._in_batches: set[int] = set()
         """Prompts of batches that were returned and are not in the ledger yet."""
 
@@ -95,11 +101,15 @@ class BatchReader:
         Returns the same object if there are none. The deadline is as in `read`."""
         if not prompt_ids:
             return batch
+        kept = await self._without(batch.groups, prompt_ids, reason)
+        return await self._complete(batch.step, kept, policy_version, wanted)
+
+    async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
+        """The groups without those of these prompts, which are expired for `reason`."""
         for prompt_id in prompt_ids:
             self._in_batches.discard(prompt_id)
             await self.queue.expire(prompt_id, reason)
-        kept = [group for group in batch.groups if group.prompt_id not in prompt_ids]
-        return await self._complete(batch.step, kept, policy_version, wanted)
+        return [group for group in groups if group.prompt_id not in prompt_ids]
 
     async def _complete(
         self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
@@ -108,8 +118,12 @@ class BatchReader:
         while (missing := self.replay.groups_per_step - len(groups)) > 0:
             taken = await self.queue.take(step, missing)
             groups += await self._accept(taken, policy_version)
+            refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
+            groups = await self._without(groups, refused, REWARD_FAILED)
             if not taken:
                 if deadline == math.inf and (wanted is None or wanted.is_set()):
+                    deadline = time.monotonic() + self.learner.batch_timeout_s
+                if time.monotonic() > deadline and self.is_paused is not None and await self.is_paused():
                     deadline = time.monotonic() + self.learner.batch_timeout_s
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
@@ -157,7 +171,8 @@ class BatchReader:
         """The group, or None if it must not be trained.
 
         A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
-        Depending on the config, it is also not trained if it is too old or if its rewards have no spread."""
+        Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards have no
+        spread."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.ledger.is_durable(delivery.prompt_id):
@@ -172,6 +187,10 @@ class BatchReader:
             return None
         if self.quarantine is not None and await self.quarantine.refuses(decoded):
             await self.queue.expire(decoded.prompt_id, "quarantined")
+            return None
+        await self.failed_rewards.observe(decoded)
+        if self.failed_rewards.is_refused(decoded):
+            await self.queue.expire(decoded.prompt_id, REWARD_FAILED)
             return None
         if self.replay.dynamic_sampling and not _has_spread(decoded):
             await self.queue.discard(decoded.prompt_id, "no_spread")

@@ -24,6 +24,8 @@ from penstock.errors import RoleDied
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import LEARNER
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
@@ -35,6 +37,7 @@ from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
 from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.server_agreement import ServerAgreement
@@ -87,7 +90,7 @@ class LearnerController:
         self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
         metrics.disk.follow("run_dir", self.disk)
         self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats, config.model.dtype)
-        self.control = RunControl(fleet.client, config.run)
+        self.control, self.phases = RunControl(fleet.client, config.run), Phases(fleet.client, config.run)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
         self.resuming = config.learner.checkpoint
@@ -103,6 +106,7 @@ class LearnerController:
         self._watch_disk()
         while not self.stopping.is_set():
             try:
+                await self.phases.enter(LEARNER, f"loading the model into the ranks of {', '.join(self.roles)}")
                 await self._start_roles(died)
                 logger.info("the roles are ready")
                 if not self.stopping.is_set():
@@ -149,6 +153,7 @@ class LearnerController:
 
     async def _run_term(self) -> None:
         """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
+        await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
         taken = await take_over(self.queue, self.checkpoints, self.resuming, self._load, self.config.replay.settle_s)
         self._has_term = True
         term = await begin_term(self.config, self.queue, taken)
@@ -192,6 +197,10 @@ class LearnerController:
                 term.roll_backs,
                 vocabulary_size(self.config.model.path),
                 quarantine,
+                FailedRewards(
+                    self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
+                ),
+                self._is_paused,
             ),
             training=self.training,
             profiles=self.profiles,
@@ -210,10 +219,14 @@ class LearnerController:
             writer=CheckpointWriter(
                 self.checkpoints, self.queue, self.trained, term.ledger, self.metrics, self._on_durable_checkpoint
             ),
+            phases=self.phases,
             trained=self.trained,
             checkpoints=self.checkpoints,
             policies=PolicyRegistry(self.fleet.client, self.config.run),
         )
+
+    async def _is_paused(self) -> bool:
+        return (await self.control.orders()).is_paused
 
     async def _load(self, checkpoint: Path) -> None:
         await load_checkpoint(checkpoint, self.trained)

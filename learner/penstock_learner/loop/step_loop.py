@@ -25,6 +25,8 @@ from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.store.heartbeats import LEARNER
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
@@ -65,6 +67,7 @@ class StepLoop:
     records: StepRecords
     loggers: StepLoggers
     writer: CheckpointWriter
+    phases: Phases
     trained: Mapping[str, RoleGroup]
     """The roles whose weights change."""
     checkpoints: CheckpointStore
@@ -72,10 +75,13 @@ class StepLoop:
 
     async def run(self) -> None:
         """Train until the last step or a stop. Ends with a checkpoint that covers every group that was trained."""
+        await self.phases.enter(LEARNER, "publishing the weights that the run starts from")
         await self._publish_start()
         await self.agreement.begin()
+        await self.phases.enter(LEARNER, "waiting for the first batch")
         current: BatchAhead | None = None
         following: BatchAhead | None = None
+        has_trained = False
         try:
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_roll_back()) is not None:
@@ -94,6 +100,9 @@ class StepLoop:
                     continue
                 wait_s = time.monotonic() - started
                 crash_point("after_read")
+                if not has_trained:
+                    await self.phases.enter(LEARNER, "training")
+                    has_trained = True
                 is_last = self._is_last(batch.step)
                 following = None if is_last else self._read_ahead(batch.step + 1, self.term.policy_version + 1)
                 metrics = {"wait_s": wait_s} | await self._train(batch, current.forwards)

@@ -43,6 +43,15 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
     }
 
 
+def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Shares of the samples of a step: rewards that failed, and responses that were cut at a limit."""
+    samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
+    return {
+        "reward_failed_ratio": sum(sample.reward_failed for sample in samples) / len(samples),
+        "truncated_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+
+
 def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
     """Mean reward of a batch's samples by data source. `rewards` has one entry per trajectory."""
     by_source: dict[str, list[float]] = {}

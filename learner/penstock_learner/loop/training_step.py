@@ -31,7 +31,13 @@ from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.skipped_steps import SkippedSteps, listed
-from penstock_learner.loop.step_metrics import batch_metrics, critic_metrics, ratio_counts, update_metrics
+from penstock_learner.loop.step_metrics import (
+    batch_metrics,
+    critic_metrics,
+    ratio_counts,
+    sample_metrics,
+    update_metrics,
+)
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition, unpermute, unpermute_sequences
 from penstock_learner.roles.role_group import RoleGroup, gather_all
@@ -105,7 +111,7 @@ class TrainingStep:
         batch = batch_of(groups, with_experts=self.config.router.replay)
         batch = await self._with_forwards(batch, frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
-        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
+        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs) | sample_metrics(groups)
         if not self.config.algorithm.advantage.has_baseline:
             batch = batch.without_baselines()
         batch = with_advantages(batch, self.config.algorithm, kl_coefficient).without_baselines()

@@ -33,6 +33,7 @@ return {
   'discarded', counter('discarded'),
   'inserted', counter('inserted'),
   'step', counter('step'),
+  'committed_step', counter('committed_step'),
   'policy_version', counter('policy_version'),
   'term', counter('term'),
   'pending_age_ms', pending_age(),

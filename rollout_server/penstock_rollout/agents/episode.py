@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,15 @@ from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
 
 Scored = tuple[float, dict[str, float]]
 """A reward and its parts."""
+
+
+class SampleScore(NamedTuple):
+    """What a scorer says about one response."""
+
+    reward: float
+    parts: dict[str, float]
+    failed: bool = False
+    """Whether the reward could not be computed, so that `reward` is `rollout.reward.error_value`."""
 
 
 @dataclass(frozen=True)

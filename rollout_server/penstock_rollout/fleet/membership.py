@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
@@ -43,6 +43,7 @@ class FleetMembership:
     def __init__(
         self, config: RunConfig, server_id: str, engine: Engine, fleet: Fleet, policies: PolicyRegistry,
         control: RunControl, weight_member: WeightMember, metrics: RolloutMetrics,
+        on_first_serving: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.server_id = server_id
@@ -52,6 +53,8 @@ class FleetMembership:
         self.control = control
         self.weight_member = weight_member
         self.metrics = metrics
+        self.on_first_serving = on_first_serving
+        """Called once, when the server first serves the wanted version."""
         self.address = ""
         """host:port of the internal listener, known once it listens."""
         self.state: ServerState = "JOINING"
@@ -64,7 +67,7 @@ class FleetMembership:
 
     async def join(self, address: str) -> None:
         self.address = address
-        await self.fleet.join(self._record(0))
+        await self.fleet.join(self._record(0, 0))
 
     async def leave(self) -> None:
         await self.fleet.leave(self.server_id)
@@ -75,12 +78,15 @@ class FleetMembership:
         is_fresh = time.monotonic() - self._reported_at < self.config.replay.lease_ttl_s
         return is_fresh and self.state in SERVING_STATES
 
-    async def report_loop(self, num_running: Callable[[], int]) -> None:
+    async def report_loop(self, num_running: Callable[[], int], num_scoring: Callable[[], int] = lambda: 0) -> None:
         """Send heartbeats to the fleet, and act on the state that the registry returns."""
         while True:
             try:
-                recorded = await self.fleet.report(self._record(num_running()))
+                recorded = await self.fleet.report(self._record(num_running(), num_scoring()))
                 self._enter(await self._next_state(recorded))
+                if self.on_first_serving is not None and self.state in SERVING_STATES:
+                    await self.on_first_serving()
+                    self.on_first_serving = None
                 bind(policy_version=self.engine.policy_version)
                 self._reported_at = time.monotonic()
             except Unavailable as error:
@@ -153,7 +159,8 @@ class FleetMembership:
         await self.fleet.set_state(self.server_id, state)
         return state
 
-    def _record(self, num_running: int) -> ServerRecord:
+    def _record(self, num_running: int, num_scoring: int) -> ServerRecord:
+        load = self.engine.stats()
         return ServerRecord(
             server_id=self.server_id,
             address=self.address,
@@ -164,4 +171,8 @@ class FleetMembership:
             host_id=host_id(),
             transports=available_transports(self.engine.devices),
             running_groups=num_running,
+            scoring_groups=num_scoring,
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            kv_cache_usage=load.kv_cache_usage,
         )

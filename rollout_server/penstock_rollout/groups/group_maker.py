@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from penstock.replay.contract import Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext
-from penstock_rollout.agents.episode import Episode, Scored, combine_rewards
+from penstock_rollout.agents.episode import Episode, SampleScore, combine_rewards
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
@@ -26,8 +26,8 @@ from penstock_rollout.text.tokenization import Tokenization
 class Scoring(Protocol):
     async def score(
         self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[Scored]:
-        """Return the reward and its parts for each response of one prompt."""
+    ) -> list[SampleScore]:
+        """Return the score of each response of one prompt."""
         ...
 
 
@@ -75,7 +75,7 @@ class GroupMaker:
             )
         how = self.agents.config.turn_rewards
         trajectories = tuple(
-            _trajectory(episode, *combine_rewards(score, episode, how), is_baseline=index >= prompt.num_samples)
+            _trajectory(episode, score, how, is_baseline=index >= prompt.num_samples)
             for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
         )
         group = Group(
@@ -143,7 +143,10 @@ def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
     return episode
 
 
-def _trajectory(episode: Episode, reward: float, parts: dict[str, float], *, is_baseline: bool) -> Trajectory:
+def _trajectory(
+    episode: Episode, score: SampleScore, how: Literal["sum", "replace", "last"], *, is_baseline: bool
+) -> Trajectory:
+    reward, parts = combine_rewards((score.reward, score.parts), episode, how)
     return Trajectory(
         token_ids=episode.token_ids,
         loss_mask=episode.loss_mask,
@@ -154,4 +157,5 @@ def _trajectory(episode: Episode, reward: float, parts: dict[str, float], *, is_
         finish_reason=episode.finish_reason,
         is_baseline=is_baseline,
         routed_experts=episode.routed_experts,
+        reward_failed=score.failed,
     )

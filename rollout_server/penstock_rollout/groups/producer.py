@@ -36,6 +36,7 @@ from penstock.errors import (
 )
 from penstock.logs import bind
 from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
+from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.engines.engine import EngineStats
@@ -61,12 +62,13 @@ class Producer:
     """Turns leased prompts into groups, up to a limit at a time.
 
     `may_lease` is called before every lease and returns whether this server serves a version that training wants.
-    `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`."""
+    `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`. `post`
+    tells the run's users why prompts fail."""
 
     def __init__(
         self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
         metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
-        tracing: Tracing | None = None,
+        tracing: Tracing | None = None, post: PostEvent = ignore_event,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.appender = GroupAppender(queue)
@@ -78,6 +80,7 @@ class Producer:
         self.may_lease = may_lease
         self.engine_stats = engine_stats
         self.tracing = tracing or Tracing()
+        self.post = post
         self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._workers: dict[int, asyncio.Task[None]] = {}
@@ -248,6 +251,7 @@ class Producer:
         expected = isinstance(error, PenstockError | TimeoutError)
         logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
         self.metrics.failures.labels(reason).inc()
+        self.post(Event("prompt_failed", reason, f"prompt {lease.prompt_id} failed ({reason}): {error}"))
         self._drop(lease)
         try:
             # The prompt would be too long in every further attempt.

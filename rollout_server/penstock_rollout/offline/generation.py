@@ -19,7 +19,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt
-from penstock_rollout.agents.episode import Scored
+from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -52,8 +52,8 @@ class Unscored:
 
     async def score(
         self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[Scored]:
-        return [(0.0, {})] * len(responses)
+    ) -> list[SampleScore]:
+        return [SampleScore(0.0, {})] * len(responses)
 
 
 def generate(

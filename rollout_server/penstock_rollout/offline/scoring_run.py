@@ -19,6 +19,7 @@ from penstock.config.rewards import RewardConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import row_field
 from penstock.sample_scores import ScoreSummary, summarise
+from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 
@@ -101,15 +102,15 @@ class ScoringRun:
                 results = await asyncio.gather(
                     *(self._score_row(f"{self.path} row {start + index}", row) for index, row in enumerate(rows))
                 )
-                scores = [[score for score, _ in result] for result in results]
-                parts = [[list(parts.items()) for _, parts in result] for result in results]
+                scores = [[score.reward for score in result] for result in results]
+                parts = [[list(score.parts.items()) for score in result] for result in results]
                 arrays = [batch.column(field.name) for field in kept]
                 arrays += [pa.array(scores, SCORES.type), pa.array(parts, PARTS.type)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
                 start += len(rows)
                 progress.advance(task, len(rows))
 
-    async def _score_row(self, where: str, row: Row) -> list[tuple[float, dict[str, float]]]:
+    async def _score_row(self, where: str, row: Row) -> list[SampleScore]:
         responses = row[self.response_column]
         responses = [responses] if isinstance(responses, str) else responses
         if not isinstance(responses, list) or not all(isinstance(response, str) for response in responses):
@@ -118,5 +119,5 @@ class ScoringRun:
         ground_truth = row_field(where, row, "reward_model", dict, {}).get("ground_truth")
         extra_info: Row = row_field(where, row, "extra_info", dict, {})
         results = await self.scorer.score(where, data_source, responses, ground_truth, extra_info)
-        self._scores[data_source].append([score for score, _ in results])
+        self._scores[data_source].append([score.reward for score in results])
         return results

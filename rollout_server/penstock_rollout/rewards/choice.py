@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from penstock.config.rewards import FunctionReward, Reward, RewardConfig
+from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.rewards.kinds import DATA_SOURCES, Settings
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ class RewardChoice:
 
     In each table an exact name wins over a pattern."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, post: PostEvent = ignore_event) -> None:
         self.config = config
+        self.post = post
         self._chosen: dict[str, Reward] = {}
         self._settings_json: dict[Reward, str] = {}
 
@@ -58,10 +60,13 @@ class RewardChoice:
             return self._function()
         if (settings := _find(DATA_SOURCES, data_source)) is not None:
             return _REWARD.validate_python(settings)
-        logger.warning(
-            "unknown data source %r; scoring it with rollout.reward.default (%s). To choose another reward, add it to "
-            "rollout.reward.by_data_source", data_source, self.config.default.kind,
-        )  # fmt: skip
+        default = self.config.default.kind
+        text = (
+            f"unknown data source {data_source!r}; scoring it with rollout.reward.default ({default}). "
+            "To choose another reward, add it to rollout.reward.by_data_source"
+        )
+        logger.warning("%s", text)
+        self.post(Event("default_reward", data_source, text))
         return self.config.default
 
     def _function(self) -> FunctionReward:

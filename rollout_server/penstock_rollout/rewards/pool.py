@@ -30,11 +30,14 @@ T = TypeVar("T")
 class RewardFailed(Exception):
     """A reward could not be computed. `kind` is `exception` (the function raised), `timeout` or `worker_died`.
 
-    The scorer catches it, counts it and returns `error_value`."""
+    `place` is equal for failures of the same kind at the same line, and `traceback` is that of the function. The scorer
+    catches it, counts it and returns `error_value`."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, place: str = "", traceback: str = "") -> None:
         super().__init__(message)
         self.kind = kind
+        self.place = place or kind
+        self.traceback = traceback
 
 
 class RewardProcess:
@@ -60,14 +63,14 @@ class RewardProcess:
             return ""
         answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
         if "error" in answer:
-            raise RewardFailed("exception", answer["error"])
+            raise _failure(answer)
         self._prepared.add(settings)
         return str(answer.get("description", ""))
 
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
         answer = await self._exchange({"reward": settings, **arguments}, timeout_s)
         if "error" in answer:
-            raise RewardFailed("exception", answer["error"])
+            raise _failure(answer)
         return answer["score"], answer["parts"]
 
     async def end(self) -> None:
@@ -104,6 +107,10 @@ class RewardProcess:
             raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise RewardFailed("worker_died", "the reward process died; see its output in the log") from error
+
+
+def _failure(answer: Json) -> RewardFailed:
+    return RewardFailed("exception", answer["error"], answer["place"], answer["traceback"])
 
 
 class RewardPool:

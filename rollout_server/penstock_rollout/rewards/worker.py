@@ -7,7 +7,8 @@ chose. The output of a reward function goes to standard error, and its standard 
     {"prepare": settings}                                                   {} or {"description": "for the log"}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
      "ground_truth": ..., "extra_info": ...}
-                                                    if either fails:        {"error": "what happened"}
+                                                    if either fails:        {"error": "what happened",
+                                                                             "traceback": "...", "place": "..."}
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import os
 import signal
 import struct
 import sys
+import traceback
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from penstock_rollout.rewards.function import ARGUMENTS, RewardFunction, normalise_score
@@ -27,6 +30,7 @@ from penstock_rollout.rewards.kinds import build
 
 NICENESS = 5
 """Gives generation priority over rewards."""
+MAX_TRACEBACK_CHARS = 4000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,8 +67,17 @@ def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> di
             result = asyncio.run(result)
         score, parts = normalise_score(result)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
     return {"score": score, "parts": parts}
+
+
+def _origin(error: Exception) -> dict[str, str]:
+    """Where the error was raised, without the frames of this module. Equal failures have the same place."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    lines += traceback.format_exception_only(error)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return {"traceback": "".join(lines)[-MAX_TRACEBACK_CHARS:], "place": f"{type(error).__name__} {place}".strip()}
 
 
 def _read(requests: IO[bytes]) -> dict[str, Any] | None:

@@ -41,7 +41,10 @@ class Tokenization:
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
             return self._fit(prompt.token_ids)
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        return self._fit(self._turns.prompt_ids(messages, tools))
+        ids = self._turns.prompt_ids(messages, tools)
+        if not ids:
+            raise InvalidInput("messages", "the model's chat template renders them as nothing")
+        return self._fit(ids)
 
     def text_ids(self, text: str) -> tuple[int, ...]:
         """Encode plain text without a chat template, with the special tokens that the tokenizer adds itself."""

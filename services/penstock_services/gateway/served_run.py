@@ -11,6 +11,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import Notices
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient
 from penstock.store.run_control import RunControl
@@ -79,7 +81,18 @@ class ServedRun:
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
             groups=GroupHandlers(config, audit, queue, groups),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(config, audit, queue, registry, fleet, control, created),
+            lifecycle=RunHandlers(
+                config,
+                audit,
+                queue,
+                registry,
+                fleet,
+                control,
+                created,
+                Notices(client, config.run),
+                Heartbeats(client, config.run),
+                Phases(client, config.run),
+            ),
             servers=servers,
             evaluations=EvaluationHandlers(config, audit, queue),
             dead_letters=DeadLetterHandlers(config, audit, queue),

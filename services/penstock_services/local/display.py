@@ -18,6 +18,7 @@ from rich.text import Text
 
 from penstock.client.responses import Run
 from penstock.config.run import RunConfig
+from penstock.run_state import progress
 from penstock.sparkline import sparkline
 
 History = Sequence[dict[str, float]]
@@ -116,9 +117,11 @@ def _waiting(status: Run) -> str:
     )  # fmt: skip
     queue, servers = status.queue, Counter(states)
     fleet = ", ".join(f"{count} {state}" for state, count in sorted(servers.items())) or "none"
+    state = "" if status.state == "RUNNING" else f" (the run is {status.state.lower()})"
     return (
-        f"no new step: {queue.pending_prompts} prompts pending, {queue.in_flight} in flight, "
+        f"no new step{state}: {queue.pending_prompts} prompts pending, {queue.in_flight} in flight, "
         f"{queue.queued - queue.delivered} groups ready, {queue.dead_lettered} dead letters; servers: {fleet}"
+        + (f"; {status.speed}" if status.speed and status.state == "RUNNING" else "")
     )
 
 
@@ -130,7 +133,7 @@ def _cells(status: Run, history: History, config: RunConfig) -> list[str]:
 
     step = int(history[-1]["step"]) if history else 0
     return [
-        f"{step}/{config.learner.num_steps}",
+        progress(step, config.learner.num_steps),
         str(status.policy_version),
         f"{mean('reward_mean'):.3f}",
         f"{mean('staleness_mean'):.2f}",

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,6 +23,8 @@ import psutil
 from penstock.errors import ProcessDied
 from penstock_services.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
+QUIET_S = 3.0
+"""A child that takes longer than this to end is mentioned."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -71,6 +73,8 @@ class ProcessGroup:
         self.log_folder = log_folder
         self.held_file = held_file
         self.orphan_grace_s = orphan_grace_s
+        self.on_wait: Callable[[str], None] = lambda _: None
+        """Called with a line about a child that takes a while to end."""
         self.children: list[Child] = []
         self._cleanup: OrphanCleanup | None = None
 
@@ -133,7 +137,7 @@ class ProcessGroup:
             if child.exit_code is None:
                 child.process.terminate()
                 try:
-                    child.process.wait(child.stop_timeout_s)
+                    self._wait_for_end(child)
                 except subprocess.TimeoutExpired:
                     self._kill_tree(child.process.pid)
                     child.process.wait(10)
@@ -141,6 +145,14 @@ class ProcessGroup:
         if self._cleanup is not None:
             self._cleanup.close()
             self._cleanup = None
+
+    def _wait_for_end(self, child: Child) -> None:
+        quiet_s = min(QUIET_S, child.stop_timeout_s)
+        try:
+            child.process.wait(quiet_s)
+        except subprocess.TimeoutExpired:
+            self.on_wait(f"waiting for {child.name} to end, at most {child.stop_timeout_s:.0f} s (log: {child.log})")
+            child.process.wait(child.stop_timeout_s - quiet_s)
 
     def _kill_tree(self, pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

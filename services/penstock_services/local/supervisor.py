@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 
+from penstock.client.responses import Run
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, ProcessDied, Unavailable
+from penstock.errors import DeadlineExceeded, InvalidInput, ProcessDied
 from penstock.feed.validation import validated_steps
+from penstock_services.local.announcements import PAUSED_STATES, buried_everything
 from penstock_services.local.display import SHOWN_METRICS, LineDisplay
 from penstock_services.local.local_run import LocalRun
+from penstock_services.local.news import News
 
 POLL_S = 0.5
+STATUS_POLLS = 2
+"""The run's status is read after this many polls, and its news are said."""
+BURIED_LOOKS = 5
+"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so. The feed submits more prompts
+within one of them, if there are any."""
 PROGRESS_POLLS = 20
 """Progress is shown after this many polls."""
-PAUSED_STATES = ("PAUSED", "STOPPED")
 
 
 async def supervise(config: RunConfig) -> None:
@@ -24,22 +32,42 @@ async def supervise(config: RunConfig) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
+    display, started = LineDisplay(config), time.monotonic()
+    display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
     async with LocalRun(config) as run:
+        display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
+        news, buried = await News.open(run, display), BuriedDataset(config)
         run.start_workers()
-        display = LineDisplay(config)
-        display.say(f"run {config.run}: console and REST at {run.console}, logs and checkpoints in {run.folder}")
-        if (await run.client.get_run()).state in PAUSED_STATES:
-            display.say(f"the run is paused; `penstock runs resume --run-dir {run.folder}` continues it")
-        for poll in itertools.count(1):
+        for poll in itertools.count():
             if stopping.is_set() or run.learner_finished:
                 break
             _check(run, display)
-            if poll % PROGRESS_POLLS == 0:
-                await _show_progress(run, display)
+            if poll % STATUS_POLLS == 0:
+                buried.check(await news.say())
+            if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
+                _show_progress(news.status, display)
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
-        print("the learner has finished; stopping" if run.learner_finished else "stopping")
+        if run.learner_finished:
+            display.say("the learner has finished; stopping")
+        else:
+            news.say_stopping()
+
+
+class BuriedDataset:
+    """Ends a run whose whole dataset was dead-lettered, which would wait for ever."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.file = config.dataset.file
+        self._num_looks = 0
+
+    def check(self, status: Run) -> None:
+        """Raise InvalidInput once BURIED_LOOKS statuses in a row say so. Without a dataset, clients may submit more."""
+        reason = buried_everything(status) if self.file is not None else ""
+        self._num_looks = self._num_looks + 1 if reason else 0
+        if self._num_looks == BURIED_LOOKS:
+            raise InvalidInput(str(self.file), reason)
 
 
 def _check(run: LocalRun, display: LineDisplay) -> None:
@@ -52,13 +80,7 @@ def _check(run: LocalRun, display: LineDisplay) -> None:
         ) from error
 
 
-async def _show_progress(run: LocalRun, display: LineDisplay) -> None:
-    """Show the run's progress. If the gateway does not answer, show nothing: `_check` reports why."""
-    try:
-        async with asyncio.timeout(POLL_S):
-            status = await run.client.get_run()
-    except (TimeoutError, Unavailable):
-        return
+def _show_progress(status: Run, display: LineDisplay) -> None:
     known = {name: value for name, value in status.metrics.items() if value is not None}
     display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
 

@@ -18,6 +18,7 @@ from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
 from penstock_services.local.display import Progress, make_display
 from penstock_services.local.local_run import LocalRun
+from penstock_services.local.news import News
 from penstock_services.local.summary import print_summary, read_history, summarise, write_plot
 
 POLL_S = 0.5
@@ -34,17 +35,23 @@ async def demo(config: RunConfig) -> dict[str, Any]:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, task.cancel)
     with make_display(config) as display:
-        async with LocalRun(config) as run, asyncio.timeout(config.demo.deadline_s) as deadline:
+        display.say("starting Redis and the gateway")
+        async with LocalRun(config) as run:
+            display.say(f"starting the rollout server and the learner; console: {run.console}")
+            news = await News.open(run, display)
+            run.start_workers()
             try:
-                display.say(f"starting the rollout server and the learner; console: {run.console}")
-                run.start_workers()
-                score_start = await _evaluate(run, "start", heldout)
-                await _show_fallback(run, display)
-                display.say(f"held-out score before training: {score_start:.3f}")
-                await _train(run, train, display)
-                display.say("scoring the trained policy")
-                score_end = await _evaluate(run, "end", heldout)
-                final = await run.client.get_run()
+                async with asyncio.timeout(config.demo.deadline_s) as deadline:
+                    score_start = await _evaluate(run, "start", heldout, news)
+                    await _show_fallback(run, display)
+                    display.say(f"held-out score before training: {score_start:.3f}")
+                    await _train(run, train, display, news)
+                    display.say("scoring the trained policy")
+                    score_end = await _evaluate(run, "end", heldout, news)
+                    final = await run.client.get_run()
+            except asyncio.CancelledError:
+                news.say_stopping()
+                raise
             except TimeoutError as error:
                 if deadline.expired():
                     raise DeadlineExceeded(
@@ -82,11 +89,12 @@ def _seeded(prompts: Iterable[Prompt], seed: int, num_samples: int) -> Iterator[
         yield replace(prompt, sampling=replace(prompt.sampling, seed=base + index * num_samples))
 
 
-async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt]) -> float:
+async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], news: News) -> float:
     """Score held-out prompts. Raises ProcessDied as soon as a process dies."""
     evaluation = await run.client.create_evaluation(evaluation_id, prompts)
     while evaluation.num_finished < evaluation.num_prompts:
         run.check()
+        await news.say()
         await asyncio.sleep(POLL_S)
         evaluation = await run.client.get_evaluation(evaluation_id)
     return evaluation.score
@@ -99,12 +107,12 @@ async def _show_fallback(run: LocalRun, display: Progress) -> None:
         display.say("vLLM is not installed here: the torch engine generates instead")
 
 
-async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress) -> None:
+async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress, news: News) -> None:
     """Submit prompts and show progress until the learner has finished."""
     num_submitted = 0
     while not run.learner_finished:
         run.check()
-        status = await run.client.get_run()
+        status = await news.say()
         if status.queue.pending_prompts < SUBMIT_BATCH:
             batch = list(itertools.islice(prompts, SUBMIT_BATCH))
             await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")

@@ -103,7 +103,7 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
             assert client.wait_for_prompt(second, 5).state == "CANCELLED"
             seen = [next(results).prompt_id for results in [client.results("0")] for _ in range(2)]
             assert seen == [first, second]
-            assert client.pause_run().state == "PAUSED" and client.resume_run().state == "RUNNING"
+            assert client.pause_run().state == "PAUSED" and client.resume_run().state == "WAITING"
 
     await asyncio.to_thread(use)
 
@@ -283,7 +283,7 @@ async def test_commands_act_on_the_run(
             assert cli.main(["policies", "rollback", "2", *where]) == 1
             assert "no snapshot of version 2" in capsys.readouterr().err
             assert "is paused at step 2" in run("runs", "pause", *where)
-            assert "is running" in run("runs", "resume", *where)
+            assert "is stopped at step 2, version 2: no learner is alive" in run("runs", "resume", *where)
             assert "0.2" in run("runs", "metrics", *where)
             assert "r0" in run("servers", *where) and "drained" in run("servers", "drain", "r0", *where)
             with (

@@ -10,14 +10,17 @@ import pytest
 
 from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
-from penstock.cli.status import paused_servers, quarantined_servers
+from penstock.cli.status import alarms, paused_servers, quarantined_servers
 from penstock.cli.top import parse_series
 from penstock.client.responses import Run
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
 from penstock.store.keys import CreatedRunsKeys
+from penstock.store.notices import MAX_NOTICES, Event, NoticeBoard, Notices
+from penstock.store.phases import Phases
 from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.store.run_control import RunControl
 from penstock.v1 import (
     policies_pb2,
     policies_pb2_grpc,
@@ -46,7 +49,7 @@ async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway,
 
     run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
     [server] = run["servers"]
-    assert (server["breaker_reason"], server["breaker_failures"], run["state"]) == ("non_finite", limit, "RUNNING")
+    assert (server["breaker_reason"], server["breaker_failures"], run["state"]) == ("non_finite", limit, "WAITING")
     series = parse_series((await gateway.rest.get("/metrics")).text)
     assert series["penstock_rollout_servers_paused"] == {"": 1.0}
     [line] = paused_servers(Run.model_validate(run).servers)
@@ -73,6 +76,58 @@ async def test_a_server_in_quarantine_is_seen_with_its_numbers(gateway: Gateway,
     assert line.plain.startswith("s is in quarantine: its log-probs differ by 0.5 nats a token, more than 0.125")
 
 
+async def test_a_run_that_pauses_itself_says_why_and_what_failed(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    board = NoticeBoard(Notices(queue.client, "test"))
+    for text in ("the reward of sample 0 failed", "the reward of sample 1 failed", "the reward of sample 2 failed"):
+        board.post(Event("reward_failed", "KeyError reward.py:3", text, "Traceback\nKeyError: 'x'"))
+    board.post(Event("default_reward", "mine", "unknown data source 'mine'"))
+    await board.write()
+    for number in range(40):
+        board.post(Event("prompt_failed", f"{number}", "noise"))
+    await board.write()
+    await RunControl(queue.client, "test").pause("the reward failed on 8 of the newest 8 samples")
+
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    assert (run["state"], run["detail"]) == ("PAUSED", "the reward failed on 8 of the newest 8 samples")
+    assert len(run["notices"]) == MAX_NOTICES
+    [failed] = [notice for notice in run["notices"] if notice["kind"] == "reward_failed"]
+    assert (failed["text"], failed["count"]) == ("the reward of sample 0 failed", 3)
+    assert failed["detail"] == "Traceback\nKeyError: 'x'" and failed["first_at_ms"] <= failed["last_at_ms"]
+    shown = "\n".join(line.plain for line in alarms(Run.model_validate(run)))
+    assert "paused: the reward failed on 8" in shown and "sample 0 failed (3 times)" in shown
+    assert "unknown data source 'mine'" in shown
+
+    change = runs_pb2.ChangeRunRequest()
+    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), run_bodies.run_to_json)
+    assert (run["notices"], run["state"]) == ([], "WAITING")
+    await RunControl(queue.client, "test").pause()
+    assert (await rest(gateway, "GET", RUN))["detail"] == "", "an operator's pause has no reason"
+
+
+async def test_the_phases_of_a_start_are_shown_in_order(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    phases = Phases(queue.client, "test")
+    for _ in range(2):
+        await phases.enter(LEARNER, "starting Ray", is_first=True)
+        await phases.enter(LEARNER, "loading the model")
+        await phases.enter(LEARNER, "loading the model")
+    [part] = (await rest(gateway, "GET", RUN))["parts"]
+    assert part["component"] == LEARNER
+    assert [phase["name"] for phase in part["phases"]] == ["starting Ray", "loading the model"]
+
+
+async def test_the_metrics_of_the_newest_step_stay_after_a_restart(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    """A restarted learner publishes its weights as a version that no step has made."""
+    await queue.take_term(0)
+    for version, metrics in ((1, {"reward_mean": 0.5}), (2, {})):
+        await queue.publish(
+            version, 1, policies_pb2.Policy(policy_version=version, metrics=metrics).SerializeToString()
+        )
+    run = await rest(gateway, "GET", RUN)
+    assert run["policy_version"] == 2 and run["metrics"] == {"reward_mean": 0.5}
+    assert run["learning"].startswith("reward 0.5 over 1 steps")
+
+
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)
@@ -80,12 +135,14 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     change, to_json = runs_pb2.ChangeRunRequest(), run_bodies.run_to_json
     assert await scraped_state(gateway) == "waiting"
     await Heartbeats(queue.client, "test").beat(LEARNER)
+    assert await scraped_state(gateway) == "waiting", "the server's engine is not up"
+    await Fleet(queue.client, "test").set_state("s", "READY")
 
     assert (await both(gateway, "POST", f"{RUN}:pause", runs.PauseRun(change), to_json))["state"] == "PAUSED"
     assert await queue.lease("s", 1) == []
     assert await scraped_state(gateway) == "paused"
     assert (await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), to_json))["state"] == "RUNNING"
-    assert await scraped_state(gateway) == "training"
+    assert await scraped_state(gateway) == "running"
     assert len(await queue.lease("s", 1)) == 1
 
     path, request = f"{RUN}/servers/s", runs_pb2.ChangeServerRequest(server_id="s")
@@ -140,7 +197,7 @@ async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, qu
     assert "launcher" in created["detail"]
     assert b"secret" not in b"".join((await queue.client.hgetall(CreatedRunsKeys.created)).values())
     listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
-    assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "RUNNING"), ("second", "CREATED")]
+    assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "WAITING"), ("second", "CREATED")]
 
     for changes, status, field, detail in (
         ({"seed": 2}, 409, "", "another config"),
@@ -175,7 +232,7 @@ async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, qu
         ("pause", runs.PauseRun, "CREATED"), ("stop", runs.StopRun, "STOPPED"), ("resume", runs.ResumeRun, "CREATED"),
     ):  # fmt: skip
         assert (await both(gateway, "POST", f"/v1/runs/second:{verb}", call(change), to_json))["state"] == state
-    assert (await rest(gateway, "GET", RUN))["state"] == "RUNNING"
+    assert (await rest(gateway, "GET", RUN))["state"] == "WAITING"
     entries = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
     assert [(entries[i]["operation"], entries[i]["request"]) for i in (0, -1)] == [
         ("create_run", {"run": "second"}), ("resume_run", {"run": "second"}),

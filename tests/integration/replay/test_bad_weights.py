@@ -23,7 +23,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.agents.episode import Scored
+from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -43,8 +43,8 @@ class HalfMarks:
 
     async def score(
         self, name: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[Scored]:
-        return [(0.5, {}) for _ in responses]
+    ) -> list[SampleScore]:
+        return [SampleScore(0.5, {}) for _ in responses]
 
 
 def with_nan(model: Path, folder: Path) -> Path:

@@ -113,7 +113,7 @@ def test_a_created_run_is_launched_stopped_resumed_and_finished(tmp_path: Path, 
                 assert "resum" not in (tmp_path / "second" / "logs" / "learner.log").read_text()
                 penstock("runs", "resume", "--run", "second", *where)
                 until(lambda: client.get_run().step > stopped.step, "it to go on")
-            assert client.get_run().state == "RUNNING", "it stays with its launcher"
+            assert (client.get_run().state, client.get_run().launcher_id) == ("STOPPED", "here")
             with part("launcher", gateway_file, *LAUNCHER):
                 until(lambda: client.get_run().state == "FINISHED", "the last step", timeout_s=240)
             assert client.get_run().step == 30

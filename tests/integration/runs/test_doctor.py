@@ -22,7 +22,9 @@ from penstock.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import Event, Notices
 from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
@@ -109,6 +111,32 @@ async def test_a_server_paused_by_failures_is_found(
     assert [level for level, _ in of(await examine(config), "leasing")] == ["fail"]
     await Fleet(redis_client, "test").leave("rollout-0")
     assert [level for level, _ in of(await examine(config), "leasing")] == ["ok"], "a server that left is no fault"
+
+
+async def test_failing_rewards_and_prompts_are_found(
+    config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    await queue.take_term(0)
+    await publish(queue, 3, "abc", reward_mean=0.0, reward_failed_ratio=1.0)
+    notices = Notices(redis_client, "test")
+    await notices.record(Event("reward_failed", "place", "the reward of sample 0 failed: KeyError"), 624)
+    await notices.record(Event("default_reward", "mine", "unknown data source 'mine'"))
+    await queue.submit([b"p"] * 4, [0] * 4, "")
+    for lease in await queue.lease("rollout-0", 4):
+        await queue.give_back("rollout-0", lease, "prompt_too_long", is_final=True)
+    await RunControl(redis_client, "test").pause("all rewards failed")
+    findings = await examine(config)
+    failing, unknown = of(findings, "rewards")
+    assert failing[0] == "fail" and failing[1].startswith(
+        "624 failed, 100% of the samples of step 0; the first: the reward"
+    )
+    assert unknown == ("warn", "unknown data source 'mine'")
+    [(level, text)] = of(findings, "dead letters")
+    assert (level, text) == ("fail", "4 prompts, 100% of those that ended, were dead-lettered (4 prompt_too_long)")
+    assert of(findings, "state") == [("fail", "the run paused itself: all rewards failed")]
+    [(level, text)] = of(findings, "learning")
+    assert level == "fail" and "the reward function fails on 100% of the samples" in text
+    assert all(finding.advice for finding in findings if finding.level != "ok")
 
 
 async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:

@@ -225,7 +225,7 @@ def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_nam
 
 
 def test_a_healthy_run_fires_no_alert(prometheus: Ask) -> None:
-    assert prometheus('max(penstock_run_state{state="training"})')[0]["value"][1] == "1"
+    assert prometheus('max(penstock_run_state{state="running"})')[0]["value"][1] == "1"
     assert prometheus('ALERTS{alertstate="firing"}') == []
 
 

@@ -37,6 +37,14 @@ def test_a_stopped_run_ends_and_stays_paused(tmp_path: Path) -> None:
                 until(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step")
                 assert penstock(["runs", "stop", "--run-dir", str(folder)]) == 0
             assert process.wait(120) == 0, log.read_text()
+            if not is_again:
+                for phase in (
+                    "learner: starting or joining Ray",
+                    "learner: waiting for the first batch",
+                    "learner: training",
+                ):
+                    assert phase in log.read_text()
+                assert "rollout-0: serving (joining the fleet and waiting for the current weights: " in log.read_text()
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.replay.contract import QueueStat
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunFacts, RunSnapshot
+from penstock_services.gateway.metrics.run import RunLimits, RunSnapshot
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
@@ -27,7 +27,7 @@ def declared_names() -> set[str]:
 
     names: set[str] = set()
     gateway_registry = CollectorRegistry()
-    gateway = GatewayMetrics(gateway_registry, RunFacts())
+    gateway = GatewayMetrics(gateway_registry, RunLimits())
     gateway.run.snapshot = RunSnapshot(QueueStat(*[0] * len(QueueStat.__dataclass_fields__)), {"test": 1})
     registries = [
         gateway_registry,

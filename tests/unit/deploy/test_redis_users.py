@@ -23,6 +23,8 @@ from penstock.replay.results import PromptBook
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import Event, Notices
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_client import connect
@@ -207,6 +209,15 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
     await fleets["rollout"].leave("r0")
     await Heartbeats(clients["rollout"], run).count_start("r0")
+    await Notices(clients["rollout"], run).record(Event("reward_failed", "place", "text"))
+    for role, part in (("rollout", "r0"), ("learner", "learner")):
+        await Phases(clients[role], run).enter(part, "starting", is_first=True)
+    await RunControl(clients["learner"], run).pause("rewards fail")
+    for user in ("gateway", "operator"):
+        assert await RunControl(clients[user], run).pause_reason() == "rewards fail"
+        assert [notice.count for notice in await Notices(clients[user], run).newest_first()] == [1]
+    assert set(await Phases(clients["gateway"], run).by_component()) == {"r0", "learner"}
+    await RunControl(clients["gateway"], run).resume()
     async with Heartbeats(clients["learner"], run).beating("learner"):
         heartbeats, control = Heartbeats(clients["gateway"], run), RunControl(clients["gateway"], run)
         snapshot = await RunSnapshot.take(gateway, fleets["gateway"], heartbeats, control)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.rewards import RemoteReward, RewardConfig
 from penstock.errors import ConfigError
+from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardFailed
 from penstock_rollout.rewards.remote import RemoteScorer
@@ -83,9 +84,9 @@ async def make_scorer(tmp_path: Path) -> AsyncIterator[MakeScorer]:
     scorers: list[Scorer] = []
     (tmp_path / "reward.py").write_text(FUNCTIONS)
 
-    async def make(**fields: Any) -> Scorer:
+    async def make(post: PostEvent = ignore_event, **fields: Any) -> Scorer:
         config = RewardConfig.model_validate({"function_file": tmp_path / "reward.py", "num_processes": 2} | fields)
-        scorers.append(Scorer(config, RolloutMetrics(CollectorRegistry())))
+        scorers.append(Scorer(config, RolloutMetrics(CollectorRegistry()), post))
         return scorers[-1]
 
     yield make
@@ -94,7 +95,8 @@ async def make_scorer(tmp_path: Path) -> AsyncIterator[MakeScorer]:
 
 
 async def score(scorer: Scorer, *responses: str, ground_truth: Any = "7") -> list[tuple[float, dict[str, float]]]:
-    return await scorer.score("prompt 17", "any", list(responses), ground_truth, {"index": 3})
+    scores = await scorer.score("prompt 17", "any", list(responses), ground_truth, {"index": 3})
+    return [(score.reward, score.parts) for score in scores]
 
 
 def errors(scorer: Scorer) -> dict[str, float]:
@@ -149,6 +151,33 @@ async def test_failures_are_counted_by_kind_and_give_the_configured_value(make_s
         (-1.0, {}), (-1.0, {}), (-1.0, {}), (-1.0, {}), (1.0, {"score": 1.0, "length": 1.0, "index": 3.0}),
     ]  # fmt: skip
     assert errors(scorer) == {"exception": 2, "worker_died": 2}
+
+
+async def test_users_are_told_of_failures_once_per_place_with_the_traceback(
+    make_scorer: MakeScorer, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    scorer = await make_scorer(post=events.append)
+    responses = ["raise one", "raise two", "nan", "die", "7"]
+    scores = await scorer.score("prompt 17", "any", responses, "7", {"index": 3})
+    assert [score.failed for score in scores] == [True, True, True, True, False]
+    assert {event.kind for event in events} == {"reward_failed"} and len(events) == 4
+    assert len({event.key for event in events}) == 3, "the same line fails with the same key, whatever the message"
+    [raised] = [event for event in events if "raise" not in event.text and "one" in event.text]
+    assert "sample 0 of prompt 17, data source 'any', failed (exception): ValueError: one" in raised.text
+    assert raised.detail.startswith("Traceback") and raised.detail.rstrip().endswith("ValueError: one")
+    assert f'File "{tmp_path / "reward.py"}"' in raised.detail and "worker.py" not in raised.detail
+
+
+async def test_users_are_told_of_a_data_source_that_falls_back_to_the_default(make_scorer: MakeScorer) -> None:
+    events: list[Event] = []
+    scorer = await make_scorer(post=events.append, function_file=None)
+    for _ in range(2):
+        await scorer.score("prompt 1", "mine", ["7"], "7", {})
+        await scorer.score("prompt 1", "openai/gsm8k", ["#### 7"], "7", {})
+    [event] = events
+    assert event.kind == "default_reward"
+    assert "unknown data source 'mine'" in event.text and "(exact_match)" in event.text
 
 
 async def test_a_failed_reward_names_its_prompt_and_sample(

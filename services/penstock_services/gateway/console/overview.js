@@ -38,6 +38,17 @@ function otherRuns(current, runs) {
   return card("Runs", table("Runs", [["run"], ["state"], ["step", "number"], ["launcher"], ["detail"]], rows));
 }
 
+function alarms(run) {
+  const failed = run.metrics.reward_failed_ratio;
+  return [
+    run.detail ? h("p", { class: "tag bad" }, `${run.state.toLowerCase()}: ${run.detail}`) : null,
+    failed ? h("p", { class: "tag bad" }, `the reward failed on ${Math.round(100 * failed)} % of the samples of the newest step`) : null,
+    ...(run.notices ?? []).map((notice) => h("details", { class: "card" },
+      h("summary", {}, `${notice.text}${notice.count > 1 ? ` (${number(notice.count)} times)` : ""}`),
+      notice.detail ? h("pre", {}, notice.detail) : null)),
+  ];
+}
+
 const paused = (run) => run.servers.filter((server) => server.breaker_reason).map((server) => h("p", { class: "tag bad" },
   `${server.server_id} leases nothing: its last ${server.breaker_failures} attempts failed, the newest with ${server.breaker_reason}`));
 
@@ -46,7 +57,7 @@ const quarantined = (run) => run.servers.filter((server) => server.is_quarantine
   `more than ${server.logprob_limit_nats.toPrecision(3)}; weights loaded again ${server.num_reloads} times`));
 
 function change(run, refresh) {
-  const isPaused = run.state !== "RUNNING" || run.servers.some((server) => server.breaker_reason);
+  const isPaused = ["PAUSED", "STOPPED", "FAILED"].includes(run.state) || run.servers.some((server) => server.breaker_reason);
   const verb = isPaused ? "resume" : "pause";
   const act = async () => {
     const text = verb === "pause" ? "No prompt is leased until it is resumed." : "Prompts are leased again.";
@@ -73,10 +84,12 @@ export async function overview(refresh) {
       fact("state", run.state.toLowerCase() + held), fact("step", number(run.step)),
       fact("policy version", number(run.policy_version)), fact("prompts waiting", number(queue.pending_prompts)),
       fact("in flight", number(queue.in_flight)), fact("groups ready", number(queue.queued - queue.delivered)),
-      fact("trained + not yet in a checkpoint", `${number(queue.trained)} + ${number(queue.delivered)}`),
+      fact("trained", number(run.num_trained)),
       fact("dead letters", number(queue.dead_lettered))),
     queue.conservation_error ? h("p", { class: "tag bad" }, `the queue's counts are off by ${queue.conservation_error}`) : null,
-    ...paused(run), ...quarantined(run),
+    ...paused(run), ...quarantined(run), ...alarms(run),
+    run.learning ? h("p", {}, h("b", {}, "Learning: "), run.learning) : null,
+    run.speed ? h("p", {}, h("b", {}, "Speed: "), run.speed) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
     otherRuns(run.run, all.runs),

@@ -7,22 +7,22 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from penstock import __version__
 from penstock.metrics import DiskGauges
 from penstock_services.gateway.metrics.requests import Observation, RequestSeries
-from penstock_services.gateway.metrics.run import RunCollector, RunFacts, RunSnapshot
+from penstock_services.gateway.metrics.run import RunCollector, RunLimits, RunSnapshot
 
 
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, facts: RunFacts) -> None:
+    def __init__(self, registry: CollectorRegistry, limits: RunLimits) -> None:
         self.registry = registry
         self.requests = RequestSeries()
         registry.register(self.requests)
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
-        info.labels(facts.placement, __version__).set(1)
+        info.labels(limits.placement, __version__).set(1)
         self.disk = DiskGauges(registry)
         self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
         self.broken_key_files = Gauge(
             "penstock_gateway_broken_key_files", "Files of API keys that cannot be used.", registry=registry
         )
-        self.run = RunCollector(facts)
+        self.run = RunCollector(limits)
         registry.register(self.run)
 
     def observe(self, protocol: str) -> Observation:

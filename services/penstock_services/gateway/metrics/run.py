@@ -12,19 +12,19 @@ from prometheus_client.registry import Collector
 from penstock.config.run import RunConfig
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.run_state import RUN_STATES, RunFacts, RunState, has_learner, has_servers, run_state
 from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import LEARNER, Heartbeats
-from penstock.store.run_control import RunControl
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import runs_pb2
 
-RUN_STATES = ("waiting", "training", "paused", "stopped", "finished")
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
-_EXPIRED_REASONS = ("stale", "no_spread", "quarantined")
+_EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
 """Known reasons. Their series start at 0, so that a first increase is seen."""
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunLimits:
     """Facts of the run's config that its metrics use."""
 
     capacity_bytes: int = 0
@@ -35,7 +35,7 @@ class RunFacts:
     """A part whose last heartbeat is older than this counts as not running."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunFacts:
+    def of(cls, config: RunConfig) -> RunLimits:
         replay, learner = config.replay, config.learner
         return cls(
             replay.capacity_bytes, replay.max_staleness, learner.placement, learner.num_steps, replay.lease_ttl_s
@@ -51,8 +51,8 @@ class RunSnapshot:
     heartbeat_ages_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
-    is_paused: bool = False
-    """An operator has paused the run: no prompt is leased."""
+    orders: Orders = Orders()
+    has_servers: bool = False
     paused_servers: int = 0
     """Servers whose breaker is open: they lease no prompt because everything that they tried failed."""
     quarantined_servers: int = 0
@@ -72,25 +72,28 @@ class RunSnapshot:
         known = {server.server_id for server in servers}
         paused = sum(breaker.server_id in known for breaker in await control.open_breakers())
         quarantined = len(known & (await control.quarantines()).keys())
-        return cls(stat, dead, expired, states, ages, restarts, scores, orders.is_paused, paused, quarantined)
+        return cls(
+            stat, dead, expired, states, ages, restarts, scores, orders, has_servers(servers), paused, quarantined
+        )
 
-    def run_state(self, facts: RunFacts) -> str:
-        """One of RUN_STATES.
-
-        `waiting` until a first learner starts, `training` while a learner is alive, and then `finished` or, before the
-        last step, `stopped`. A paused run is `paused` instead of `waiting` or `training`."""
-        if self.heartbeat_ages_s.get(LEARNER, facts.silence_s) < facts.silence_s:
-            return "paused" if self.is_paused else "training"
-        if self.stat.term == 0:
-            return "paused" if self.is_paused else "waiting"
-        return "finished" if 0 < facts.num_steps <= self.stat.step else "stopped"
+    def run_state(self, limits: RunLimits) -> RunState:
+        return run_state(
+            RunFacts(
+                step=self.stat.step,
+                num_steps=limits.num_steps,
+                term=self.stat.term,
+                orders=self.orders,
+                has_learner=has_learner(self.heartbeat_ages_s, limits.silence_s),
+                has_servers=self.has_servers,
+            )
+        )
 
 
 class RunCollector(Collector):
     """Collects the run's metrics. The label `queue` is `prompts` for rollout servers and `groups` for the learner."""
 
-    def __init__(self, facts: RunFacts) -> None:
-        self.facts = facts
+    def __init__(self, limits: RunLimits) -> None:
+        self.limits = limits
         self.snapshot: RunSnapshot | None = None
 
     def describe(self) -> Iterable[Metric]:
@@ -106,7 +109,7 @@ class RunCollector(Collector):
             "in_flight", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
         )
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
-        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.facts.capacity_bytes)
+        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.limits.capacity_bytes)
         ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
         yield _by_queue("oldest_age_seconds", "Age of the next entry in line.", **ages)
         for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
@@ -125,8 +128,8 @@ class RunCollector(Collector):
 
     def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
         """State of the run and of its parts."""
-        current, by_state = snapshot.run_state(self.facts), snapshot.servers_by_state
-        states = {state: int(state == current) for state in RUN_STATES}
+        current, by_state = snapshot.run_state(self.limits), snapshot.servers_by_state
+        states = {state.lower(): int(state == current) for state in RUN_STATES}
         yield _gauges("run_state", "1 for the current state of the run.", "state", states)
         servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
         yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
@@ -149,7 +152,7 @@ class RunCollector(Collector):
     def _limiter(self, stat: QueueStat) -> Iterator[Metric]:
         """Limits of admission and how close the run is to them."""
         for name, documentation, value in (
-            ("staleness_limit_versions", "Largest staleness that admission allows.", self.facts.max_staleness),
+            ("staleness_limit_versions", "Largest staleness that admission allows.", self.limits.max_staleness),
             ("queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", stat.admission_limit),
             ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
             ("queue_samples_per_insert", "Groups trained per group appended.", stat.samples_per_insert),

@@ -167,6 +167,7 @@ def _trajectory_to_json(trajectory: Trajectory) -> Json:
         "policy_versions": trajectory.token_versions().tolist(),
         "reward": trajectory.reward,
         "reward_parts": finite(trajectory.reward_parts),
+        "reward_failed": trajectory.reward_failed,
         "finish_reason": trajectory.finish_reason,
         "is_baseline": trajectory.is_baseline,
         "sampling_segments": [

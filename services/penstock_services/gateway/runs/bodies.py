@@ -40,6 +40,14 @@ def run_to_json(run: runs_pb2.Run) -> Json:
         "held_version": run.held_version if run.HasField("held_version") else None,
         "launcher_id": run.launcher_id,
         "detail": run.detail,
+        "num_trained": run.num_trained,
+        "learning": run.learning,
+        "speed": run.speed,
+        "parts": [
+            {"component": part.component, "phases": [plain_fields(phase) for phase in part.phases]}
+            for part in run.parts
+        ],
+        "notices": [plain_fields(notice) for notice in run.notices],
     }
 
 

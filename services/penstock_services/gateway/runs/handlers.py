@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.created_runs import ENDING, WAITS, CreatedRun, CreatedRuns, CreatedState
+from penstock.run_state import RunFacts, has_learner, has_servers, num_trained, run_state, state_detail
+from penstock.store.created_runs import ENDING, WAITS, CreatedRuns
 from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import Heartbeats
+from penstock.store.notices import Notices
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
-from penstock.store.run_control import Orders, RunControl
+from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
+from penstock.verdicts import Situation, learning_verdict, speed_verdict, steps_of
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
 from penstock_services.gateway.runs.servers import list_servers
 
-_CREATED_STATES: dict[CreatedState, runs_pb2.Run.State] = {
-    "CREATED": runs_pb2.Run.CREATED,
-    "STOPPING": runs_pb2.Run.STOPPED,
-    "STOPPED": runs_pb2.Run.STOPPED,
-    "FINISHED": runs_pb2.Run.FINISHED,
-    "FAILED": runs_pb2.Run.FAILED,
-}
+LOOKED_BACK_VERSIONS = 40
+"""Versions whose metrics are looked at."""
 
 
 class RunHandlers:
     def __init__(
         self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet,
-        control: RunControl, created: CreatedRuns,
+        control: RunControl, created: CreatedRuns, notices: Notices, heartbeats: Heartbeats,
+        phases: Phases,
     ) -> None:  # fmt: skip
         self.config = config
         self.audit = audit
@@ -36,6 +39,9 @@ class RunHandlers:
         self.fleet = fleet
         self.control = control
         self.created = created
+        self.notices = notices
+        self.heartbeats = heartbeats
+        self.phases = phases
 
     @operation("read")
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
@@ -87,29 +93,41 @@ class RunHandlers:
     async def describe(self) -> runs_pb2.Run:
         stat, orders = await self.queue.stat(), await self.control.orders()
         created = await self.created.get(self.config.run)
-        newest = await self.policies.newest_first(None, 1)
+        newest = await self.policies.newest_first(None, LOOKED_BACK_VERSIONS)
+        steps = steps_of(newest)
+        servers, breakers = await self.fleet.servers(), await self.control.open_breakers()
+        facts = RunFacts(
+            step=stat.step,
+            num_steps=self.config.learner.num_steps,
+            term=stat.term,
+            orders=orders,
+            has_learner=has_learner(await self.heartbeats.ages_s(), self.config.replay.lease_ttl_s),
+            has_servers=has_servers(servers),
+            created=created.state if created else None,
+        )
+        situation = Situation(steps, run_state(facts), stat, servers, len(breakers), self.config.replay.max_staleness)
+        reason = await self.control.pause_reason() if orders.is_paused else ""
         return runs_pb2.Run(
             run=self.config.run,
             step=stat.step,
             policy_version=stat.policy_version,
             term=stat.term,
             queue=_stat_to_proto(stat),
-            metrics=newest[0].metrics if newest else {},
+            metrics=next((policy.metrics for policy in newest if policy.metrics), {}),
             servers=await list_servers(self.fleet, self.control),
-            state=_state(orders, created),
+            state=run_state(facts),
             held_version=orders.held_version,
             launcher_id=created.launcher_id if created else "",
-            detail=created.detail if created else "",
+            detail=(created.detail if created else "") or state_detail(facts, reason),
+            notices=[runs_pb2.Notice(**asdict(notice)) for notice in await self.notices.newest_first()],
+            learning=learning_verdict(situation).line,
+            speed=speed_verdict(situation).line,
+            parts=[
+                runs_pb2.Part(component=component, phases=[runs_pb2.Phase(**asdict(phase)) for phase in phases])
+                for component, phases in (await self.phases.by_component()).items()
+            ],
+            num_trained=num_trained(stat, self.config.replay.groups_per_step),
         )
-
-
-def _state(orders: Orders, created: CreatedRun | None) -> runs_pb2.Run.State:
-    """The state that the launcher reports for a created run that is not up, else the one that operators have set."""
-    if created is not None and created.state != "STARTED":
-        return _CREATED_STATES[created.state]
-    if orders.is_stopped:
-        return runs_pb2.Run.STOPPED
-    return runs_pb2.Run.PAUSED if orders.is_paused else runs_pb2.Run.RUNNING
 
 
 def _stat_to_proto(stat: QueueStat) -> runs_pb2.QueueStat:

@@ -18,6 +18,7 @@ from penstock.trajectory import Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 from replay_backends import queue_with
 
@@ -46,6 +47,79 @@ async def test_a_token_that_the_model_does_not_have_is_dead_lettered() -> None:
     reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, vocabulary_size=64)
     assert (await reader.read(1, 0)).prompt_ids == [3, 4]
     assert (await queue.stat()).dead_lettered == 2
+
+
+def failing(prompt_id: int, num_failed: int) -> Group:
+    """A group whose first samples have no reward, because the function failed."""
+    group = make_group(prompt_id)
+    samples = (
+        replace(sample, reward=0.0, reward_failed=index < num_failed) for index, sample in enumerate(group.trajectories)
+    )
+    return replace(group, trajectories=tuple(samples))
+
+
+def with_spread(prompt_id: int) -> Group:
+    group = make_group(prompt_id)
+    first, *others = group.trajectories
+    return replace(group, trajectories=(replace(first, reward=2.0), *others))
+
+
+class Pauses:
+    """The reasons for which a run was paused."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    async def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+async def test_a_step_whose_rewards_all_failed_pauses_the_run_and_is_not_trained(dynamic_sampling: bool) -> None:
+    replay = ReplayConfig(groups_per_step=2, max_staleness=10, dynamic_sampling=dynamic_sampling)
+    queue = await queue_with(replay, [failing(1, 4), failing(2, 4), failing(3, 4), with_spread(4), with_spread(5)])
+    pauses = Pauses()
+    learner, rewards = LearnerConfig(batch_timeout_s=10), FailedRewards(1.0, 2, pauses)
+    reader = BatchReader(queue, replay, learner, Ledger(), {}, failed_rewards=rewards)
+    assert (await reader.read(1, 0)).prompt_ids == [4, 5]
+    [reason] = pauses.reasons
+    assert reason.startswith("the reward failed on 8 of the newest 8 samples")
+    reasons = {"no_spread": 1, "reward_failed": 2} if dynamic_sampling else {"reward_failed": 3}
+    assert await queue.expired_reasons() == reasons
+    stat = await queue.stat()
+    assert stat.pending_prompts == reasons["reward_failed"] and stat.conservation_error == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "failed", "num_pauses"),
+    [(1.0, (4, 3), 0), (0.5, (4, 0), 1), (0.5, (0, 4), 1), (0.5, (3, 0), 0), (None, (4, 4), 0)],
+)
+async def test_the_share_of_failed_rewards_decides(
+    limit: float | None, failed: tuple[int, int], num_pauses: int
+) -> None:
+    groups = [failing(number, count) for number, count in enumerate(failed, start=1)]
+    queue = await queue_with(REPLAY, [*groups, make_group(3), make_group(4)])
+    pauses = Pauses()
+    rewards = FailedRewards(limit, 2, pauses)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, failed_rewards=rewards)
+    batch = await reader.read(1, 0)
+    assert len(pauses.reasons) == num_pauses
+    assert num_pauses or batch.prompt_ids == [1, 2]
+
+
+async def test_no_deadline_runs_out_while_the_run_is_paused() -> None:
+    queue, is_paused = await queue_with(REPLAY, [make_group(1)]), True
+
+    async def paused() -> bool:
+        return is_paused
+
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.05), Ledger(), {}, is_paused=paused)
+    reading = asyncio.create_task(reader.read(1, 0))
+    await asyncio.wait({reading}, timeout=0.5)
+    assert not reading.done()
+    is_paused = False
+    with pytest.raises(DeadlineExceeded, match="step 1 has 1 of 2 groups"):
+        await reading
 
 
 async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -> None:

@@ -1,0 +1,122 @@
+"""Notices: what the processes of a run want its users to know, such as a reward function that fails.
+
+A process hands an event to `NoticeBoard.post`, which never waits. The board writes its events to Redis once a second.
+Events of the same kind and fingerprint are one notice, which keeps the text of the first event and counts the others.
+The gateway shows the notices with the run. Resuming the run removes them.
+
+    reward_failed    a reward could not be computed, and the sample got `rollout.reward.error_value`
+    default_reward   a data source is unknown, and is scored with `rollout.reward.default`
+    prompt_failed    no group could be made from a prompt
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import redis.asyncio as redis
+
+from penstock.errors import QueueFull, Unavailable
+from penstock.records import read_known_fields
+from penstock.store.keys import RunKeys
+from penstock.store.redis_errors import guarded
+from penstock.store.scripts import STORE
+
+logger = logging.getLogger(__name__)
+WRITE_S = 1.0
+MAX_NOTICES = 32
+"""Largest number of notices of a run. Further ones are only in the processes' logs."""
+MAX_TEXT_CHARS = 500
+
+NoticeKind = Literal["reward_failed", "default_reward", "prompt_failed"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened. Events with the same kind and fingerprint are counted as one notice."""
+
+    kind: NoticeKind
+    fingerprint: str
+    text: str
+    """One line, which says what happened and what to do."""
+    detail: str = ""
+    """Further lines, such as a traceback."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}:{hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]}"
+
+
+PostEvent = Callable[[Event], None]
+
+
+def ignore_event(event: Event) -> None:
+    """For processes that have no run, whose log is enough."""
+    del event
+
+
+@dataclass(frozen=True)
+class Notice:
+    kind: NoticeKind
+    text: str
+    detail: str = ""
+    count: int = 0
+    first_at_ms: int = 0
+    last_at_ms: int = 0
+
+
+class Notices:
+    """The notices of one run."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.keys = RunKeys(run)
+
+    async def record(self, event: Event, count: int = 1) -> None:
+        fields = {"kind": event.kind, "text": event.text[:MAX_TEXT_CHARS], "detail": event.detail}
+        arguments = (event.key, json.dumps(fields), count, MAX_NOTICES)
+        await STORE.call(self.client, self.keys.prefix, "record_notice", *arguments)
+
+    async def newest_first(self) -> list[Notice]:
+        records = await guarded(self.client.hgetall(self.keys.notices))
+        notices = [read_known_fields(Notice, json.loads(text)) for text in records.values()]
+        return sorted(notices, key=lambda notice: (-notice.last_at_ms, notice.text))
+
+
+class NoticeBoard:
+    """Collects the events of one process and writes them to Redis."""
+
+    def __init__(self, notices: Notices) -> None:
+        self.notices = notices
+        self._events: dict[str, Event] = {}
+        self._counts: Counter[str] = Counter()
+
+    def post(self, event: Event) -> None:
+        """Add an event. Once MAX_NOTICES different ones wait, further ones are dropped."""
+        if event.key in self._events or len(self._events) < MAX_NOTICES:
+            self._events.setdefault(event.key, event)
+            self._counts[event.key] += 1
+
+    async def write_loop(self) -> None:
+        while True:
+            await asyncio.sleep(WRITE_S)
+            try:
+                await self.write()
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot write the run's notices yet: %s", error)
+
+    async def write(self) -> None:
+        """Write what waits. Events that could not be written wait for the next time."""
+        while self._events:
+            key, event = next(iter(self._events.items()))
+            count = self._counts[key]
+            await self.notices.record(event, count)
+            self._counts[key] -= count
+            if not self._counts[key]:
+                del self._counts[key], self._events[key]

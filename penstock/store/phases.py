@@ -1,0 +1,55 @@
+"""Phases of the start of a process: `starting Ray`, `loading the model` and so on, until it serves or trains.
+
+Each process records its phases itself. `penstock up` prints a line for each, and the API shows them. Times are those of
+Redis' clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio as redis
+
+from penstock.errors import QueueFull, Unavailable
+from penstock.store.keys import RunKeys
+from penstock.store.redis_errors import guarded
+from penstock.store.scripts import STORE
+
+logger = logging.getLogger(__name__)
+MAX_PHASES = 16
+"""The newest phases of a part that are kept."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    entered_at_ms: int
+
+
+class Phases:
+    """The phases of all parts of one run."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.keys = RunKeys(run)
+
+    async def enter(self, component: str, phase: str, *, is_first: bool = False) -> None:
+        """Record that `component` has begun `phase`. The first phase of a process removes those of the process before
+        it. Without an answer from Redis the phase is only logged: a start does not fail because of this."""
+        logger.info("%s", phase)
+        arguments = (component, phase, int(is_first), MAX_PHASES)
+        try:
+            await STORE.call(self.client, self.keys.prefix, "enter_phase", *arguments)
+        except (QueueFull, Unavailable) as error:
+            logger.warning("cannot record the phase: %s", error)
+
+    async def by_component(self) -> dict[str, list[Phase]]:
+        """The newest phases of each part, oldest first."""
+        records = await guarded(self.client.hgetall(self.keys.phases))
+        return {
+            component.decode(): [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)]
+            for component, text in sorted(records.items())
+        }

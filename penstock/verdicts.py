@@ -1,0 +1,211 @@
+"""Why a run does not learn, and why it is slow: one line each, with the numbers behind it.
+
+Both are pure functions of what the run has reported: the metrics of its newest steps, its queue and its servers. The
+gateway shows them with the run, and `penstock doctor` as checks. A cause that hides others comes first: while rewards
+fail, nothing else about the reward means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, variance
+from typing import Literal
+
+from penstock.replay.contract import QueueStat
+from penstock.run_state import RunState
+from penstock.store.fleet import SERVING_STATES, ServerRecord
+from penstock.v1 import policies_pb2
+
+NEWEST_STEPS = 30
+"""Steps that the trend of the reward is taken from."""
+FEW_STEPS = 6
+"""Fewer steps than this show no trend."""
+MANY = 0.9
+"""Share from which on a cause explains the whole step."""
+HALF = 0.5
+LOW_EFFECTIVE = 0.2
+SPEED_STEPS = 10
+"""Steps that the times are taken from."""
+LEARNER_BOUND = 0.3
+"""Below this share of waiting, the learner itself is the bottleneck."""
+LOWEST_LR = 1e-8
+COLLAPSED_ENTROPY_NATS = 0.01
+FAR_KL_NATS = 0.5
+FULL_KV = 0.95
+
+Steps = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    code: str
+    """The cause in one word, for programs."""
+    text: str
+    level: Literal["ok", "warn", "fail"] = "ok"
+    advice: str = ""
+    """What to do about it; empty if there is nothing to do."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.text}; {self.advice}" if self.advice else self.text
+
+
+def steps_of(newest_first: Iterable[policies_pb2.Policy]) -> list[Mapping[str, float]]:
+    """The metrics of the steps that made these versions, oldest first. A version without a step has no reward: the
+    first one, one that a restarted learner publishes again, and one of a roll back."""
+    steps: list[Mapping[str, float]] = [policy.metrics for policy in newest_first if "reward_mean" in policy.metrics]
+    return steps[::-1]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the verdicts look at."""
+
+    steps: Steps
+    """Metrics of the newest steps, oldest first."""
+    state: RunState
+    stat: QueueStat
+    servers: Sequence[ServerRecord] = ()
+    num_paused_servers: int = 0
+    """Servers that lease nothing because everything that they tried failed."""
+    max_staleness: int = 0
+
+    @property
+    def serving(self) -> list[ServerRecord]:
+        return [server for server in self.servers if server.state in SERVING_STATES]
+
+
+def learning_verdict(situation: Situation) -> Verdict:
+    """Whether the reward rises, and if not, the most likely cause."""
+    steps = situation.steps[-NEWEST_STEPS:]
+    if not steps:
+        return Verdict("no_step", "no step yet")
+    rewards = [step["reward_mean"] for step in steps]
+    reward, trend = f"reward {fmean(rewards):.3g} over {len(steps)} steps", _trend(rewards)
+    failed = _mean(steps, "reward_failed_ratio")
+    if failed < MANY and trend == "rising":
+        return Verdict("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
+    if cause := next(_causes(situation, steps), None):
+        known = "" if trend == "unknown" else f", {trend}"
+        return replace(cause, text=f"{reward}{known}: {cause.text}")
+    if trend == "unknown":
+        return Verdict("few_steps", f"{reward}: too few steps to tell")
+    numbers = (
+        f"{1 - _mean(steps, 'zero_advantage_group_ratio'):.0%} of the groups have spread, learning rate "
+        f"{_mean(steps, 'lr'):.2g}, gradient norm {_mean(steps, 'grad_norm'):.2g}, KL "
+        f"{_mean(steps, 'kl_reference'):.2g}, staleness {_mean(steps, 'staleness_mean'):.2g}"
+    )
+    advice = "read samples, and compare learner.lr with what worked for this model"
+    return Verdict(trend, f"{reward}, {trend}, without an obvious cause ({numbers})", "warn", advice)
+
+
+def _causes(situation: Situation, steps: Steps) -> Iterator[Verdict]:
+    """Causes of a reward that does not rise, from the one that explains most to the one that explains least."""
+    failed, truncated = _mean(steps, "reward_failed_ratio"), _mean(steps, "truncated_ratio")
+    failures = Verdict(
+        "rewards_fail", f"the reward function fails on {failed:.0%} of the samples", "fail", "correct the reward"
+    )
+    if failed >= MANY:
+        yield failures
+    if truncated >= MANY:
+        yield Verdict("truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it")
+    if (flat := _mean(steps, "zero_advantage_group_ratio")) >= MANY:
+        text = f"{flat:.0%} of the groups have no spread in reward, so they train nothing"
+        yield Verdict("no_spread", text, "fail", "give easier or harder prompts, or a reward with more steps")
+    if (skipped := _mean(steps, "skipped")) >= HALF:
+        text = f"{skipped:.0%} of the steps were skipped because a gradient was not finite"
+        yield Verdict("skipped", text, "fail", "see docs/runbooks.md#nonfinitesteps")
+    if (lr := _mean(steps, "lr", default=1.0)) <= LOWEST_LR:
+        yield Verdict("learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule")
+    lag = max((situation.stat.policy_version - server.policy_version for server in situation.serving), default=0)
+    if lag > situation.max_staleness + 2:
+        text = f"new weights do not arrive: a server is {lag} versions behind the learner"
+        yield Verdict("weights", text, "fail", "see docs/runbooks.md#policyversionskew")
+    effective = _mean(steps, "effective_sample_ratio", default=1.0)
+    rejected = _mean(steps, "is_rejected_ratio")
+    if rejected >= HALF or effective <= LOW_EFFECTIVE:
+        text = (
+            f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the tokens "
+            f"rejected, an effective share of {effective:.0%}"
+        )
+        yield Verdict("stale", text, "warn", "lower replay.max_staleness")
+    if (entropy := _mean(steps, "entropy", default=1.0)) < COLLAPSED_ENTROPY_NATS:
+        text = f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token"
+        yield Verdict("collapsed", text, "warn", "go back to an earlier version, with a lower learner.lr")
+    if (kl := _mean(steps, "kl_reference")) >= FAR_KL_NATS:
+        text = f"the policy is far from its reference: KL {kl:.2g} nats a token"
+        yield Verdict("kl", text, "warn", "lower learner.lr, or raise the KL coefficient")
+    if failed:
+        yield replace(failures, level="warn")
+
+
+def speed_verdict(situation: Situation) -> Verdict:
+    """What the run waits for most."""
+    steps = situation.steps[-SPEED_STEPS:]
+    if situation.state != "RUNNING":
+        return Verdict("not_running", f"the run is {situation.state.lower()}")
+    if not situation.serving:
+        advice = "see docs/runbooks.md#rolloutserversdown"
+        return Verdict("servers", f"none of {len(situation.servers)} servers serves", "fail", advice)
+    if situation.num_paused_servers == len(situation.servers):
+        text = "no server leases a prompt, because everything that they tried failed"
+        return Verdict("failures", text, "fail", "see docs/runbooks.md#leasingpaused")
+    step_s, wait_s = _mean(steps, "step_s"), _mean(steps, "wait_s")
+    if step_s and wait_s < LEARNER_BOUND * step_s:
+        return _learner_verdict(steps, step_s, wait_s)
+    waits = f"the learner waits {wait_s / step_s:.0%} of {step_s:.3g} s a step" if step_s else "no step yet"
+    cause = _producer_verdict(situation)
+    return replace(cause, text=f"{waits}: {cause.text}")
+
+
+def _learner_verdict(steps: Steps, step_s: float, wait_s: float) -> Verdict:
+    shares = {name: _mean(steps, f"{name}_s") / step_s for name in ("update", "forward", "gather")}
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+    text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}"
+    if shares["gather"] >= LEARNER_BOUND:
+        return Verdict("weights", f"gathering the weights takes long: {text}", "warn", "see docs/weight-push.md")
+    return Verdict("learner", f"the learner is the bottleneck: {text}")
+
+
+def _producer_verdict(situation: Situation) -> Verdict:
+    """What keeps the servers from making groups faster."""
+    stat, serving = situation.stat, situation.serving
+    groups, scoring = sum(s.running_groups for s in serving), sum(s.scoring_groups for s in serving)
+    running, waiting = sum(s.running_requests for s in serving), sum(s.waiting_requests for s in serving)
+    kv_usage = max(server.kv_cache_usage for server in serving)
+    where = f"{groups} groups on {len(serving)} servers"
+    if not stat.pending_prompts and not groups:
+        return Verdict("prompts", "no prompts are pending", advice="submit some, or feed a dataset")
+    if not groups and stat.admission_room <= 0:
+        text = f"no prompt is admitted, because {stat.queued} groups are queued and the staleness bound is reached"
+        return Verdict("admission", text, "warn", "raise replay.max_staleness")
+    if groups and scoring >= HALF * groups:
+        text = f"rewards take long: {scoring} of {where} are being scored"
+        return Verdict("rewards", text, "warn", "raise rollout.reward.num_processes")
+    if waiting and kv_usage >= FULL_KV:
+        text = f"the KV cache is full ({kv_usage:.0%}): {waiting} requests wait and {running} run"
+        return Verdict("kv_full", text, "warn", "give the engines more memory, or ask for shorter responses")
+    if waiting > running:
+        text = f"the engines are saturated: {waiting} requests wait and {running} run"
+        return Verdict("engine", text, "warn", "add servers")
+    advice = "add servers, or raise rollout.max_concurrent_groups"
+    return Verdict("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
+
+
+def _mean(steps: Iterable[Mapping[str, float]], name: str, default: float = 0.0) -> float:
+    values = [step[name] for step in steps if name in step]
+    return fmean(values) if values else default
+
+
+def _trend(rewards: Sequence[float]) -> Literal["rising", "flat", "falling", "unknown"]:
+    """Compare the first and the last third. A difference within twice its standard error is none."""
+    if len(rewards) < FEW_STEPS:
+        return "unknown"
+    third = len(rewards) // 3
+    first, last = rewards[:third], rewards[-third:]
+    rise = fmean(last) - fmean(first)
+    noise = 2 * ((variance(first) + variance(last)) / third) ** 0.5
+    if abs(rise) <= max(noise, 1e-6):
+        return "flat"
+    return "rising" if rise > 0 else "falling"

@@ -1,0 +1,117 @@
+"""What `penstock up` and `penstock demo` say about a run: the phases of its start, and what goes wrong, each once.
+
+The processes of the run report all of it to Redis. Nothing here waits or prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from penstock.client.responses import Part, Phase, Run
+from penstock.run_state import NO_LEARNER
+
+STILL_AFTER_S = 15.0
+"""A phase that takes this long is mentioned again, and then after each further time of this length."""
+PAUSED_STATES = ("PAUSED", "STOPPED")
+READY_PHASES = ("serving", "training")
+
+
+class Announcements:
+    """Turns reports of a run into lines. Notices of an earlier `penstock up` are not repeated, unless their event
+    happens again."""
+
+    def __init__(self, before: Run, resume_command: str = "penstock runs resume") -> None:
+        self.resume_command = resume_command
+        self._counts = {(notice.kind, notice.text): notice.count for notice in before.notices}
+        self._phases = {part.component: part.phases for part in before.parts}
+        self._mentioned_s: dict[str, float] = {}
+        self._pause: str | None = None
+        """Why the run was paused when it was last looked at; None if it was not."""
+        self._broken: set[tuple[str, str]] = set()
+
+    def new_lines(self, run: Run) -> list[str]:
+        return [*self._state_line(run), *self._phase_lines(run), *self._notice_lines(run), *self._breaker_lines(run)]
+
+    def _state_line(self, run: Run) -> list[str]:
+        is_ordered = run.state in PAUSED_STATES and run.detail != NO_LEARNER
+        before, self._pause = self._pause, run.detail if is_ordered else None
+        if self._pause is None or self._pause == before:
+            return []
+        why = f": {run.detail}" if run.detail else ""
+        return [f"the run is paused{why}; `{self.resume_command}` continues it"]
+
+    def _phase_lines(self, run: Run) -> list[str]:
+        lines, now_s = [], time.monotonic()
+        for part in run.parts:
+            new = _new_phases(part, self._phases.get(part.component, ()))
+            self._phases[part.component] = part.phases
+            lines += new
+            if new:
+                self._mentioned_s[part.component] = now_s
+                continue
+            silence_s = now_s - self._mentioned_s.get(part.component, now_s)
+            if part.phases[-1].name not in READY_PHASES and silence_s >= STILL_AFTER_S:
+                self._mentioned_s[part.component] = now_s
+                lines.append(f"{part.component}: still {part.phases[-1].name}")
+        return lines
+
+    def _notice_lines(self, run: Run) -> list[str]:
+        lines = []
+        for notice in reversed(run.notices):
+            key = (notice.kind, notice.text)
+            if notice.count > self._counts.get(key, 0):
+                lines.append(notice.text)
+                lines += [f"    {line}" for line in notice.detail.splitlines()]
+                self._counts[key] = _EVERY_COUNT
+        return lines
+
+    def _breaker_lines(self, run: Run) -> list[str]:
+        broken = {(server.server_id, server.breaker_reason) for server in run.servers if server.breaker_reason}
+        new, self._broken = broken - self._broken, broken
+        return [
+            f"{server_id} leases nothing, because everything that it tried failed, the newest with {reason}; see "
+            "docs/runbooks.md#leasingpaused"
+            for server_id, reason in sorted(new)
+        ]
+
+
+_EVERY_COUNT = 2**63
+
+
+def buried_everything(run: Run) -> str:
+    """Why a run whose whole dataset was submitted has nothing to train on: every prompt was dead-lettered. Empty if
+    that is not so."""
+    queue = run.queue
+    if queue.inserted or queue.pending_prompts or queue.in_flight or not queue.dead_lettered:
+        return ""
+    failed = [notice.text for notice in run.notices if notice.kind == "prompt_failed"]
+    why = f"; the first failure: {failed[-1]}" if failed else ""
+    return (
+        f"all {queue.dead_lettered} prompts were dead-lettered, and there is nothing to train on{why}; correct the "
+        "dataset, the model's chat template or rollout.prompt, and start a new run"
+    )
+
+
+def waiting_for(run: Run, before: Run) -> str:
+    """What the parts of a run that is still starting are doing; empty once it trains. `before` was its status before
+    its processes were started."""
+    doing = [(part.component, part.phases[-1].name) for part in run.parts if part not in before.parts]
+    if any(phase == "training" for _, phase in doing):
+        return ""
+    listed = ", ".join(f"{component}: {phase}" for component, phase in doing if phase not in READY_PHASES)
+    return listed or "its processes import their libraries"
+
+
+def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
+    """A line for each new phase, with the time that the one before it took."""
+    lines = []
+    for index, phase in enumerate(part.phases):
+        if phase in known:
+            continue
+        took = ""
+        if index:
+            seconds = (phase.entered_at_ms - part.phases[index - 1].entered_at_ms) / 1000
+            took = f" ({part.phases[index - 1].name}: {seconds:.1f} s)"
+        lines.append(f"{part.component}: {phase.name}{took}")
+    return lines

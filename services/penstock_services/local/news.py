@@ -1,0 +1,46 @@
+"""Says what is new about a run on this machine, as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.client.responses import Run
+from penstock.errors import Unavailable
+from penstock_services.local.announcements import Announcements, waiting_for
+from penstock_services.local.display import Progress
+from penstock_services.local.local_run import LocalRun
+
+ANSWER_S = 0.5
+"""How long the gateway may take to answer. `LocalRun.check` tells why it does not."""
+
+
+class News:
+    """Reads the run's status and says what is new in it. Open it before the workers are started."""
+
+    def __init__(self, run: LocalRun, display: Progress, status: Run) -> None:
+        self.run = run
+        self.display = display
+        self.before = self.status = status
+        """The newest status that the gateway has answered with."""
+        self._announcements = Announcements(status, f"penstock runs resume --run-dir {run.folder}")
+
+    @classmethod
+    async def open(cls, run: LocalRun, display: Progress) -> News:
+        run.processes.on_wait = display.say
+        return cls(run, display, await run.client.get_run())
+
+    async def say(self) -> Run:
+        """Say what is new, and return the status."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self.status = await self.run.client.get_run()
+        except (TimeoutError, Unavailable):
+            return self.status
+        for line in self._announcements.new_lines(self.status):
+            self.display.say(line)
+        return self.status
+
+    def say_stopping(self) -> None:
+        """Say that the run is stopped, and what it was waiting for if it was still starting."""
+        waited = waiting_for(self.status, self.before)
+        self.display.say(f"stopping; the run was still starting ({waited})" if waited else "stopping")

@@ -1,0 +1,122 @@
+"""What `penstock up` says about a run that starts, and about one that goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.responses import Notice, Part, Phase, QueueStat, Run, Server
+from penstock_services.local import announcements, processes
+from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
+from penstock_services.local.processes import Child, ProcessGroup
+
+QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
+RUN = Run(
+    run="test", step=0, policy_version=0, term=1, queue=QUEUE, metrics={}, servers=(), state="RUNNING",
+    held_version=None, launcher_id="", detail="",
+)  # fmt: skip
+FAILED = Notice(
+    kind="reward_failed", text="the reward of sample 0 failed", detail="Traceback\n  line\nKeyError: 'x'", count=1,
+    first_at_ms=1, last_at_ms=1,
+)  # fmt: skip
+SERVER = Server(
+    server_id="s", address="a:1", state="READY", policy_version=0, heartbeat_age_ms=0, running_groups=0, engine="torch",
+    weights_digest="", is_drained=False,
+)  # fmt: skip
+
+
+def run_with(**changes: Any) -> Run:
+    return RUN.model_copy(update=changes)
+
+
+def part(component: str, *phases: tuple[str, int]) -> Part:
+    return Part(component=component, phases=tuple(Phase(name=name, entered_at_ms=at) for name, at in phases))
+
+
+def test_the_first_failure_is_said_once_with_its_traceback() -> None:
+    said = Announcements(RUN)
+    assert said.new_lines(run_with(notices=(FAILED,))) == [
+        "the reward of sample 0 failed", "    Traceback", "      line", "    KeyError: 'x'",
+    ]  # fmt: skip
+    assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 624}),))) == []
+
+
+def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
+    said = Announcements(run_with(notices=(FAILED,)))
+    assert said.new_lines(run_with(notices=(FAILED,))) == []
+    assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
+
+
+def test_a_pause_is_said_with_its_reason_once() -> None:
+    said, paused = (
+        Announcements(RUN, "penstock runs resume --run-dir r"),
+        run_with(state="PAUSED", detail="rewards fail"),
+    )
+    line = "the run is paused: rewards fail; `penstock runs resume --run-dir r` continues it"
+    assert [said.new_lines(run) for run in (paused, paused, RUN, paused)] == [[line], [], [], [line]]
+    starting = run_with(state="STOPPED", detail="no learner is alive")
+    assert said.new_lines(starting) == [], "the learner of a run that continues is not up yet"
+    assert len(said.new_lines(run_with(state="STOPPED"))) == 1
+
+
+def test_a_server_that_leases_nothing_is_said_once() -> None:
+    said = Announcements(RUN)
+    broken = run_with(servers=(SERVER.model_copy(update={"breaker_reason": "invalid_input", "breaker_failures": 8}),))
+    assert [len(said.new_lines(run)) for run in (RUN, broken, broken)] == [0, 1, 0]
+
+
+def test_each_phase_of_the_start_is_a_line_with_the_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(announcements.time, "monotonic", lambda: clock[0])
+    old = part("learner", ("training", 10))
+    said = Announcements(run_with(parts=(old,)))
+    assert said.new_lines(run_with(parts=(old,))) == []
+    ray = part("learner", ("starting Ray", 1000))
+    assert said.new_lines(run_with(parts=(ray,))) == ["learner: starting Ray"]
+    loading = part("learner", ("starting Ray", 1000), ("placing", 5200), ("loading", 5300))
+    assert said.new_lines(run_with(parts=(loading,))) == [
+        "learner: placing (starting Ray: 4.2 s)", "learner: loading (placing: 0.1 s)",
+    ]  # fmt: skip
+    clock[0] += STILL_AFTER_S
+    assert said.new_lines(run_with(parts=(loading,))) == ["learner: still loading"]
+    assert said.new_lines(run_with(parts=(loading,))) == []
+    clock[0] += STILL_AFTER_S
+    ready = part("learner", *((phase.name, phase.entered_at_ms) for phase in loading.phases), ("training", 9300))
+    assert said.new_lines(run_with(parts=(ready,))) == ["learner: training (loading: 4.0 s)"]
+    clock[0] += STILL_AFTER_S
+    assert said.new_lines(run_with(parts=(ready,))) == []
+
+
+def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None:
+    loading, serving = part("learner", ("loading the model", 1)), part("rollout-0", ("serving", 1))
+    assert waiting_for(run_with(parts=(loading, serving)), RUN) == "learner: loading the model"
+    training = run_with(parts=(part("learner", ("training", 1)), serving))
+    assert waiting_for(training, RUN) == ""
+    assert waiting_for(training, training) == "its processes import their libraries", "that was an earlier start"
+
+
+def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 0.01)
+    group, lines = ProcessGroup(tmp_path), list[str]()
+    group.on_wait = lines.append
+    for seconds in ("0.3", "0"):
+        with subprocess.Popen(["sleep", seconds]) as process:
+            if seconds == "0":
+                process.wait()
+            group._wait_for_end(Child("learner", process, tmp_path / "learner.log", stop_timeout_s=60))
+    assert lines == [f"waiting for learner to end, at most 60 s (log: {tmp_path / 'learner.log'})"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_buried"),
+    [({"dead_lettered": 40}, True), ({"dead_lettered": 40, "inserted": 1}, False), ({}, False),
+     ({"dead_lettered": 40, "pending_prompts": 1}, False), ({"dead_lettered": 40, "in_flight": 1}, False)],
+)  # fmt: skip
+def test_a_dataset_that_was_buried_as_a_whole_is_noticed(counts: dict[str, int], is_buried: bool) -> None:
+    why = FAILED.model_copy(update={"kind": "prompt_failed", "text": "prompt 1 failed (prompt_too_long): 90 tokens"})
+    reason = buried_everything(run_with(queue=QUEUE.model_copy(update=counts), notices=(why,)))
+    assert bool(reason) == is_buried
+    assert not is_buried or "all 40 prompts were dead-lettered" in reason and "90 tokens" in reason

@@ -1,0 +1,90 @@
+"""A dataset whose prompts are dead-lettered pauses or ends the run, instead of being used up in silence."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from penstock.cancellation import end_task
+from penstock.config.dataset import DatasetConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import InvalidInput
+from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
+from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.memory_store import MemoryStore
+from penstock.trajectory import Prompt
+
+TOO_LONG = "prompt_too_long"
+
+
+@pytest.mark.parametrize(
+    ("num_inserted", "reasons", "pauses"),
+    [
+        (0, {TOO_LONG: MIN_BURIED}, True),
+        (0, {TOO_LONG: MIN_BURIED - 1}, False),
+        (MIN_BURIED, {TOO_LONG: MIN_BURIED}, True),
+        (MIN_BURIED + 1, {TOO_LONG: MIN_BURIED}, False),
+        (0, {TOO_LONG: MIN_BURIED, "shape": MIN_BURIED + 1}, True),
+        (0, {"a": 40, "b": 41, "c": 40}, False),
+    ],
+)
+def test_one_reason_for_half_of_the_prompts_pauses(num_inserted: int, reasons: dict[str, int], pauses: bool) -> None:
+    watched = BuriedPrompts(0.5)
+    assert watched.reason_to_pause(100, {TOO_LONG: 100}) == "", "what was buried before the feed began does not count"
+    before = {TOO_LONG: 100}
+    now = {reason: reasons.get(reason, 0) + before.get(reason, 0) for reason in {*reasons, *before}}
+    assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses
+    assert watched.reason_to_pause(100 + num_inserted, now) == "", "after a pause the count begins anew"
+    assert BuriedPrompts(None).reason_to_pause(num_inserted, now) == ""
+
+
+async def bury(queue: MemoryReplayQueue) -> None:
+    """A rollout server that finds every prompt too long."""
+    while True:
+        for lease in await queue.lease("s", 8):
+            await queue.give_back("s", lease, TOO_LONG, is_final=True)
+        await asyncio.sleep(0)
+
+
+def feeder_of(queue: MemoryReplayQueue, num_prompts: int, reasons: list[str], epochs: int = 0) -> Feeder:
+    config = DatasetConfig(file=Path("train.jsonl"), epochs=epochs, max_pending=16)
+    prompts = [Prompt(messages=(("user", f"{number}"),)) for number in range(num_prompts)]
+
+    async def pause(reason: str) -> None:
+        reasons.append(reason)
+        queue.store.is_paused = True
+
+    return Feeder(queue, PromptStream(prompts, config, seed=1), pause=pause)
+
+
+async def test_the_run_pauses_long_before_a_large_dataset_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
+    queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
+    tasks = [asyncio.create_task(bury(queue)), asyncio.create_task(feeder_of(queue, 10_000, reasons).run())]
+    try:
+        async with asyncio.timeout(20):
+            while not reasons:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+        assert len(reasons) == 1 and "prompts were dead-lettered with prompt_too_long" in reasons[0]
+        assert (await queue.stat()).dead_lettered < 200
+    finally:
+        for task in tasks:
+            await end_task(task)
+
+
+async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
+    queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
+    burying = asyncio.create_task(bury(queue))
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(
+                InvalidInput, match="all 20 prompts of an epoch were dead-lettered .* with prompt_too_long"
+            ):
+                await feeder_of(queue, 20, reasons).run()
+    finally:
+        await end_task(burying)

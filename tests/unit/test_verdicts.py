@@ -1,0 +1,116 @@
+"""Why a run does not learn, and why it is slow."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from penstock.replay.contract import QueueStat
+from penstock.store.fleet import ServerRecord
+from penstock.v1 import policies_pb2
+from penstock.verdicts import Situation, Steps, learning_verdict, speed_verdict, steps_of
+
+STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)} | {"policy_version": 20, "pending_prompts": 100})
+SERVER = ServerRecord("s", "a:1", "vllm", "READY", policy_version=19, running_groups=8, running_requests=64)
+STEP = {
+    "reward_mean": 0.25, "reward_failed_ratio": 0.0, "truncated_ratio": 0.1, "zero_advantage_group_ratio": 0.4,
+    "skipped": 0.0, "lr": 1e-6, "grad_norm": 0.3, "entropy": 0.8, "kl_reference": 0.01, "staleness_mean": 1.0,
+    "is_rejected_ratio": 0.0, "effective_sample_ratio": 0.9, "step_s": 10.0, "wait_s": 1.0, "update_s": 6.0,
+    "forward_s": 2.0, "gather_s": 1.0,
+}  # fmt: skip
+
+
+def situation(steps: Steps = (STEP,) * 12, **changes: Any) -> Situation:
+    return replace(Situation(steps, "RUNNING", STAT, [SERVER], max_staleness=2), **changes)
+
+
+def with_rewards(*rewards: float, **numbers: float) -> Steps:
+    return [STEP | numbers | {"reward_mean": reward} for reward in rewards]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "level", "said"),
+    [
+        ({}, "flat", "warn", "60% of the groups have spread, learning rate 1e-06, gradient norm 0.3, KL 0.01"),
+        ({"reward_failed_ratio": 1.0, "zero_advantage_group_ratio": 1.0}, "rewards_fail", "fail", "fails on 100% of"),
+        ({"reward_failed_ratio": 0.2}, "rewards_fail", "warn", "fails on 20% of"),
+        ({"truncated_ratio": 0.95, "zero_advantage_group_ratio": 1.0}, "truncated", "fail", "95% of the responses"),
+        ({"zero_advantage_group_ratio": 0.96}, "no_spread", "fail", "96% of the groups have no spread"),
+        ({"skipped": 1.0}, "skipped", "fail", "100% of the steps were skipped"),
+        ({"lr": 0.0}, "learning_rate", "fail", "the learning rate is 0"),
+        ({"is_rejected_ratio": 0.6, "staleness_mean": 5.0}, "stale", "warn", "staleness 5, 60% of the tokens rejected"),
+        ({"effective_sample_ratio": 0.1}, "stale", "warn", "an effective share of 10%"),
+        ({"entropy": 0.001}, "collapsed", "warn", "entropy 0.001"),
+        ({"kl_reference": 2.0}, "kl", "warn", "KL 2 nats"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_flat_reward(numbers: dict[str, float], code: str, level: str, said: str) -> None:
+    verdict = learning_verdict(situation(with_rewards(*[0.25] * 12, **numbers)))
+    assert (verdict.code, verdict.level) == (code, level)
+    assert verdict.text.startswith("reward 0.25 over 12 steps, flat") and said in verdict.text
+    assert verdict.advice and verdict.line.endswith(verdict.advice)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "code"),
+    [
+        ((), "no_step"),
+        ((0.1, 0.2, 0.3), "few_steps"),
+        ((0.1, 0.12, 0.1, 0.2, 0.22, 0.25, 0.3, 0.33, 0.32), "rising"),
+        ((0.3, 0.33, 0.32, 0.2, 0.22, 0.25, 0.1, 0.12, 0.1), "falling"),
+        ((0.1, 0.5, 0.2, 0.1, 0.4, 0.3, 0.2, 0.5, 0.1), "flat"),
+    ],
+)
+def test_the_trend_of_the_reward(rewards: tuple[float, ...], code: str) -> None:
+    assert learning_verdict(situation(with_rewards(*rewards))).code == code
+
+
+def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:
+    assert learning_verdict(situation(with_rewards(0.0, reward_failed_ratio=1.0))).code == "rewards_fail"
+    rising = with_rewards(*(0.1 * number for number in range(9)), reward_failed_ratio=0.95)
+    assert learning_verdict(situation(rising)).code == "rewards_fail"
+
+
+def test_weights_that_do_not_arrive_are_named() -> None:
+    behind = replace(SERVER, policy_version=15)
+    assert learning_verdict(situation(servers=[SERVER, behind])).code == "weights"
+    assert learning_verdict(situation(servers=[SERVER, replace(behind, state="EVICTED")])).code == "flat"
+
+
+@pytest.mark.parametrize(
+    ("times", "server", "stat", "code", "said"),
+    [
+        ({}, {}, {}, "learner", "10 s a step, of which update 60%, forward 20%, gather 10%, waiting 10%"),
+        ({"gather_s": 5.0, "update_s": 2.0}, {}, {}, "weights", "gather 50%"),
+        ({"wait_s": 8.0}, {}, {}, "groups", "waits 80% of 10 s a step: generation takes long: 8 groups on 1 servers"),
+        ({"wait_s": 8.0}, {"scoring_groups": 6}, {}, "rewards", "6 of 8 groups on 1 servers are being scored"),
+        ({"wait_s": 8.0}, {"waiting_requests": 9, "kv_cache_usage": 0.99}, {}, "kv_full", "KV cache is full (99%)"),
+        ({"wait_s": 8.0}, {"waiting_requests": 65}, {}, "engine", "65 requests wait and 64 run"),
+        ({"wait_s": 8.0}, {"running_groups": 0}, {"pending_prompts": 0}, "prompts", "no prompts are pending"),
+        ({"wait_s": 8.0}, {"running_groups": 0}, {"queued": 12}, "admission", "12 groups are queued"),
+    ],
+)  # fmt: skip
+def test_what_a_run_waits_for(
+    times: dict[str, float], server: dict[str, Any], stat: dict[str, int], code: str, said: str
+) -> None:
+    steps, servers = [STEP | times] * 12, [replace(SERVER, **server)]
+    verdict = speed_verdict(situation(steps, servers=servers, stat=replace(STAT, **stat)))
+    assert verdict.code == code and said in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"state": "PAUSED"}, "not_running"), ({"servers": []}, "servers"), ({"num_paused_servers": 1}, "failures"),
+     ({"servers": [replace(SERVER, state="EVICTED")]}, "servers"), ({"steps": ()}, "groups")],
+)  # fmt: skip
+def test_a_run_that_cannot_make_steps(changes: dict[str, Any], code: str) -> None:
+    assert speed_verdict(situation(**changes)).code == code
+
+
+def test_versions_without_a_step_are_left_out() -> None:
+    """A restarted learner publishes its weights again, and a roll back publishes old ones."""
+    metrics: list[dict[str, float]] = [{}, {"reward_mean": 2.0}, {"logprob_mismatch": 1.0}, {"reward_mean": 1.0}]
+    policies = [policies_pb2.Policy(metrics=each) for each in metrics]
+    assert [step["reward_mean"] for step in steps_of(policies)] == [1.0, 2.0]

@@ -29,6 +29,7 @@ BENCHES = {
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a device copy and vLLM's own load"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
     "loading": ("Loading", "make bench-loading", "peaks of memory with four ranks, and with whole models in each"),
+    "loading_gpu": ("Loading, GPU", "bench/gpu/loading.py", "the same, with ranks that share one GPU"),
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
     "rollout_gpu": ("Generation, GPU", "bench/gpu/rollout.py", "the same, 512 concurrent requests"),
     "engine_check_bf16": (

@@ -3,6 +3,7 @@
 #   … --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t penstock/learner-cpu:0.1.0 .
 FROM python:3.11.13-slim-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+ARG TORCH_VERSION=2.13.0
 ARG RAY_VERSION=2.60.0
 WORKDIR /src
 RUN python -m venv /opt/penstock
@@ -13,7 +14,9 @@ COPY learner learner
 COPY services services
 # KubeRay's probes call the dashboard agent, which only ray[default] installs.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
-    ".[learner,cuda]" "ray[default]==${RAY_VERSION}"
+    ".[learner,cuda]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}"
+COPY deploy/python/requirements-cuda.txt .
+RUN /opt/penstock/bin/pip install --no-cache-dir --no-deps -r requirements-cuda.txt
 
 FROM python:3.11.13-slim-bookworm
 # KubeRay's probes use wget. The links are needed because KubeRay starts Ray in a login shell, which resets PATH.

@@ -15,12 +15,14 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 # The versions of the engine, torch and transformers stay those of SGLang's image.
 FROM ${SGLANG} AS gpu
 COPY --from=wheel /wheels /wheels
+COPY deploy/python/requirements-cuda.txt /requirements-cuda.txt
 # bubblewrap isolates the programs of code rewards where the host allows user namespaces.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -m pip freeze | grep -E '^(torch|torchvision|torchaudio|sglang-kernel|transformers|numpy)==' > /constraints.txt \
-  && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout]" \
+  && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout,cuda]" \
+  && python3 -m pip install --no-cache-dir --no-deps -r /requirements-cuda.txt \
   && rm -rf /wheels \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 ENV PYTHONUNBUFFERED=1 PENSTOCK_LOG=json

@@ -21,7 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
@@ -67,7 +67,7 @@ class Push:
 
     @property
     def checksums(self) -> list[str]:
-        return [host_checksum(XXH3, bucket) for bucket in self.buckets]
+        return [host_checksum(XXH3_PIECES, bucket) for bucket in self.buckets]
 
     @classmethod
     def of(cls, model: Any, version: int) -> Push:

@@ -31,7 +31,7 @@ from harness import Bar, Measurement, report
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, TokenChunk
@@ -180,7 +180,7 @@ def write_update(policy: Policy, folder: Path) -> tuple[weights_pb2.AnnounceRequ
     for spec in manifest.tensors:
         raw = weights[spec.name].contiguous().view(torch.uint8).numpy().reshape(-1)
         np.copyto(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes], raw)
-    checksums = [host_checksum(XXH3, bucket) for bucket in buckets]
+    checksums = [host_checksum(XXH3_PIECES, bucket) for bucket in buckets]
     write_snapshot(folder, manifest, buckets, checksums)
     announcement = weights_pb2.AnnounceRequest(
         manifest=manifest, transport="snapshot", rendezvous=str(folder), rank=0, world_size=1, deadline_s=60.0

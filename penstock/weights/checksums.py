@@ -1,11 +1,14 @@
 """Checksums of buckets. They detect torn, reordered and corrupted transfers. They do not protect against attackers.
 
-| name     | fast in          | definition                                                                |
-|----------|------------------|---------------------------------------------------------------------------|
-| xxh3_128 | host memory      | XXH3 of the xxHash library, 128 bits                                      |
-| mix64    | GPU memory       | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
+| name        | fast in     | definition                                                                 |
+|-------------|-------------|----------------------------------------------------------------------------|
+| xxh3_pieces | host memory | xxh3_128 over the xxh3_128 digests of the bucket's pieces of 1 MiB         |
+| xxh3_128    | host memory | XXH3 of the xxHash library, 128 bits                                       |
+| mix64       | GPU memory  | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
 
-mix64 is a sum in any order, so a GPU computes it at the speed of its memory (cuda/mix64.py).
+The publisher uses xxh3_pieces for host memory, because several threads can hash the pieces of a bucket: on many ARM
+processors one thread hashes no faster than another one copies. Snapshots may have xxh3_128. mix64 is a sum in any
+order, so a GPU computes it at the speed of its memory (cuda/mix64.py).
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from numpy.typing import NDArray
 from penstock.errors import WeightPushFailed
 
 XXH3 = "xxh3_128"
+XXH3_PIECES = "xxh3_pieces"
 MIX64 = "mix64"
+CHECKSUM_PIECE_BYTES = 2**20
+"""Size of the pieces of xxh3_pieces."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK_WORDS = 2**20
 
@@ -31,12 +37,14 @@ class RunningChecksum:
     costs from memory. The size of every piece except the last must be a multiple of 8 bytes."""
 
     def __init__(self, name: str) -> None:
-        if name not in (XXH3, MIX64):
+        if name not in (XXH3, XXH3_PIECES, MIX64):
             raise WeightPushFailed(
                 f"unknown checksum {name!r}; publisher and rollout server must have the same version"
             )
         self._name = name
         self._xxh3 = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
+        self._num_in_piece = 0
         self._mix64 = 0
         self._num_words = 0
 
@@ -44,13 +52,38 @@ class RunningChecksum:
         if self._name == XXH3:
             self._xxh3.update(piece.data)
             return
+        if self._name == XXH3_PIECES:
+            self._update_pieces(piece)
+            return
         words = piece.view(np.uint64)
         self._mix64 = (self._mix64 + _mix64(words, self._num_words)) % 2**64
         self._num_words += len(words)
 
+    def _update_pieces(self, piece: NDArray[np.uint8]) -> None:
+        while len(piece):
+            part = piece[: CHECKSUM_PIECE_BYTES - self._num_in_piece]
+            self._xxh3.update(part.data)
+            self._num_in_piece += len(part)
+            piece = piece[len(part) :]
+            if self._num_in_piece == CHECKSUM_PIECE_BYTES:
+                self._digests.append(self._xxh3.digest())
+                self._xxh3, self._num_in_piece = xxhash.xxh3_128(), 0
+
     @property
     def value(self) -> str:
+        if self._name == XXH3_PIECES:
+            return combined_digests([*self._digests, self._xxh3.digest()] if self._num_in_piece else self._digests)
         return self._xxh3.hexdigest() if self._name == XXH3 else f"{self._mix64:016x}"
+
+
+def piece_digest(piece: NDArray[np.uint8]) -> bytes:
+    """Return the digest of one piece of xxh3_pieces. Other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(piece.data)
+
+
+def combined_digests(digests: Sequence[bytes]) -> str:
+    """Return the value of xxh3_pieces, from the digests of all pieces in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
 def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3
+from penstock.weights.checksums import XXH3_PIECES
 
 ALIGNMENT = 16
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
@@ -35,7 +35,7 @@ def build_manifest(
     run: str, policy_version: int, term: int, tensors: Iterable[TensorShape], bucket_bytes: int
 ) -> weights_pb2.WeightManifest:
     """Lay out the tensors. The checksums come with the commit, when every bucket has been gathered."""
-    manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term, checksum=XXH3)
+    manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term, checksum=XXH3_PIECES)
     used = 0
     for tensor in tensors:
         padded = -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT

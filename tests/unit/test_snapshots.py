@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import (
     FILE_NAME,
@@ -34,7 +34,7 @@ def snapshot(tmp_path: Path) -> tuple[Path, str, list[bytes]]:
     for spec in manifest.tensors:
         numbers = random.normal(size=15).astype(np.float32).view(np.uint8)
         buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = numbers
-    checksums = [host_checksum(XXH3, bucket) for bucket in buckets]
+    checksums = [host_checksum(XXH3_PIECES, bucket) for bucket in buckets]
     write_snapshot(tmp_path / "good", manifest, buckets, checksums)
     return tmp_path / "good", weights_digest(checksums), [bucket.tobytes() for bucket in buckets]
 

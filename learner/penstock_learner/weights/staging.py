@@ -9,22 +9,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from penstock.errors import TrainingDiverged
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import MIX64, XXH3, RunningChecksum
+from penstock.weights.checksums import CHECKSUM_PIECE_BYTES, MIX64, XXH3_PIECES, combined_digests, piece_digest
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import ALIGNMENT
 from penstock_learner.model.finite import first_nonfinite, is_finite
 from penstock_learner.weights.memory import BucketMemory
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-PIECE_BYTES = 2**18
-"""Size of the pieces that are copied, and hashed while they are still in the processor's cache."""
+COPY_BYTES = 2**18
+"""Size of the parts in which a weight is copied. A part that the same thread hashes is still in its cache."""
+NUM_HASHING_THREADS = 2
+"""Threads that help the training thread to hash, if there are cores for them. On many ARM processors hashing is slower
+than copying."""
 
 
 class StagedVersion:
@@ -45,10 +49,10 @@ class StagedVersion:
         self._is_sealed = False
         self.nonfinite = ""
         """Name of a tensor that holds a NaN or an infinity. Such a version is never sealed, so no member commits it."""
-        self._checksum = RunningChecksum(XXH3)
-        """Checksum of the first `_num_hashed` bytes of the bucket that is being filled."""
-        self._num_hashed = 0
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._pieces = PieceHashing()
+        self._has_device_weights = False
+        """The copies of such weights are done when the bucket is finished, and not earlier."""
+        self._checking = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checksums: list[Future[str]] = []
 
     @property
@@ -71,9 +75,12 @@ class StagedVersion:
         bucket = self.memory.buckets[spec.bucket]
         view = _view(bucket, [spec]).view(weight.shape)
         if weight.is_cpu and bucket.is_cpu:
-            flat = weight.detach().contiguous().view(-1)
-            self._copy_and_hash(flat, view.view(-1), bucket.numpy(), spec.offset_bytes)
+            assert not self._has_device_weights, "all weights of a version must come from one kind of memory"
+            flat, filled = weight.detach().contiguous().view(-1), bucket.numpy()
+            for num_copied in copied_parts(flat, view.view(-1)):
+                self._pieces.add(filled[: spec.offset_bytes + num_copied])
         else:
+            self._has_device_weights = True
             view.copy_(weight, non_blocking=True)
         if self._of_bucket[spec.bucket][-1].name == name:
             self._finish_bucket(spec.bucket)
@@ -94,38 +101,31 @@ class StagedVersion:
         if self.nonfinite:
             raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
-    def _copy_and_hash(
-        self, weight: torch.Tensor, view: torch.Tensor, bucket: NDArray[np.uint8], offset_bytes: int
-    ) -> None:
-        """Copy piece by piece, and hash each piece. Bytes before the weight that are not hashed yet are padding."""
-        assert offset_bytes - self._num_hashed < ALIGNMENT, "all weights of a version must come from one kind of memory"
-        for num_copied in copied_pieces(weight, view):
-            self._checksum.update(bucket[self._num_hashed : offset_bytes + num_copied])
-            self._num_hashed = offset_bytes + num_copied
-
     def _finish_bucket(self, index: int) -> None:
         assert index == self._num_filled, "weights must come in the manifest's order"
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        self._checksums.append(self._hashing.submit(self._hash_and_check, index, self._checksum, self._num_hashed))
-        self._checksum, self._num_hashed = RunningChecksum(XXH3), 0
+        bucket = self.memory.buckets[index]
+        digests = self._pieces.finish(bucket.numpy()) if bucket.is_cpu else []
+        self._checksums.append(self._checking.submit(self._check_and_hash, index, digests))
         with self._progress:
             self._num_filled += 1
             self._progress.notify_all()
         if self.is_complete:
-            self._hashing.submit(self._seal)
-            self._hashing.shutdown(wait=False)
+            self._checking.submit(self._seal)
+            self._checking.shutdown(wait=False)
+            self._pieces.close()
 
-    def _hash_and_check(self, index: int, checksum: RunningChecksum, num_hashed: int) -> str:
+    def _check_and_hash(self, index: int, digests: list[Future[bytes]]) -> str:
         """Return the checksum of a bucket, and refuse the version if a number in it is not finite.
 
-        Runs in the hashing thread, while the training thread fills the next bucket."""
+        Runs in the checking thread, while the training thread fills the next bucket."""
         bucket = self.memory.buckets[index]
         if name := self._first_nonfinite(index, bucket):
             with self._progress:
                 self.nonfinite = self.nonfinite or name
                 self._progress.notify_all()
-        return staged_checksum(bucket, checksum, num_hashed)
+        return staged_checksum(bucket, digests)
 
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
         """The name of a tensor in the bucket that is not finite, or an empty text."""
@@ -137,7 +137,7 @@ class StagedVersion:
             return ""
 
     def _seal(self) -> None:
-        """Mark the version as final, unless it is refused. This is the last task of the hashing thread."""
+        """Mark the version as final, unless it is refused. This is the last task of the checking thread."""
         checksums = [future.result() for future in self._checksums]
         if self.nonfinite:
             return
@@ -151,6 +151,73 @@ def _view(bucket: torch.Tensor, specs: Sequence[weights_pb2.TensorSpec]) -> torc
     """The items of neighbouring tensors of one type, with the padding between them."""
     end = specs[-1].offset_bytes + specs[-1].num_bytes
     return bucket[specs[0].offset_bytes : end].view(DTYPES[specs[0].dtype])
+
+
+class PieceHashing:
+    """Hashes a bucket piece by piece as it is filled, for the checksum xxh3_pieces.
+
+    A piece is left to a hashing thread if one is idle. Otherwise the training thread hashes it, in parts that it has
+    just copied. So idle cores help, and without any nothing is read twice from memory."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_HASHING_THREADS, thread_name_prefix="hash")
+        self._digests: list[Future[bytes]] = []
+        """Digests of the pieces before `_num_hashed`."""
+        self._num_hashed = 0
+        self._own: Any = None
+        """The hash of the piece at `_num_hashed`, if the training thread computes it."""
+        self._is_left = False
+        """The piece that begins at `_num_hashed` is left to a hashing thread."""
+
+    def add(self, filled: NDArray[np.uint8]) -> None:
+        """Hash what is new in the bucket, of which `filled` is final. Bytes between weights are zero."""
+        while self._num_hashed < len(filled):
+            piece_end = (self._num_hashed // CHECKSUM_PIECE_BYTES + 1) * CHECKSUM_PIECE_BYTES
+            if self._own is None and not self._is_left:
+                self._begin_piece()
+            if self._is_left:
+                if piece_end > len(filled):
+                    return
+                self._leave(filled[self._num_hashed : piece_end])
+                continue
+            part = filled[self._num_hashed : piece_end]
+            self._own.update(part.data)
+            self._num_hashed += len(part)
+            if self._num_hashed == piece_end:
+                self._end_own()
+
+    def finish(self, bucket: NDArray[np.uint8]) -> list[Future[bytes]]:
+        """Hash the rest of the bucket, and return the digests of all its pieces."""
+        if self._own is not None:
+            piece_end = (self._num_hashed // CHECKSUM_PIECE_BYTES + 1) * CHECKSUM_PIECE_BYTES
+            rest = bucket[self._num_hashed : piece_end]
+            self._own.update(rest.data)
+            self._num_hashed += len(rest)
+            self._end_own()
+        while self._num_hashed < len(bucket):
+            self._leave(bucket[self._num_hashed : self._num_hashed + CHECKSUM_PIECE_BYTES])
+        digests, self._digests, self._num_hashed = self._digests, [], 0
+        return digests
+
+    def close(self) -> None:
+        """End the threads when they have hashed what was left to them."""
+        self._threads.shutdown(wait=False)
+
+    def _begin_piece(self) -> None:
+        num_busy = sum(not digest.done() for digest in self._digests[-2 * NUM_HASHING_THREADS :])
+        self._is_left = num_busy < NUM_HASHING_THREADS
+        self._own = None if self._is_left else xxhash.xxh3_128()
+
+    def _leave(self, piece: NDArray[np.uint8]) -> None:
+        self._digests.append(self._threads.submit(piece_digest, piece))
+        self._num_hashed += len(piece)
+        self._is_left = False
+
+    def _end_own(self) -> None:
+        digest: Future[bytes] = Future()
+        digest.set_result(self._own.digest())
+        self._digests.append(digest)
+        self._own = None
 
 
 @contextmanager
@@ -168,31 +235,30 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def copied_pieces(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
-    """Copy a flat tensor piece by piece, with a cast if the types differ. Yields the number of bytes copied so far."""
+def copied_parts(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
+    """Copy a flat tensor part by part, with a cast if the types differ. Yields the number of bytes copied so far."""
     if weight.dtype == view.dtype:
         # memmove is a third faster than torch's copy. A numpy view would keep FSDP from freeing the weight.
-        for start in range(0, view.nbytes, PIECE_BYTES):
-            num_bytes = min(PIECE_BYTES, view.nbytes - start)
+        for start in range(0, view.nbytes, COPY_BYTES):
+            num_bytes = min(COPY_BYTES, view.nbytes - start)
             ctypes.memmove(view.data_ptr() + start, weight.data_ptr() + start, num_bytes)
             yield start + num_bytes
         return
-    num_items = PIECE_BYTES // view.element_size()
+    num_items = COPY_BYTES // view.element_size()
     for start in range(0, len(view), num_items):
-        piece = slice(start, start + num_items)
-        view[piece].copy_(weight[piece])
-        yield min(piece.stop, len(view)) * view.element_size()
+        part = slice(start, start + num_items)
+        view[part].copy_(weight[part])
+        yield min(part.stop, len(view)) * view.element_size()
 
 
 def checksum_name(memory: BucketMemory) -> str:
-    return MIX64 if memory.kind == "device" else XXH3
+    return MIX64 if memory.kind == "device" else XXH3_PIECES
 
 
-def staged_checksum(bucket: torch.Tensor, checksum: RunningChecksum, num_hashed: int) -> str:
-    """Return a bucket's checksum: mix64 on a GPU, else `checksum` continued over the bytes from `num_hashed` on."""
+def staged_checksum(bucket: torch.Tensor, digests: list[Future[bytes]]) -> str:
+    """Return a bucket's checksum: mix64 on a GPU, else xxh3_pieces of the digests of its pieces."""
     if bucket.is_cuda:
         from penstock.weights.cuda.mix64 import device_mix64
 
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
-    checksum.update(bucket[num_hashed:].numpy())
-    return checksum.value
+    return combined_digests([digest.result() for digest in digests])

@@ -15,7 +15,7 @@ import torch
 
 from cuda_stand_in import RuntimeStandIn
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3
+from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
 from penstock.weights.deadline import Deadline
@@ -54,7 +54,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
 
 def begin(version: int, kind: MemoryKind, pool: MemoryPool | None = None) -> StagedVersion:
     manifest = build_manifest("run", version, 1, [TensorShape(n, "F32", s) for n, s in SHAPES.items()], 1024)
-    manifest.checksum = XXH3
+    manifest.checksum = XXH3_PIECES
     memory = (pool or MemoryPool(CPU)).take(kind, [bucket.num_bytes for bucket in manifest.buckets])
     return StagedVersion(manifest, memory)
 

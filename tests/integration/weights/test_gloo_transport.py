@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from open_listeners import listeners
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3, host_checksum
+from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import GLOO_PIECE_BYTES
@@ -75,7 +75,7 @@ def test_a_bucket_of_several_pieces_is_hashed_whole_on_both_sides(dtype: torch.d
     assert any(bucket.num_bytes > GLOO_PIECE_BYTES for bucket in staged.manifest.buckets)
     deadline = Deadline(DEADLINE_S, "sending")
     checksums = staged.checksums(deadline)
-    assert checksums == [host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets]
+    assert checksums == [host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets]
 
     sender, members = GlooSender(HOST), [PushTarget("member", "unused")]
     shipment = Shipment(staged.manifest, staged)

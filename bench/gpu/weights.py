@@ -1,10 +1,17 @@
-"""Measures the weight push on one GPU: cuda_ipc and a plain copy, NCCL with one rank, and pushes to a decoding vLLM.
+"""Measures the weight push on one GPU: cuda_ipc, NCCL with several ranks, and pushes to a vLLM that is decoding.
 
-    PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,nccl,vllm-0.5b,vllm-7b]
+    PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,ranks,host,vllm-0.5b,vllm-7b]
 
-`ipc` and `nccl` need torch and CuPy; the others also need vLLM, transformers, pydantic and grpcio. Every part runs in
+| part  | what                                                                                              |
+|-------|---------------------------------------------------------------------------------------------------|
+| ipc   | cuda_ipc against a copy of the same bytes inside the GPU                                          |
+| ranks | nccl to three members against a raw broadcast among the same ranks; a member is killed or stopped |
+| host  | nccl against gloo when the weights are staged in host memory                                      |
+| vllm  | pushes to a vLLM that is decoding                                                                 |
+
+The first three parts need torch, CuPy, pydantic and grpcio; `vllm` also needs vLLM and transformers. Every part runs in
 its own processes with a deadline. If a part fails, only its own figures are lost. Results of parts that are not run
-stay in the file. It takes about 8 minutes with a 7B model.
+stay in the file. It takes about 11 minutes with a 7B model.
 """
 
 from __future__ import annotations
@@ -17,7 +24,8 @@ from parts import run_parts
 from weights_results import Results
 
 NAME = "weights_gpu"
-TIMEOUTS_S = {"ipc": 150.0, "nccl": 90.0, "vllm-tiny": 200.0, "vllm-0.5b": 200.0, "vllm-7b": 260.0}
+PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
+TIMEOUTS_S = {"ipc": 150.0, "ranks": 120.0, "host": 180.0, "vllm-tiny": 200.0, "vllm-0.5b": 200.0, "vllm-7b": 260.0}
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> Results:
@@ -26,10 +34,14 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
         from weights_transports import bench_ipc
 
         return bench_ipc(arguments.gigabytes)
-    if name == "nccl":
-        from weights_transports import bench_nccl
+    if name == "ranks":
+        from weights_ranks import bench_ranks
 
-        return bench_nccl()
+        return bench_ranks(arguments.rank_gigabytes)
+    if name == "host":
+        from weights_ranks import bench_host
+
+        return bench_host(arguments.host_gigabytes)
     from weights_vllm import bench_vllm
 
     return bench_vllm(name.removeprefix("vllm-"), arguments.graphs, json.loads(arguments.extra))
@@ -37,9 +49,11 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default="ipc,nccl,vllm-0.5b,vllm-7b")
+    parser.add_argument("--parts", default=PARTS)
     parser.add_argument("--no-7b", action="store_true", help="leave out the 7B model")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
+    parser.add_argument("--rank-gigabytes", type=float, default=2.0, help="size of the pushes in part ranks")
+    parser.add_argument("--host-gigabytes", type=float, nargs="+", default=[1, 4, 14], help="the same of part host")
     parser.add_argument("--graphs", action="store_true", help="use CUDA graphs in vLLM, which is slower to start")
     parser.add_argument("--extra", default="{}", help="additional engine arguments, as JSON")
     arguments = parser.parse_args()

@@ -21,8 +21,21 @@ class Child:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
     def call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        self.ask(method, *arguments)
+        return self.answer(method, timeout_s)
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        """Begin a call. `answer` waits for its end, so that several processes can work at the same time."""
         self._pipe.send((method, arguments))
+
+    def answer(self, method: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         if not self._pipe.poll(timeout_s):
             raise TimeoutError(f"{method} took longer than {timeout_s:g} s")
         answer, failure = self._pipe.recv()

@@ -1,4 +1,4 @@
-"""Compares cuda_ipc between two processes with a copy of the same bytes on the GPU, and measures NCCL with one rank."""
+"""Compares cuda_ipc between two processes with a copy of the same bytes on the GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from weights_processes import Child
 from weights_results import Results, say
 
 from harness import alternate, median_ratio
-from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
-from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer, Mappings
-from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.memory_pool import MemoryPool
@@ -194,60 +191,3 @@ def _bench_ipc(results: Results, size: str, member: IpcMember) -> None:
     half = NUM_PUSHES // 2
     flat = statistics.median(pushes[-half:]) / statistics.median(pushes[2 : 2 + half])
     results.bar(f"the last {half} of {NUM_PUSHES} pushes to the first {half}, {size}", flat, 1.2, at_most=True)
-
-
-def bench_nccl() -> Results:
-    """NCCL refuses two ranks on one GPU. One rank can show the start, the calls, a deadline and the aborts."""
-    results = Results()
-    nccl = libraries.nccl()
-    say(f"NCCL {nccl.get_version()}, CuPy built with {nccl.get_build_version()}")
-    results.bar("calls can be made non-blocking", float(nonblocking_config(nccl) is not None), 1)
-    bucket = torch.arange(BUCKET_BYTES // 4, dtype=torch.int32, device=DEVICE)
-    torch.cuda.synchronize()
-    starts, aborts, calls = [], [], []
-    for _ in range(4):
-        deadline = Deadline(TIMEOUT_S, "an NCCL group of one")
-        started = time.monotonic()
-        group = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
-        group.open(deadline)
-        starts.append(1e3 * (time.monotonic() - started))
-        group.wait(group.broadcast(bucket.data_ptr(), BUCKET_BYTES, deadline), deadline)
-        started = time.monotonic()
-        events = [group.broadcast(bucket.data_ptr(), BUCKET_BYTES, deadline, hold=bucket) for _ in range(20)]
-        for event in events:
-            group.wait(event, deadline)
-        calls.append(1e3 * (time.monotonic() - started) / len(events))
-        started = time.monotonic()
-        group.abort()
-        aborts.append(1e3 * (time.monotonic() - started))
-    intact = torch.equal(bucket, torch.arange(BUCKET_BYTES // 4, dtype=torch.int32, device=DEVICE))
-    results.bar("the bucket is intact", float(intact), 1)
-    results.add("start of a group of one", "ms", *starts[1:])
-    results.add("64 MiB broadcast, one rank", "ms", *calls[1:])
-    results.add("abort", "ms", *aborts[1:])
-    _bench_missing_rank(results, nccl)
-    return results
-
-
-def _bench_missing_rank(results: Results, nccl: Any) -> None:
-    """Open a group of two whose second rank never joins. The deadline must hold, and the GPU must stay usable."""
-    deadline_s = 2.0
-    group = NcclGroup(nccl.get_unique_id(), 2, 0, 0)
-    started = time.monotonic()
-    try:
-        group.open(Deadline(deadline_s, "meeting a rank that never comes"))
-        raise AssertionError("NCCL met a rank that does not exist")
-    except WeightPushFailed as error:
-        say(f"{error}")
-    waited_s = time.monotonic() - started
-    started = time.monotonic()
-    group.abort()
-    results.add("abort of a start that waits", "ms", 1e3 * (time.monotonic() - started))
-    results.bar("a missing rank costs its deadline", waited_s / deadline_s, 1.5, at_most=True)
-    again = NcclGroup(nccl.get_unique_id(), 1, 0, 0)
-    deadline = Deadline(TIMEOUT_S, "a group after an abort")
-    again.open(deadline)
-    tensor = torch.ones(1024, dtype=torch.uint8, device=DEVICE)
-    again.wait(again.broadcast(tensor.data_ptr(), 1024, deadline, hold=tensor), deadline)
-    again.abort()
-    results.bar("a group works after that", float(int(tensor.sum()) == 1024), 1)

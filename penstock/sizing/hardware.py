@@ -54,4 +54,4 @@ STAGING_RATE = 160e9
 PUSH_FLOOR_S = 0.1
 """Seconds of a push for announcement, commit and replies."""
 HOST_TRANSFER_RATE = 5e9
-"""Bytes per second of gloo between hosts with a fast network. bench/results/weights.json has 1.3e9 on two cores."""
+"""Bytes per second of a push from host memory. One thread of a server copies the buckets from its GPU to hash them."""

@@ -279,7 +279,7 @@ def _push(
     gathering = gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
     gather_s = (2 * size / gathering if policy_ranks > 1 else 0.0) + 2 * pushed / hardware.STAGING_RATE
     pause_s = 2 * size / server_gpus / hardware.LOAD_RATE
-    # From host memory, gloo sends the weights through one TCP stream.
+    # Weights from host memory are hashed by one thread of each server.
     rate = network if setup.staging == "device" else min(network, hardware.HOST_TRANSFER_RATE)
     return gather_s, hardware.PUSH_FLOOR_S + max(gather_s, 2 * pushed / rate) + pause_s, pause_s
 

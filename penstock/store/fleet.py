@@ -43,6 +43,8 @@ class ServerRecord:
     """Equal for processes that can map each other's memory (penstock.weights.transports)."""
     transports: tuple[str, ...] = ("gloo", "snapshot")
     """Transports by which it can receive weights."""
+    nccl_version: str = ""
+    """Version of its NCCL library. Empty if it cannot receive by `nccl`."""
     running_groups: int = 0
     scoring_groups: int = 0
     """Part of the running groups: their samples are finished and are being scored."""

@@ -1,4 +1,4 @@
-"""nccl and cuda_ipc on a real GPU, with CuPy: checksums, two processes, one NCCL rank, and a push into an engine."""
+"""cuda_ipc on a real GPU, with CuPy: checksums, two processes, and a push into an engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ if not torch.cuda.is_available():
     pytest.skip("these tests need a CUDA GPU", allow_module_level=True)
 pytest.importorskip("cupy", reason="these tests need CuPy")
 
-from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import MIX64, host_checksum
-from penstock.weights.cuda import libraries
 from penstock.weights.cuda.mix64 import device_mix64
-from penstock.weights.cuda.nccl_group import NcclGroup, nonblocking_config
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.device_memory import DeviceMemory
@@ -107,32 +104,6 @@ def test_cuda_ipc_between_two_processes(where: str, monkeypatch: pytest.MonkeyPa
     assert stage.phase == "received", stage.failure
     assert {bucket.device.type for bucket in stage.buckets} == {where}
     assert stage.mismatch(checksums) == ""
-
-
-def test_nccl_can_be_made_nonblocking() -> None:
-    assert nonblocking_config(libraries.nccl()) is not None
-
-
-def test_a_group_of_one_broadcasts_and_is_aborted() -> None:
-    group = NcclGroup(libraries.nccl().get_unique_id(), 1, 0, 0)
-    group.open(deadline())
-    tensor = torch.arange(2**20, device=DEVICE)
-    torch.cuda.synchronize()
-    for _ in range(3):
-        event = group.broadcast(tensor.data_ptr(), tensor.numel() * 8, deadline(), hold=tensor)
-        group.wait(event, deadline())
-    assert torch.equal(tensor.cpu(), torch.arange(2**20))
-    group.abort()
-    with pytest.raises(WeightPushFailed, match="aborted"):
-        group.broadcast(tensor.data_ptr(), 8, deadline())
-
-
-def test_a_missing_rank_costs_a_deadline_and_the_gpu_goes_on() -> None:
-    group = NcclGroup(libraries.nccl().get_unique_id(), 2, 0, 0)
-    with pytest.raises(WeightPushFailed, match="longer than 2 s"):
-        group.open(deadline(2.0))
-    group.abort()
-    test_a_group_of_one_broadcasts_and_is_aborted()
 
 
 class Learner:

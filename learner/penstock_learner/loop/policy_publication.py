@@ -277,7 +277,9 @@ class PolicyPublication:
             if server.state == "READY":
                 await self.fleet.set_state(server.server_id, "LOADING", self.term)
         targets = [
-            PushTarget(server.server_id, server.address, server.devices, server.host_id, server.transports)
+            PushTarget(
+                server.server_id, server.address, server.devices, server.host_id, server.transports, server.nccl_version
+            )
             for server in servers
         ]
         report: PushReport = await self.policy.call_beside(

@@ -16,6 +16,8 @@ import torch
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
 from penstock.weights.checksums import weights_digest
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.nccl_group import version_mismatch
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy, host_id
@@ -155,7 +157,7 @@ class WeightPublisher:
 
     def _attempt(self, shipment: Shipment, members: list[PushTarget], lane: str, report: PushReport) -> AttemptOutcome:
         """Try once. Members that do not support the transport fail before anything is sent."""
-        unable = {m.server_id: _unsupported(report.transport) for m in members if report.transport not in m.transports}
+        unable = {m.server_id: why for m in members if (why := why_unable(report.transport, m))}
         if unable:
             return AttemptOutcome(unable)
         sender = self._sender(lane, report.transport)
@@ -172,7 +174,9 @@ class WeightPublisher:
         if configured != "auto":
             return configured
         device = device_uuid(self.device)
-        chosen = choose_transport(PublisherPlace(host_id(), device, self._memory_kind, has_cupy()), members)
+        nccl_version = "" if device == "cpu" else libraries.nccl_version()
+        place = PublisherPlace(host_id(), device, self._memory_kind, has_cupy(), nccl_version)
+        chosen = choose_transport(place, members)
         if chosen != self._chosen:
             logger.info("weights are sent by %s: %s", *chosen)
             self._chosen = chosen
@@ -203,5 +207,10 @@ class WeightPublisher:
         return "shared" if weights.transport in ("auto", "shm") else "host"
 
 
-def _unsupported(transport: str) -> str:
-    return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
+def why_unable(transport: str, member: PushTarget) -> str:
+    """Return why the member cannot receive by the transport, or an empty string if it can."""
+    if transport not in member.transports:
+        return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
+    if transport == "nccl" and (own := libraries.nccl_version()) != member.nccl_version:
+        return version_mismatch(own, member.nccl_version)
+    return ""

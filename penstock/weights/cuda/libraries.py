@@ -1,10 +1,12 @@
-"""CuPy's bindings of NCCL and the CUDA runtime, imported on first use. Tests replace them by stand-ins."""
+"""CuPy's bindings of the CUDA runtime, and NCCL, loaded on first use. Tests replace them by stand-ins."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from penstock.errors import WeightPushFailed
+from penstock.weights.cuda.nccl_library import NcclLibrary, find_nccl
 
 _MISSING = "CuPy cannot be imported ({}); install cupy-cuda13x, or set weights.transport to gloo"
 
@@ -18,12 +20,15 @@ def runtime() -> Any:
     return found
 
 
-def nccl() -> Any:
-    """Return the module `cupy.cuda.nccl`."""
+@cache
+def nccl() -> NcclLibrary:
+    """Return NCCL."""
+    return find_nccl()
+
+
+def nccl_version() -> str:
+    """Return the version of NCCL, or an empty string if it cannot be loaded."""
     try:
-        from cupy.cuda import nccl as found
-    except ImportError as error:
-        raise WeightPushFailed(_MISSING.format(error)) from error
-    if not found.available:
-        raise WeightPushFailed("CuPy cannot find NCCL; install nvidia-nccl-cu13, or set weights.transport to gloo")
-    return found
+        return nccl().version()
+    except WeightPushFailed:
+        return ""

@@ -1,21 +1,19 @@
 """An NCCL communicator with deadlines. The publisher is rank 0; every worker of every member has a rank.
 
-NCCL itself waits for its peers for ever. So its calls are non-blocking if this CuPy supports that, or else made in a
-separate thread, and every wait polls with a Deadline. `abort` ends everything that still runs.
+NCCL itself waits for its peers for ever. So its communicators are non-blocking, and every wait polls with a Deadline.
+`abort` ends everything that still runs.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from penstock.errors import WeightPushFailed, first_line_of
+from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceStream
 from penstock.weights.deadline import Deadline
@@ -25,10 +23,6 @@ MAX_ENQUEUED = 32
 """Upper bound on enqueued broadcasts that are not known to be done. CUDA's queue must not fill up: it would block."""
 ABORT_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.01
-IN_PROGRESS = 7
-"""The result code ncclInProgress."""
-_CONFIG_MAGIC = struct.pack("<I", 0xCAFEBEEF)
-_UNDEFINED = -(2**31)
 
 _T = TypeVar("_T")
 
@@ -44,6 +38,8 @@ class NcclMeeting:
     """NCCL's unique id, in hex."""
     kept: bool
     """The group exists already. A worker that has left it fails the push."""
+    version: str
+    """The publisher's version of NCCL. Ranks with different versions may hang."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,11 +48,23 @@ class NcclMeeting:
     def from_json(text: str) -> NcclMeeting:
         try:
             fields = json.loads(text)
-            return NcclMeeting(
-                str(fields["sender"]), str(fields["group"]), str(fields["unique_id"]), bool(fields["kept"])
-            )
+            sender, group, unique_id = (str(fields[name]) for name in ("sender", "group", "unique_id"))
+            return NcclMeeting(sender, group, unique_id, bool(fields["kept"]), str(fields["version"]))
         except (ValueError, KeyError, TypeError) as error:
             raise WeightPushFailed(f"the rendezvous of nccl cannot be read: {error!r}") from error
+
+    def check_version(self, own: str) -> None:
+        """Raise WeightPushFailed if this process has another version of NCCL than the publisher."""
+        if own != self.version:
+            raise WeightPushFailed(version_mismatch(self.version, own))
+
+
+def version_mismatch(publisher: str, server: str) -> str:
+    """Return the line that tells of different versions of NCCL. An empty version means that there is none."""
+    return (
+        f"the learner has NCCL {publisher or '(none)'} and the rollout server {server or '(none)'}; "
+        "install the same nvidia-nccl-cu13 in both"
+    )
 
 
 class NcclGroup:
@@ -70,10 +78,9 @@ class NcclGroup:
         self._world_size = world_size
         self._rank = rank
         self._nccl = libraries.nccl()
-        self._config = nonblocking_config(self._nccl)
-        self._communicator: Any = None
+        self._communicator = 0
         self._is_made = False
-        self._calling: threading.Thread | None = None
+        self._starting: threading.Thread | None = None
         self._held: dict[int, object] = {}
         self._lock = threading.Lock()
         self._is_aborted = False
@@ -88,13 +95,21 @@ class NcclGroup:
         """Create the communicator together with all other ranks."""
         self._stream = DeviceStream(self.device_index)
         self._copies = DeviceStream(self.device_index)
-        # __new__ and __init__ apart: a non-blocking __init__ raises "in progress", and the object must survive that.
-        kind = self._nccl.NcclCommunicator
-        communicator = self._communicator = kind.__new__(kind)
-        arguments = [self._world_size, self._unique_id, self._rank]
-        if self._config is not None:
-            arguments.append(self._config)
-        self._call_in_thread(lambda: communicator.__init__(*arguments), deadline)
+        failures: list[Exception] = []
+
+        def begin() -> None:
+            try:
+                libraries.runtime().setDevice(self.device_index)
+                self._communicator = self._nccl.begin(self._world_size, self._unique_id, self._rank)
+            except Exception as error:
+                failures.append(error)
+
+        # In a thread, because the first call of a process looks for networks, which can take long.
+        thread = self._starting = threading.Thread(target=begin, name="nccl-begin", daemon=True)
+        thread.start()
+        deadline.wait_until(lambda: not thread.is_alive(), POLL_S)
+        if failures:
+            raise failures[0]
         deadline.wait_until(self._has_returned, POLL_S)
         self._is_made = True
 
@@ -102,15 +117,8 @@ class NcclGroup:
         """Enqueue one in-place broadcast from the publisher. Returns the event of its end, for `wait`.
 
         `hold` owns the memory. The group keeps a reference as long as NCCL may access it."""
-
-        def call() -> None:
-            stream = self._stream.handle
-            self._communicator.bcast(pointer, num_bytes, self._nccl.NCCL_UINT8, PUBLISHER_RANK, stream)
-
-        if self._config is None:
-            self._call_in_thread(call, deadline)
-        else:
-            self._guarded(lambda: _is_finished(call))
+        stream = self._stream.handle
+        self._guarded(lambda: self._nccl.broadcast(self._communicator, pointer, num_bytes, PUBLISHER_RANK, stream))
         deadline.wait_until(self._has_returned, POLL_S)
         event = self._guarded(self._stream.record)
         self._held[event] = hold
@@ -136,7 +144,7 @@ class NcclGroup:
         """Abort the communicator. Its work on the GPU ends soon. Never waits for other ranks."""
         with self._lock:
             was_aborted, self._is_aborted = self._is_aborted, True
-        if was_aborted or self._communicator is None:
+        if was_aborted or self._starting is None:
             return
         # In a thread, because NCCL's abort can hang. The thread keeps the memory until NCCL has finished with it.
         thread = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)
@@ -145,36 +153,19 @@ class NcclGroup:
 
     def _abort(self) -> None:
         libraries.runtime().setDevice(self.device_index)
-        if not self._is_made and self._calling is not None:
-            self._calling.join()  # no thread may abort a communicator that another one is still creating
-        self._communicator.abort()
+        assert self._starting is not None
+        self._starting.join()  # no thread may abort a communicator that another one is still creating
+        if self._communicator:
+            self._nccl.abort(self._communicator)
         while not (self._stream.is_drained() and self._copies.is_drained()):
             time.sleep(DRAIN_POLL_S)
         self._held.clear()
         self._stream.close()
         self._copies.close()
 
-    def _call_in_thread(self, call: Callable[[], object], deadline: Deadline) -> None:
-        """Make an NCCL call that may never return, in a thread that can be abandoned."""
-        failures: list[Exception] = []
-
-        def run() -> None:
-            try:
-                libraries.runtime().setDevice(self.device_index)
-                _is_finished(call)
-            except Exception as error:
-                failures.append(error)
-
-        thread = self._calling = threading.Thread(target=run, name="nccl-call", daemon=True)
-        thread.start()
-        deadline.wait_until(lambda: not thread.is_alive(), POLL_S)
-        self._calling = None
-        if failures:
-            raise failures[0]
-
     def _has_returned(self) -> bool:
         """Return whether all calls have returned; their work on the stream may go on. Raises asynchronous errors."""
-        return self._guarded(lambda: _is_finished(self._communicator.check_async_error))
+        return self._guarded(lambda: self._nccl.is_idle(self._communicator))
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
         """Make a call that does not block, unless the group is aborted."""
@@ -182,42 +173,3 @@ class NcclGroup:
             if self._is_aborted:
                 raise WeightPushFailed("the NCCL group was aborted")
             return call()
-
-
-def _is_finished(call: Callable[[], object]) -> bool:
-    """Make an NCCL call. Returns False if NCCL answers that it is still in progress."""
-    try:
-        call()
-    except KeyError as error:
-        # CuPy's table of result codes does not contain this one.
-        if error.args != (IN_PROGRESS,):
-            raise WeightPushFailed(f"NCCL failed with result {error}") from error
-        return False
-    except RuntimeError as error:
-        if getattr(error, "status", None) == IN_PROGRESS:
-            return False
-        first_line = first_line_of(error)
-        raise WeightPushFailed(f"NCCL failed: {first_line}") from error
-    return True
-
-
-def nonblocking_config(nccl: Any) -> Any:
-    """Return an NCCL configuration with `blocking = 0`, or None if this CuPy has no way to set it.
-
-    CuPy 14 has the structure (size, magic, version, blocking, …) but gives no access to `blocking`, so the field is
-    written in memory."""
-    try:
-        config = nccl.NcclConfig()
-    except (AttributeError, RuntimeError):
-        return None
-    try:
-        config.blocking = 0
-        return config
-    except AttributeError:
-        pass
-    raw = ctypes.string_at(id(config), type(config).__basicsize__)
-    blocking_at = raw.find(_CONFIG_MAGIC) + 2 * 4
-    if _CONFIG_MAGIC not in raw or struct.unpack_from("<i", raw, blocking_at)[0] != _UNDEFINED:
-        return None
-    ctypes.c_int32.from_address(id(config) + blocking_at).value = 0
-    return config

@@ -29,7 +29,7 @@ from penstock_rollout.engines.engine import Engine
 from penstock_rollout.fleet.catch_up import load_snapshot
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.available import available_transports
+from penstock_rollout.weights.available import available_transports, reported_nccl_version
 
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5
@@ -170,6 +170,7 @@ class FleetMembership:
             devices=self.engine.devices,
             host_id=host_id(),
             transports=available_transports(self.engine.devices),
+            nccl_version=reported_nccl_version(self.engine.devices),
             running_groups=num_running,
             scoring_groups=num_scoring,
             running_requests=load.running_requests,

@@ -13,6 +13,8 @@ import grpc
 
 from penstock.errors import PenstockError, Unavailable, WeightPushFailed
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.nccl_group import NcclMeeting
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 
@@ -75,6 +77,8 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self.announced_version = manifest.policy_version
         self._begin_push(request.deadline_s)
         try:
+            if request.transport == "nccl":
+                NcclMeeting.from_json(request.rendezvous).check_version(libraries.nccl_version())
             await self.engine.stage_weights(request)
         except PenstockError as error:
             self._end_push()

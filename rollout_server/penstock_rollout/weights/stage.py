@@ -16,7 +16,7 @@ import torch
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import delta
-from penstock.weights.checksums import MIX64, host_checksum
+from penstock.weights.checksums import MIX64, RunningChecksum, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import item_bytes
 from penstock_rollout.weights.adapter import merged_weights
@@ -34,6 +34,9 @@ TORCH_DTYPES = {
 }
 SPARE_DEVICE_BYTES = 512 * 2**20
 """GPU memory that a stage leaves free for the engine."""
+
+HASH_PIECE_BYTES = 8 * 2**20
+"""Size of the pieces in which a bucket is copied from the GPU and hashed."""
 
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
@@ -196,7 +199,19 @@ def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
         from penstock.weights.cuda.mix64 import device_mix64
 
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
-    return host_checksum(name, bucket.cpu().numpy())
+    return _checksum_by_pieces(name, bucket) if bucket.is_cuda else host_checksum(name, bucket.numpy())
+
+
+def _checksum_by_pieces(name: str, bucket: torch.Tensor) -> str:
+    """Hash a bucket on a GPU on the host, where the publisher hashed it. A pinned buffer makes the copy fast."""
+    checksum = RunningChecksum(name)
+    buffer = torch.empty(min(bucket.numel(), HASH_PIECE_BYTES), dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.device(bucket.device), torch.cuda.stream(_stage_stream(bucket.device)):
+        for piece in bucket.split(HASH_PIECE_BYTES):
+            copied = buffer[: piece.numel()]
+            copied.copy_(piece)
+            checksum.update(copied.numpy())
+    return checksum.value
 
 
 def named_tensors(

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from learner_runs import make_config
-from member_process import MemberProcess, install_nccl_stand_in
+from member_process import MemberProcess
+from nccl_binding import install_nccl_stand_in
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
@@ -76,7 +77,7 @@ def stage(publisher: WeightPublisher, version: int, keep: tuple[int, ...] = (), 
         weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
         staged.put(name, torch.from_numpy(weight))
     staged.checksums(Deadline(10, "hashing"))
-    return weights_digest([host_checksum(XXH3, bucket.numpy()) for bucket in staged.memory.buckets])
+    return weights_digest([host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets])
 
 
 def targets(*members: MemberProcess) -> list[PushTarget]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,15 +29,15 @@ class NcclSender:
         self._group: NcclGroup | None = None
         self._relay: Relay | None = None
         self._members: tuple[PushTarget, ...] = ()
-        self._meeting = NcclMeeting(self._name, "", "", kept=False)
+        self._meeting = NcclMeeting(self._name, "", "", kept=False, version="")
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         if self._group is not None and self._group.is_open and self._members == tuple(members):
-            kept = NcclMeeting(self._name, self._meeting.group, self._meeting.unique_id, kept=True)
-            return kept.to_json()
+            return replace(self._meeting, kept=True).to_json()
         self._drop()
-        unique_id: bytes = libraries.nccl().get_unique_id()
-        self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False)
+        nccl = libraries.nccl()
+        unique_id = nccl.unique_id()
+        self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False, version=nccl.version())
         self._group = NcclGroup(unique_id, num_ranks(members), 0, self._device_index)
         self._members = tuple(members)
         return self._meeting.to_json()

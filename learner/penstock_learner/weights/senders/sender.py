@@ -25,6 +25,8 @@ class PushTarget:
     """Two processes with the same host id can map each other's memory."""
     transports: tuple[str, ...] = ("gloo", "snapshot")
     """Transports by which it can receive."""
+    nccl_version: str = ""
+    """Version of its NCCL library. Empty if it cannot receive by `nccl`."""
 
 
 @dataclass(frozen=True)

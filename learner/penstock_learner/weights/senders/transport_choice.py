@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.weights.cuda.nccl_group import version_mismatch
 from penstock_learner.weights.memory import MemoryKind
 from penstock_learner.weights.senders.sender import PushTarget
 
@@ -18,6 +19,8 @@ class PublisherPlace:
     """`cpu`, or its GPU's UUID."""
     memory: MemoryKind
     has_cupy: bool
+    nccl_version: str = ""
+    """Version of the publisher's NCCL library. Empty if it has none."""
 
 
 def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tuple[str, str]:
@@ -27,12 +30,20 @@ def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tu
     def all_can(transport: str) -> bool:
         return all(transport in member.transports for member in members)
 
-    if place.has_cupy and place.memory == "device" and place.device != "cpu":
-        if all_can("cuda_ipc") and set(devices) == {place.device}:
+    if place.has_cupy and place.device != "cpu":
+        if all_can("cuda_ipc") and set(devices) == {place.device} and place.memory == "device":
             return "cuda_ipc", "every worker shares the publisher's GPU"
-        are_distinct = len({*devices, place.device}) == len(devices) + 1
-        if all_can("nccl") and are_distinct and "cpu" not in devices:
+        are_distinct = len({*devices, place.device, "cpu"}) == len(devices) + 2
+        has_same_nccl = place.nccl_version != "" and all(m.nccl_version == place.nccl_version for m in members)
+        if all_can("nccl") and are_distinct and has_same_nccl:
             return "nccl", "publisher and workers have one GPU each"
     if place.memory == "shared" and all_can("shm") and all(m.host_id == place.host_id for m in members):
         return "shm", "every member is on the publisher's host"
-    return "gloo", "members are on several hosts, or lack what a faster transport needs"
+    return "gloo", _why_gloo(place, members)
+
+
+def _why_gloo(place: PublisherPlace, members: Sequence[PushTarget]) -> str:
+    others = {member.nccl_version for member in members if member.nccl_version} - {place.nccl_version}
+    if place.nccl_version and others:
+        return version_mismatch(place.nccl_version, ", ".join(sorted(others)))
+    return "members are on several hosts, or lack what a faster transport needs"

@@ -9,34 +9,56 @@ from penstock_learner.weights.memory import MemoryKind
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_learner.weights.senders.transport_choice import PublisherPlace, choose_transport
 
+NCCL = "2.28.9"
 
-def member(*devices: str, host_id: str = "host", transports: tuple[str, ...] = TRANSPORTS) -> PushTarget:
-    return PushTarget("server", "address", devices, host_id, transports)
+
+def member(
+    *devices: str, host_id: str = "elsewhere", transports: tuple[str, ...] = TRANSPORTS, nccl_version: str = NCCL
+) -> PushTarget:
+    return PushTarget("server", "address", devices, host_id, transports, nccl_version)
 
 
 def chosen(memory: MemoryKind, device: str, *members: PushTarget, has_cupy: bool = True) -> str:
-    return choose_transport(PublisherPlace("host", device, memory, has_cupy), members)[0]
+    return choose_transport(PublisherPlace("host", device, memory, has_cupy, NCCL), members)[0]
 
 
 @pytest.mark.parametrize(
-    ("members", "expected"),
+    ("members", "on_gpu", "on_host"),
     [
-        ([member("GPU-0"), member("GPU-0")], "cuda_ipc"),
-        ([member("GPU-1", "GPU-2"), member("GPU-3")], "nccl"),
-        ([member("GPU-0"), member("GPU-1")], "gloo"),
-        ([member("GPU-1"), member("GPU-1")], "gloo"),
-        ([member("GPU-1"), member("cpu")], "gloo"),
-        ([member("GPU-1", transports=("shm", "gloo", "snapshot"))], "gloo"),
+        ([member("GPU-0"), member("GPU-0")], "cuda_ipc", "gloo"),
+        ([member("GPU-1", "GPU-2"), member("GPU-3")], "nccl", "nccl"),
+        ([member("GPU-1", host_id="host"), member("GPU-2", host_id="host")], "nccl", "nccl"),
+        ([member("GPU-0"), member("GPU-1")], "gloo", "gloo"),
+        ([member("GPU-1"), member("GPU-1")], "gloo", "gloo"),
+        ([member("GPU-1"), member("cpu")], "gloo", "gloo"),
+        ([member("GPU-1", transports=("shm", "gloo", "snapshot"))], "gloo", "gloo"),
+        ([member("GPU-1"), member("GPU-2", nccl_version="2.27.3")], "gloo", "gloo"),
+        ([member("GPU-1", nccl_version="")], "gloo", "gloo"),
     ],
-    ids=["one GPU", "a GPU each", "one shares the publisher's", "two share one", "one has none", "no CuPy at a member"],
-)
-def test_a_publisher_on_a_gpu(members: list[PushTarget], expected: str) -> None:
-    assert chosen("device", "GPU-0", *members) == expected
+    ids=[
+        "one GPU", "a GPU each", "a GPU each on one host", "one shares the publisher's", "two share one",
+        "one has none", "no CuPy at a member", "another NCCL at a member", "no NCCL at a member",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("host_memory", ["host", "shared"])
+def test_a_publisher_with_a_gpu(members: list[PushTarget], on_gpu: str, on_host: str, host_memory: MemoryKind) -> None:
+    """NCCL is taken whenever every member can, wherever the publisher stages the weights."""
+    assert chosen("device", "GPU-0", *members) == on_gpu
+    assert chosen(host_memory, "GPU-0", *members) == on_host
     assert chosen("device", "GPU-0", *members, has_cupy=False) == "gloo"
 
 
-def test_a_publisher_in_host_memory() -> None:
-    near, far = member("cpu"), member("cpu", host_id="elsewhere")
+def test_a_publisher_without_a_gpu() -> None:
+    near, far = member("cpu", host_id="host"), member("cpu")
     assert chosen("shared", "cpu", near, near) == "shm"
     assert chosen("shared", "cpu", near, far) == "gloo"
     assert chosen("host", "cpu", near) == "gloo"
+    assert chosen("shared", "cpu", member("GPU-1")) == "gloo"
+
+
+def test_the_reason_names_the_versions_of_nccl_that_differ() -> None:
+    place = PublisherPlace("host", "GPU-0", "device", True, NCCL)
+    _, reason = choose_transport(place, [member("GPU-1"), member("GPU-2", nccl_version="2.27.3")])
+    assert reason == (
+        "the learner has NCCL 2.28.9 and the rollout server 2.27.3; install the same nvidia-nccl-cu13 in both"
+    )

@@ -70,7 +70,7 @@ def wrong_requests(whole: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("num_examples", [12, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [4, pytest.param(400, marks=pytest.mark.long)])
 async def test_damaged_calls_change_nothing_and_end_nothing(tmp_path: Path, num_examples: int) -> None:
     engine: Any = create_engine(EngineConfig(name="torch", max_model_len=64), EXAMPLE / "model", "float32", 0)
     await engine.start(policy_version=3)

@@ -40,7 +40,7 @@ from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.engines.factory import create_engine, start_engine
+from penstock_rollout.engines.factory import check_takes_updates, create_engine, resolve_engine_name, start_engine
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
 from penstock_rollout.fleet.weight_member import WeightMember
@@ -176,6 +176,7 @@ class RolloutServer:
 async def serve(config: RunConfig, server_id: str) -> None:
     """Run a server until SIGTERM or SIGINT."""
     check_address(config)
+    check_takes_updates(resolve_engine_name(config.rollout.engine), config.model.path)
     ClusterKey.of(config).make_if_missing()
     if is_loopback(config.rollout.host):
         keep_collectives_on_loopback()

@@ -11,7 +11,12 @@ from penstock.errors import ConfigError
 from penstock.ports import is_loopback
 from penstock.start_checks import check_lengths, check_model, check_redis, check_rewards, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.engines.factory import check_devices, check_reports_experts, resolve_engine_name
+from penstock_rollout.engines.factory import (
+    check_devices,
+    check_reports_experts,
+    check_takes_updates,
+    resolve_engine_name,
+)
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 
@@ -33,6 +38,7 @@ def check(config: RunConfig) -> str:
     ClusterKey.of(config).check()
     engine = resolve_engine_name(config.rollout.engine)
     check_devices(engine, config.rollout.engine)
+    check_takes_updates(engine, config.model.path)
     if config.learner.router.replay:
         check_reports_experts(engine)
     asyncio.run(_check_reward_functions(config))

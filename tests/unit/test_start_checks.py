@@ -13,6 +13,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.start_checks import check_rewards, doubts_about
 from penstock_learner.start_check import check as check_learner
+from penstock_rollout.engines.factory import check_takes_updates
 from penstock_rollout.start_check import check as check_rollout
 from penstock_services.local.start_check import check_before_start
 
@@ -93,6 +94,16 @@ def test_an_engine_and_gpus_that_are_not_there(config: Any, monkeypatch: pytest.
         check_rollout(config("--rollout.engine.tensor_parallel_size", "2"))
     with pytest.raises(ConfigError, match="asks for 4 GPUs, but this machine has 1"):
         check_learner(config("--learner.policy.gpus_per_rank", "2"))
+
+
+def test_a_model_that_the_engine_would_serve_with_old_weights(tmp_path: Path) -> None:
+    for model_type in ("gpt_oss", "qwen3_moe"):
+        (tmp_path / model_type).mkdir()
+        (tmp_path / model_type / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    check_takes_updates("vllm", tmp_path / "qwen3_moe")
+    check_takes_updates("torch", tmp_path / "gpt_oss")
+    with pytest.raises(ConfigError, match="is of type gpt_oss, whose experts vLLM does not update"):
+        check_takes_updates("vllm", tmp_path / "gpt_oss")
 
 
 def test_nucleus_sampling_in_training_is_doubted(config: Any) -> None:

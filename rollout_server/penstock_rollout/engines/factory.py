@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import json
 import logging
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.start import is_cpu_build
 
 logger = logging.getLogger(__name__)
+_NOT_UPDATED_BY_VLLM = ("gpt_oss",)
 
 
 def resolve_engine_name(config: EngineConfig) -> str:
@@ -43,6 +45,19 @@ def check_devices(name: str, config: EngineConfig) -> None:
         raise ConfigError(
             f"rollout.engine {name} needs {num_needed} GPU{'s' * (num_needed > 1)}, but this machine has {num_here}; "
             "lower rollout.engine.tensor_parallel_size, or use rollout.engine.name torch"
+        )
+
+
+def check_takes_updates(name: str, model_path: Path) -> None:
+    """Raise ConfigError if the engine would serve this type of model with old weights after an update.
+
+    vLLM reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders,
+    into parameters that have no memory during a reload: nothing fails, and they keep their values."""
+    model_type = json.loads((model_path / "config.json").read_text()).get("model_type")
+    if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
+        raise ConfigError(
+            f"model.path {model_path} is of type {model_type}, whose experts vLLM does not update; set "
+            "rollout.engine.name to torch, or use another model"
         )
 
 

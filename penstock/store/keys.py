@@ -137,6 +137,8 @@ class RunKeys:
     """Hash: held-out prompt to its evaluation."""
     scores = Key()
     """Hash: benchmark to the newest score."""
+    score_history = Key()
+    """Hash: finished evaluation whose id ends in a number to its score."""
 
     # ── policies and servers ──
     policies = Key()
@@ -145,6 +147,8 @@ class RunKeys:
     """Sorted set of published versions."""
     policy_pins = Key()
     """Hash: name of an API key, session, evaluation or server to the version it is pinned to."""
+    snapshots = Key()
+    """Hash: version to the folder of its snapshot, for the snapshots that exist."""
     retired_versions = Key()
     """Set of retired versions."""
     servers = Key()

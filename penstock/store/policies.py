@@ -8,7 +8,7 @@ evaluations, servers) are pinned.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import redis.asyncio as redis
@@ -40,6 +40,8 @@ class PolicyRegistry:
         if record is None:
             raise NotFound(f"policy version {policy_version} was never published, or is too old to be listed")
         policy: policies_pb2.Policy = policies_pb2.Policy.FromString(record)
+        if later := await guarded(self.client.hget(self.keys.snapshots, policy_version)):
+            policy.snapshot_path = later.decode()  # it was made after the version was published
         return policy
 
     async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
@@ -64,18 +66,38 @@ class PolicyRegistry:
     # ── marks ──
 
     async def add_marks(self, policies: Iterable[policies_pb2.Policy]) -> None:
-        """Fill in the state, the pins, and whether servers are held at the version."""
+        """Fill in the state, the pins, whether servers are held at the version, and whether its snapshot exists."""
         promoted, held = await guarded(self.client.hmget(self.keys.counters, ("promoted_version", "held_version")))
         retired = {int(version) for version in await guarded(self.client.smembers(self.keys.retired_versions))}
-        pins = await self.pins()
+        pins, snapshots = await self.pins(), await self.snapshots()
         for policy in policies:
             version = policy.policy_version
             if version in retired:
                 policy.state = policies_pb2.Policy.RETIRED
             elif promoted and int(promoted) == version:
                 policy.state = policies_pb2.Policy.PROMOTED
+            if snapshots:  # a record also names a snapshot that was removed since
+                policy.snapshot_path = snapshots.get(version, "")
             policy.is_held = bool(held) and int(held) == version
             policy.pins[:] = sorted(name for name, pinned in pins.items() if pinned == version)
+
+    async def snapshots(self) -> dict[int, str]:
+        """Folder of each snapshot that exists, by version. Empty if the learner has recorded none."""
+        fields = await guarded(self.client.hgetall(self.keys.snapshots))
+        return {int(version): folder.decode() for version, folder in fields.items()}
+
+    async def record_snapshots(self, snapshots: Mapping[int, str]) -> None:
+        """Record which snapshots exist. The learner calls it after each change."""
+        gone = (await self.snapshots()).keys() - snapshots.keys()
+        if snapshots:
+            fields = {str(version): folder for version, folder in snapshots.items()}
+            await guarded(self.client.hset(self.keys.snapshots, mapping=fields))
+        if gone:
+            await guarded(self.client.hdel(self.keys.snapshots, *map(str, gone)))
+
+    async def promoted_version(self) -> int | None:
+        version = await guarded(self.client.hget(self.keys.counters, "promoted_version"))
+        return int(version) if version else None
 
     async def promote(self, policy_version: int) -> None:
         await guarded(self.client.hset(self.keys.counters, "promoted_version", policy_version))

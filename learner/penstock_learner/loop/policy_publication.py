@@ -94,6 +94,8 @@ class PolicyPublication:
         """The servers that take part in the push that runs."""
         self._catching_up: dict[str, int] = {}
         """The version that each server in the catch-up lane is getting."""
+        self._promoting: int | None = None
+        """The version whose snapshot is written because it was promoted."""
         self._changed = asyncio.Condition()
         self._snapshot_step: int | None = None
         self._kept_version: int | None = None
@@ -108,7 +110,7 @@ class PolicyPublication:
             trace_parents += self._offer.trace_parents
         offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
         async with self._changed:
-            in_use = {self._pushing, self.current, *self._catching_up.values()}
+            in_use = {self._pushing, self.current, self._promoting, *self._catching_up.values()}
             if self._offer is not None:
                 self._count_skipped(self._offer.policy_version, policy_version)
             self._offer = offer
@@ -165,6 +167,7 @@ class PolicyPublication:
             await asyncio.sleep(POLL_S)
             if self.current is not None:
                 await self._load_quarantined(transport)
+            await self._keep_promoted()
             if self.current is None or (self._pushing is not None and not self._failures):
                 continue  # the running push serves STALE servers too
             if by_snapshot and self._kept_version == self.current:
@@ -348,12 +351,32 @@ class PolicyPublication:
                 reachable.append(server)
         return reachable
 
+    async def _keep_promoted(self) -> None:
+        """Write a snapshot of the current version if it was promoted and has none."""
+        version = self.current
+        if version is None or version == self._kept_version or self._pushing is not None:
+            return
+        if version != await self.policies.promoted_version():
+            return
+        self._promoting = version
+        try:
+            await self._write_snapshot(version)
+            logger.info("version %d was promoted, so its snapshot is kept", version)
+        finally:
+            self._promoting = None
+
     async def _snapshot(self, policy_version: int, step: int) -> Path | None:
         """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
         every, last = self.config.weights.snapshot_every_steps, self._snapshot_step
         is_due = last is None or step // every > last // every or step == self.config.learner.num_steps
         if not is_due:
             return None
+        target = await self._write_snapshot(policy_version)
+        self._snapshot_step = step
+        return target
+
+    async def _write_snapshot(self, policy_version: int) -> Path:
+        """Write a snapshot of a staged version, and remove those that are no longer needed."""
         folder = self.config.folder / "snapshots"
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
@@ -367,19 +390,21 @@ class PolicyPublication:
                 f"no space is left to write the snapshot of version {policy_version} ({measure_disk(folder)}); free "
                 "space there, or lower weights.keep_snapshots, then start the learner again"
             ) from error
-        self._snapshot_step, self._kept_version = step, policy_version
+        self._kept_version = policy_version
         kept = await self.policies.kept_versions()
         on_disk = await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
-        await self.policies.forget_old(kept | on_disk)
+        await self.policies.record_snapshots(on_disk)
+        await self.policies.forget_old(kept | set(on_disk))
         return target
 
 
-def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> set[int]:
-    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the versions that remain."""
+def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
+    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the folders that remain, by
+    version."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
         if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)
-    return {_version_of(snapshot) for snapshot in folder.glob("version-*")}
+    return {_version_of(snapshot): str(snapshot) for snapshot in folder.glob("version-*")}
 
 
 def _version_of(snapshot: Path) -> int:

@@ -47,13 +47,16 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     assert compared["other"]["server_ids"] == ["a"]
 
     path = f"{RUN}/policies/2"
-    promoted = await both(gateway, "POST", f"{path}:promote", policies.PromotePolicy(change(policy_version=2)), to_json)
-    assert promoted["state"] == "PROMOTED"
+    refused = await gateway.rest.post(f"{path}:promote")
+    assert "version 2 has no snapshot, and its weights are gone" in assert_problem(refused, 409, "CONFLICT")
     response = await gateway.rest.post(f"{path}:rollback")
     assert (response.status_code, response.json()["reason"]) == (409, "CONFLICT")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await policies.RollBackPolicy(change(policy_version=2))
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    await PolicyRegistry(queue.client, "test").record_snapshots({2: "/snapshots/2"})
+    promoted = await both(gateway, "POST", f"{path}:promote", policies.PromotePolicy(change(policy_version=2)), to_json)
+    assert (promoted["state"], promoted["snapshot_path"]) == ("PROMOTED", "/snapshots/2")
 
     pin = await both(
         gateway, "PUT", f"{RUN}/pins/nightly",
@@ -85,6 +88,7 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
         gateway, "GET", f"{RUN}/metrics?page_size=2&name=reward_mean",
         runs.ListMetrics(runs_pb2.ListMetricsRequest(page_size=2, names=["reward_mean"])), run_bodies.metrics_to_json,
     )  # fmt: skip
+    assert metrics["scores"] == []
     assert [(s["step"], s["metrics"]) for s in metrics["steps"]] == [
         (2, {"reward_mean": 0.2}),
         (3, {"reward_mean": 0.3}),

@@ -41,6 +41,9 @@ class ScriptedPolicy:
     """Whether the next push reports that a newer version has superseded it."""
     nonfinite: str = ""
     """Name of the tensor for which every push is refused."""
+    snapshots: list[int] = field(default_factory=list)
+    """Version of every snapshot that was written."""
+    makes_folders: bool = False
     gates: dict[str, deque[asyncio.Event]] = field(default_factory=dict)
 
     def hold(self, lane: str) -> asyncio.Event:
@@ -53,6 +56,11 @@ class ScriptedPolicy:
         self.gathered.append((version, sorted(keep)))
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        if method == "write_snapshot":
+            version, target = arguments
+            self.snapshots.append(version)
+            if self.makes_folders:
+                target.mkdir(parents=True)
         if method != "push":
             return None
         version, targets = arguments[0], arguments[1]
@@ -296,3 +304,34 @@ async def test_a_step_that_never_gives_its_metrics_ends_the_publication(setting:
     await setting.publication.gather(1, 7)
     with pytest.raises(DeadlineExceeded, match="step 7 gave no metrics for version 1 in"):
         await asyncio.wait_for(asyncio.shield(setting.publish_loop), 20)
+
+
+async def test_the_newest_version_is_kept_when_it_is_promoted(setting: Setting) -> None:
+    setting.policy.makes_folders = True
+    for version in (1, 2):
+        await setting.offer(version)
+        await setting.publication.wait_until_published()
+    assert setting.policy.snapshots == [1], "a snapshot is not due after every step"
+    promoted, other = await setting.policies.get(2), await setting.policies.get(1)
+    await setting.policies.promote(2)
+    await eventually(lambda: setting.policy.snapshots == [1, 2])
+    async with asyncio.timeout(20):
+        while not promoted.snapshot_path:
+            await asyncio.sleep(0.01)
+            await setting.policies.add_marks([promoted, other])
+    assert Path(promoted.snapshot_path).is_dir() and Path(other.snapshot_path).is_dir()
+    assert (await setting.policies.get(2)).snapshot_path == promoted.snapshot_path, "servers can load it"
+    await setting.offer(3)
+    await setting.publication.wait_until_published()
+    assert setting.policy.snapshots == [1, 2], "it is made once"
+
+
+async def test_a_snapshot_that_was_removed_is_no_longer_named(setting: Setting) -> None:
+    await setting.offer(1)
+    await setting.publication.wait_until_published()
+    record = await setting.policies.get(1)
+    assert record.snapshot_path
+    await setting.policies.record_snapshots({2: "/snapshots/2"})
+    await setting.policies.add_marks([record])
+    assert record.snapshot_path == ""
+    assert await setting.policies.snapshots() == {2: "/snapshots/2"}

@@ -3,12 +3,12 @@ import { get, post } from "/console/api.js";
 import { card, clock, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
 const TEXTS = {
-  promote: "It becomes the one version that is meant for use. Its snapshot is kept.",
+  promote: "It becomes the one version that is meant for use. Its snapshot is kept, and made if it is the newest version.",
   rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner goes back to its weights too.",
   retire: "It can no longer be promoted, pinned or rolled back to.",
 };
 
-function actions(policy, refresh) {
+function actions(policy, isNewest, refresh) {
   const act = async (verb) => {
     if (!(await confirmed(`${verb} version ${policy.policy_version}?`, TEXTS[verb], verb))) return;
     await post(`/policies/${policy.policy_version}:${verb}`);
@@ -19,7 +19,7 @@ function actions(policy, refresh) {
   const button = (verb, title, disabled) =>
     h("button", { type: "button", disabled, "aria-label": `${title} version ${policy.policy_version}`, onclick: () => act(verb).catch(refused) }, title);
   return h("div", { class: "buttons" },
-    button("promote", "Promote", isRetired || policy.state === "PROMOTED"),
+    button("promote", "Promote", isRetired || policy.state === "PROMOTED" || !(policy.snapshot_path || isNewest)),
     button("rollback", "Roll back", isRetired || policy.is_held || !policy.snapshot_path));
 }
 
@@ -38,9 +38,9 @@ function state(policy) {
 export async function policies(refresh) {
   const page = await get("/policies?page_size=50");
   if (!page.policies.length) return [card("Policies", empty("No version has been published yet."))];
-  const rows = page.policies.map((policy) => [
-    number(policy.policy_version), number(policy.metrics.reward_mean), actions(policy, refresh), state(policy),
-    policy.server_ids.join(", ") || "–", policy.snapshot_path ? "kept" : "–", number(policy.step),
+  const rows = page.policies.map((policy, index) => [
+    number(policy.policy_version), number(policy.metrics.reward_mean), actions(policy, index === 0, refresh), state(policy),
+    policy.server_ids.join(", ") || "–", h("span", { title: policy.snapshot_path || "Its weights were not kept: it can be neither promoted nor rolled back to." }, policy.snapshot_path ? "kept" : "none"), number(policy.step),
     clock(policy.published_at_ms),
   ]);
   const held = page.policies.find((policy) => policy.is_held);

@@ -63,7 +63,12 @@ class PolicyHandlers:
 
     @operation("admin")
     async def promote_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
-        await self._usable(request.policy_version)
+        policy = await self._usable(request.policy_version)
+        if not policy.snapshot_path and policy.policy_version != (await self._policy(None)).policy_version:
+            raise Conflict(
+                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has a "
+                "snapshot_path, or the newest version, whose snapshot the learner then makes"
+            )
         await self.policies.promote(request.policy_version)
         return await self._policy(request.policy_version)
 

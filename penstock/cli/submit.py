@@ -1,7 +1,8 @@
 """`penstock submit FILE`: submit the prompts of a dataset file in batches.
 
-The whole file is read and checked before the first batch is sent. The idempotency key of a batch is derived from its
-prompts, its position and --epoch, so running the same command again submits only what has not arrived yet.
+The whole file is read and checked before the first batch is sent. The idempotency key of a prompt is derived from the
+prompt, its position and --epoch. So running the command again, with another --limit or a longer file, submits only what
+has not arrived yet.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
 
     prompts = _read(args)
     with open_client(args, DEADLINE_S) as client:
-        num_replayed, first, last = submit_all(client, prompts, args.epoch)
-        print(submitted_line(len(prompts), num_replayed, first, last))
+        num_replayed, ids = submit_all(client, prompts, args.epoch)
+        print(submitted_line(len(prompts), num_replayed, min(ids), max(ids)))
         if args.wait is not None:
-            wait_all(client, range(first, last + 1), args.wait)
+            wait_all(client, ids, args.wait)
     return 0
 
 
@@ -93,27 +94,28 @@ def progress_bar(text: str) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int) -> tuple[int, int, int]:
-    """Send every batch. Returns how many prompts were already submitted before, and the smallest and largest id."""
+def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int) -> tuple[int, list[int]]:
+    """Send every batch. Returns how many prompts were already submitted before, and the ids of all."""
     num_replayed = 0
     ids: list[int] = []
     with progress_bar("submitting") as progress:
         task = progress.add_task("", total=len(prompts))
         for start in range(0, len(prompts), BATCH_PROMPTS):
             batch = prompts[start : start + BATCH_PROMPTS]
-            submission = client.submit(batch, batch_key(batch, start, epoch))
-            num_replayed += len(batch) if submission.replayed else 0
-            ids += (submission.prompt_ids[0], submission.prompt_ids[-1])
+            keys = [prompt_key(prompt, start + row, epoch) for row, prompt in enumerate(batch)]
+            submission = client.submit(batch, prompt_keys=keys)
+            num_replayed += submission.num_replayed
+            ids += submission.prompt_ids
             progress.advance(task, len(batch))
-    return num_replayed, min(ids), max(ids)
+    return num_replayed, ids
 
 
-def batch_key(batch: Sequence[Prompt], start: int, epoch: int) -> str:
-    """Idempotency key of a batch: equal for equal prompts, sampling, position and epoch, on every machine."""
+def prompt_key(prompt: Prompt, row: int, epoch: int) -> str:
+    """Idempotency key of a prompt: equal for equal content, sampling, position and epoch, on every machine."""
     from penstock.client.prompt_body import prompt_body
 
-    content = json.dumps([start, epoch, [prompt_body(prompt) for prompt in batch]], sort_keys=True)
-    return f"submit-{hashlib.sha256(content.encode()).hexdigest()}"
+    content = json.dumps([row, epoch, prompt_body(prompt)], sort_keys=True)
+    return f"submit-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
 
 def _read(args: argparse.Namespace) -> list[Prompt]:

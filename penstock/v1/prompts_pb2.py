@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/prompts.proto\x12\x0bpenstock.v1\"b\n\x14SubmitPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Prompt\"=\n\x15SubmitPromptsResponse\x12\x12\n\nprompt_ids\x18\x01 \x03(\x03\x12\x10\n\x08replayed\x18\x02 \x01(\x08\"2\n\x10GetPromptRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\x8d\x01\n\x12ListPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12.\n\x05state\x18\x04 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\"Z\n\x13ListPromptsResponse\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.penstock.v1.PromptRecord\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"7\n\x14\x43\x61ncelPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\x03\"C\n\x15\x43\x61ncelPromptsResponse\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.penstock.v1.PromptRecord\"F\n\x11WaitPromptRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"[\n\x13WatchResultsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x03\x12\x13\n\x0bwith_groups\x18\x04 \x01(\x08\"\x8b\x01\n\x06Result\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x05\x12\r\n\x05group\x18\x06 \x01(\x0c\"\xfb\x01\n\x0cPromptRecord\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12#\n\x06prompt\x18\x03 \x01(\x0b\x32\x13.penstock.v1.Prompt\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\"r\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\n\n\x06LEASED\x10\x02\x12\n\n\x06QUEUED\x10\x03\x12\x0b\n\x07TRAINED\x10\x04\x12\x11\n\rDEAD_LETTERED\x10\x05\x12\r\n\tCANCELLED\x10\x06\"\x9d\x02\n\x06Prompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Message\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x05\x12\x12\n\nagent_name\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x06 \x01(\t\x12\x19\n\x11ground_truth_json\x18\x07 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x15\n\revaluation_id\x18\n \x01(\t\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\t\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"^\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed2\xc6\x04\n\rPromptService\x12V\n\rSubmitPrompts\x12!.penstock.v1.SubmitPromptsRequest\x1a\".penstock.v1.SubmitPromptsResponse\x12Z\n\rStreamPrompts\x12!.penstock.v1.SubmitPromptsRequest\x1a\".penstock.v1.SubmitPromptsResponse(\x01\x30\x01\x12\x45\n\tGetPrompt\x12\x1d.penstock.v1.GetPromptRequest\x1a\x19.penstock.v1.PromptRecord\x12P\n\x0bListPrompts\x12\x1f.penstock.v1.ListPromptsRequest\x1a .penstock.v1.ListPromptsResponse\x12V\n\rCancelPrompts\x12!.penstock.v1.CancelPromptsRequest\x1a\".penstock.v1.CancelPromptsResponse\x12G\n\nWaitPrompt\x12\x1e.penstock.v1.WaitPromptRequest\x1a\x19.penstock.v1.PromptRecord\x12G\n\x0cWatchResults\x12 .penstock.v1.WatchResultsRequest\x1a\x13.penstock.v1.Result0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/prompts.proto\x12\x0bpenstock.v1\"w\n\x14SubmitPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12$\n\x07prompts\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Prompt\x12\x13\n\x0bprompt_keys\x18\x04 \x03(\t\"S\n\x15SubmitPromptsResponse\x12\x12\n\nprompt_ids\x18\x01 \x03(\x03\x12\x10\n\x08replayed\x18\x02 \x01(\x08\x12\x14\n\x0cnum_replayed\x18\x03 \x01(\x05\"2\n\x10GetPromptRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\x8d\x01\n\x12ListPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12.\n\x05state\x18\x04 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\"Z\n\x13ListPromptsResponse\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.penstock.v1.PromptRecord\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"7\n\x14\x43\x61ncelPromptsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\x03\"C\n\x15\x43\x61ncelPromptsResponse\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.penstock.v1.PromptRecord\"F\n\x11WaitPromptRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"[\n\x13WatchResultsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\x03\x12\x13\n\x0bwith_groups\x18\x04 \x01(\x08\"\x8b\x01\n\x06Result\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12.\n\x05state\x18\x03 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x05\x12\r\n\x05group\x18\x06 \x01(\x0c\"\xfb\x01\n\x0cPromptRecord\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.penstock.v1.PromptRecord.State\x12#\n\x06prompt\x18\x03 \x01(\x0b\x32\x13.penstock.v1.Prompt\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\"r\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07PENDING\x10\x01\x12\n\n\x06LEASED\x10\x02\x12\n\n\x06QUEUED\x10\x03\x12\x0b\n\x07TRAINED\x10\x04\x12\x11\n\rDEAD_LETTERED\x10\x05\x12\r\n\tCANCELLED\x10\x06\"\x9d\x02\n\x06Prompt\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Message\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x05\x12\x12\n\nagent_name\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x06 \x01(\t\x12\x19\n\x11ground_truth_json\x18\x07 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x15\n\revaluation_id\x18\n \x01(\t\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\t\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"^\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x12\n\nmax_tokens\x18\x03 \x01(\x05\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed2\xc6\x04\n\rPromptService\x12V\n\rSubmitPrompts\x12!.penstock.v1.SubmitPromptsRequest\x1a\".penstock.v1.SubmitPromptsResponse\x12Z\n\rStreamPrompts\x12!.penstock.v1.SubmitPromptsRequest\x1a\".penstock.v1.SubmitPromptsResponse(\x01\x30\x01\x12\x45\n\tGetPrompt\x12\x1d.penstock.v1.GetPromptRequest\x1a\x19.penstock.v1.PromptRecord\x12P\n\x0bListPrompts\x12\x1f.penstock.v1.ListPromptsRequest\x1a .penstock.v1.ListPromptsResponse\x12V\n\rCancelPrompts\x12!.penstock.v1.CancelPromptsRequest\x1a\".penstock.v1.CancelPromptsResponse\x12G\n\nWaitPrompt\x12\x1e.penstock.v1.WaitPromptRequest\x1a\x19.penstock.v1.PromptRecord\x12G\n\x0cWatchResults\x12 .penstock.v1.WatchResultsRequest\x1a\x13.penstock.v1.Result0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,35 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.prompts_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBMITPROMPTSREQUEST']._serialized_start=42
-  _globals['_SUBMITPROMPTSREQUEST']._serialized_end=140
-  _globals['_SUBMITPROMPTSRESPONSE']._serialized_start=142
-  _globals['_SUBMITPROMPTSRESPONSE']._serialized_end=203
-  _globals['_GETPROMPTREQUEST']._serialized_start=205
-  _globals['_GETPROMPTREQUEST']._serialized_end=255
-  _globals['_LISTPROMPTSREQUEST']._serialized_start=258
-  _globals['_LISTPROMPTSREQUEST']._serialized_end=399
-  _globals['_LISTPROMPTSRESPONSE']._serialized_start=401
-  _globals['_LISTPROMPTSRESPONSE']._serialized_end=491
-  _globals['_CANCELPROMPTSREQUEST']._serialized_start=493
-  _globals['_CANCELPROMPTSREQUEST']._serialized_end=548
-  _globals['_CANCELPROMPTSRESPONSE']._serialized_start=550
-  _globals['_CANCELPROMPTSRESPONSE']._serialized_end=617
-  _globals['_WAITPROMPTREQUEST']._serialized_start=619
-  _globals['_WAITPROMPTREQUEST']._serialized_end=689
-  _globals['_WATCHRESULTSREQUEST']._serialized_start=691
-  _globals['_WATCHRESULTSREQUEST']._serialized_end=782
-  _globals['_RESULT']._serialized_start=785
-  _globals['_RESULT']._serialized_end=924
-  _globals['_PROMPTRECORD']._serialized_start=927
-  _globals['_PROMPTRECORD']._serialized_end=1178
-  _globals['_PROMPTRECORD_STATE']._serialized_start=1064
-  _globals['_PROMPTRECORD_STATE']._serialized_end=1178
-  _globals['_PROMPT']._serialized_start=1181
-  _globals['_PROMPT']._serialized_end=1466
-  _globals['_MESSAGE']._serialized_start=1468
-  _globals['_MESSAGE']._serialized_end=1508
-  _globals['_SAMPLING']._serialized_start=1510
-  _globals['_SAMPLING']._serialized_end=1604
-  _globals['_PROMPTSERVICE']._serialized_start=1607
-  _globals['_PROMPTSERVICE']._serialized_end=2189
+  _globals['_SUBMITPROMPTSREQUEST']._serialized_end=161
+  _globals['_SUBMITPROMPTSRESPONSE']._serialized_start=163
+  _globals['_SUBMITPROMPTSRESPONSE']._serialized_end=246
+  _globals['_GETPROMPTREQUEST']._serialized_start=248
+  _globals['_GETPROMPTREQUEST']._serialized_end=298
+  _globals['_LISTPROMPTSREQUEST']._serialized_start=301
+  _globals['_LISTPROMPTSREQUEST']._serialized_end=442
+  _globals['_LISTPROMPTSRESPONSE']._serialized_start=444
+  _globals['_LISTPROMPTSRESPONSE']._serialized_end=534
+  _globals['_CANCELPROMPTSREQUEST']._serialized_start=536
+  _globals['_CANCELPROMPTSREQUEST']._serialized_end=591
+  _globals['_CANCELPROMPTSRESPONSE']._serialized_start=593
+  _globals['_CANCELPROMPTSRESPONSE']._serialized_end=660
+  _globals['_WAITPROMPTREQUEST']._serialized_start=662
+  _globals['_WAITPROMPTREQUEST']._serialized_end=732
+  _globals['_WATCHRESULTSREQUEST']._serialized_start=734
+  _globals['_WATCHRESULTSREQUEST']._serialized_end=825
+  _globals['_RESULT']._serialized_start=828
+  _globals['_RESULT']._serialized_end=967
+  _globals['_PROMPTRECORD']._serialized_start=970
+  _globals['_PROMPTRECORD']._serialized_end=1221
+  _globals['_PROMPTRECORD_STATE']._serialized_start=1107
+  _globals['_PROMPTRECORD_STATE']._serialized_end=1221
+  _globals['_PROMPT']._serialized_start=1224
+  _globals['_PROMPT']._serialized_end=1509
+  _globals['_MESSAGE']._serialized_start=1511
+  _globals['_MESSAGE']._serialized_end=1551
+  _globals['_SAMPLING']._serialized_start=1553
+  _globals['_SAMPLING']._serialized_end=1647
+  _globals['_PROMPTSERVICE']._serialized_start=1650
+  _globals['_PROMPTSERVICE']._serialized_end=2232
 # @@protoc_insertion_point(module_scope)

@@ -8,22 +8,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SubmitPromptsRequest(_message.Message):
-    __slots__ = ("run", "idempotency_key", "prompts")
+    __slots__ = ("run", "idempotency_key", "prompts", "prompt_keys")
     RUN_FIELD_NUMBER: _ClassVar[int]
     IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_KEYS_FIELD_NUMBER: _ClassVar[int]
     run: str
     idempotency_key: str
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
-    def __init__(self, run: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
+    prompt_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., prompt_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitPromptsResponse(_message.Message):
-    __slots__ = ("prompt_ids", "replayed")
+    __slots__ = ("prompt_ids", "replayed", "num_replayed")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     replayed: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ...) -> None: ...
+    num_replayed: int
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
 class GetPromptRequest(_message.Message):
     __slots__ = ("run", "prompt_id")

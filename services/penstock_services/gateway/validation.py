@@ -71,6 +71,16 @@ def check_idempotency_key(key: str) -> None:
         raise InvalidInput("idempotency_key", f"may have {MAX_KEY_LENGTH} characters, not {len(key)}")
 
 
+def check_prompt_keys(keys: Sequence[str], num_prompts: int, idempotency_key: str) -> None:
+    if keys and idempotency_key:
+        raise InvalidInput("prompt_keys", "cannot be combined with an idempotency key; send one of them")
+    if keys and len(keys) != num_prompts:
+        raise InvalidInput("prompt_keys", f"must have a key for each of the {num_prompts} prompts, not {len(keys)}")
+    for index, key in enumerate(keys):
+        if not 1 <= len(key) <= MAX_KEY_LENGTH:
+            raise InvalidInput(f"prompt_keys[{index}]", f"must have 1 to {MAX_KEY_LENGTH} characters, not {len(key)}")
+
+
 def checked_page_size(page_size: int) -> int:
     if page_size < 0:
         raise InvalidInput("page_size", "must not be negative; 0 takes the default")

@@ -77,6 +77,7 @@ class PromptBody(Body):
 class SubmitPromptsBody(Body):
     prompts: list[PromptBody]
     idempotency_key: str = ""
+    prompt_keys: list[str] = Field(default_factory=list)
 
     @classmethod
     def parse(cls, data: bytes) -> SubmitPromptsBody:
@@ -91,7 +92,8 @@ class SubmitPromptsBody(Body):
         """The idempotency key may be in the body, in the header, or in both if they agree."""
         if self.idempotency_key and header_key and self.idempotency_key != header_key:
             raise InvalidInput("idempotency_key", "differs from the Idempotency-Key header; send one of them")
-        request = prompts_pb2.SubmitPromptsRequest(run=run, idempotency_key=self.idempotency_key or header_key)
+        key = self.idempotency_key or header_key
+        request = prompts_pb2.SubmitPromptsRequest(run=run, idempotency_key=key, prompt_keys=self.prompt_keys)
         fill_prompts(request.prompts, self.prompts)
         return request
 
@@ -101,7 +103,11 @@ class CancelPromptsBody(Body):
 
 
 def submission_to_json(response: prompts_pb2.SubmitPromptsResponse) -> Json:
-    return {"prompt_ids": list(response.prompt_ids), "replayed": response.replayed}
+    return {
+        "prompt_ids": list(response.prompt_ids),
+        "replayed": response.replayed,
+        "num_replayed": response.num_replayed,
+    }
 
 
 def prompt_record_to_json(record: prompts_pb2.PromptRecord) -> Json:

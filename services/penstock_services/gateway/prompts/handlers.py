@@ -58,25 +58,40 @@ class PromptHandlers:
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
         validation.check_idempotency_key(request.idempotency_key)
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
+        validation.check_prompt_keys(request.prompt_keys, len(prompts), request.idempotency_key)
         submit = self._submit_traced if self.tracing.is_on else self._submit
-        submission = await submit(prompts, request.idempotency_key)
+        submission = await submit(prompts, request)
         if len(submission.prompt_ids) != len(prompts):
             raise InvalidInput(
                 "idempotency_key",
                 f"was used for another request, of {len(submission.prompt_ids)} prompts; choose a new key",
             )
-        return prompts_pb2.SubmitPromptsResponse(prompt_ids=submission.prompt_ids, replayed=submission.replayed)
+        num_replayed = len(prompts) if submission.replayed else submission.num_replayed
+        return prompts_pb2.SubmitPromptsResponse(
+            prompt_ids=submission.prompt_ids, replayed=submission.replayed, num_replayed=num_replayed
+        )
 
-    async def _submit_traced(self, prompts: Sequence[prompts_pb2.Prompt], idempotency_key: str) -> Submission:
+    async def _submit_traced(
+        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
+    ) -> Submission:
         with contextlib.ExitStack() as spans:
             for prompt in prompts:
                 span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
                 prompt.trace_parent = spans.enter_context(span)
-            return await self._submit(prompts, idempotency_key)
+            return await self._submit(prompts, request)
 
-    async def _submit(self, prompts: Sequence[prompts_pb2.Prompt], idempotency_key: str) -> Submission:
+    async def _submit(
+        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
+    ) -> Submission:
         payloads = [prompt.SerializeToString() for prompt in prompts]
-        return await self.submissions.submit(payloads, [prompt.priority for prompt in prompts], idempotency_key)
+        priorities = [prompt.priority for prompt in prompts]
+        if not request.prompt_keys:
+            return await self.submissions.submit(payloads, priorities, request.idempotency_key)
+        rows = zip(payloads, priorities, request.prompt_keys, strict=True)
+        each = await self.queue.submit_many([([payload], [priority], key) for payload, priority, key in rows])
+        num_replayed = sum(submission.replayed for submission in each)
+        ids = tuple(submission.prompt_ids[0] for submission in each)
+        return Submission(ids, num_replayed == len(ids), num_replayed)
 
     @operation("read")
     async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:

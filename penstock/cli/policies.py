@@ -31,6 +31,8 @@ _EPILOG = (__doc__ or "").partition("\n\n")[2]
 """The table of actions above."""
 MAX_LIMIT = 1000
 _DIGEST_LENGTH = 12
+_NOT_COMPARED = ("time", "step", "policy_version")
+"""Metrics that the first line of a comparison says better."""
 _ACTIONS = {
     "list": 0, "diff": 2, "promote": 1, "rollback": 1, "release": 0, "retire": 1, "pin": 2, "unpin": 1,
 }  # fmt: skip
@@ -104,15 +106,25 @@ def _print_comparison(comparison: PolicyComparison) -> None:
     from rich.table import Table
 
     before, after = comparison.policy, comparison.other
-    table = Table(title=f"{comparison.steps_between} steps, same weights: {comparison.same_weights}")
+    weights = "the same weights" if comparison.same_weights else "different weights"
+    console = Console()
+    console.print(
+        f"version {before.policy_version} (step {before.step}, {_time(before.published_at_ms)} UTC) and version "
+        f"{after.policy_version} (step {after.step}, {_time(after.published_at_ms)} UTC) have {weights}"
+    )
+    changes = {name: change for name, change in comparison.metric_changes.items() if name not in _NOT_COMPARED}
+    if not changes:
+        console.print("no metric is known of both: a version that a learner started from was made by no step")
+        return
+    table = Table()
     table.add_column("metric")
     for policy in (before, after):
         table.add_column(f"version {policy.policy_version}", justify="right")
     table.add_column("change", justify="right")
-    for name, change in sorted(comparison.metric_changes.items()):
+    for name, change in sorted(changes.items()):
         values = (before.metrics[name], after.metrics[name], change)
         table.add_row(name, *("-" if value is None else f"{value:.4g}" for value in values))
-    Console().print(table)
+    console.print(table)
 
 
 def _print(policies: Sequence[Policy]) -> None:

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
     from penstock.replay.inspection import DeadLetter, QueueInspector
+    from penstock.token_text import TokenText
 
 MAX_LIMIT = 1000
 WAIT_S = 600.0
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     """Connect, run `args.command`, and disconnect."""
-    target = _target(args)
+    target = args.target = _target(args)
     from penstock.replay.inspection import QueueInspector
     from penstock.store.redis_client import connect
 
@@ -62,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
     peek = _command(commands, "peek", _peek, "show the next ready groups without taking them", can_json=True)
     peek.add_argument("--limit", type=int, default=10, metavar="N", help="how many (default: %(default)s)")
-    peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the group of this prompt in full")
+    peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
+    peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
     export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
     export.add_argument("file", type=Path)
@@ -129,6 +131,8 @@ class _Target:
     run: str
     replay: ReplayConfig | None
     """None if only an address was given."""
+    model_path: Path | None = None
+    """Folder with the tokenizer; None if only an address was given."""
 
 
 def _target(args: argparse.Namespace) -> _Target:
@@ -144,7 +148,7 @@ def _target(args: argparse.Namespace) -> _Target:
         raise ConfigError(
             f"{path} has no redis.url; give the config that `penstock up` wrote, {config.folder / 'config.yaml'}"
         )
-    return _Target(config.redis, args.run or config.run, config.replay)
+    return _Target(config.redis, args.run or config.run, config.replay, config.model.path)
 
 
 def _redis_at(url: str) -> RedisConfig:
@@ -173,7 +177,9 @@ async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
 
 async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.queue_tables import group_record, print_group, print_groups, summary_record
+    from penstock.cli.group_text import print_group
+    from penstock.cli.queue_tables import group_record, print_groups, summary_record
+    from penstock.replay.inspection import decoded_prompt
 
     if args.prompt_id is not None:
         found = await inspector.groups([args.prompt_id])
@@ -187,7 +193,9 @@ async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
         if args.json:
             _print_json(group_record(found[0].group))
         else:
-            print_group(found[0].group)
+            [payload] = await inspector.queue.prompts([args.prompt_id])
+            texts = _texts(args)
+            print_group(found[0].group, decoded_prompt(payload), texts, with_tokens=args.tokens)
         return 0
     ids = await inspector.queued_ids(inspector.queue.config.selection, _checked_limit(args.limit))
     groups = await inspector.groups(ids)
@@ -266,7 +274,7 @@ async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> int:
     if args.json:
         _print_json(contents_record(contents))
     else:
-        print_contents(contents)
+        print_contents(contents, _texts(args))
     return 0
 
 
@@ -286,6 +294,14 @@ async def _selected(args: argparse.Namespace, inspector: QueueInspector) -> list
     if args.ids:
         return list(dict.fromkeys(args.ids))
     return [letter.stream_id async for letter in inspector.dead_letters(args.reason)]
+
+
+def _texts(args: argparse.Namespace) -> TokenText:
+    """The text of tokens, if the run's config and its tokenizer are here."""
+    from penstock.token_text import TokenText
+
+    target: _Target = args.target
+    return TokenText(None) if target.model_path is None else TokenText.load(target.model_path)
 
 
 def _checked_limit(limit: int) -> int:

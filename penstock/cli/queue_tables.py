@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from penstock.cli.group_text import pairs, print_group, time_text
 from penstock.replay.inspection import DeadLetter, DeadLetterContents, QueuedGroup, QueueReport
-from penstock.trajectory import Group, Prompt, Trajectory
+from penstock.token_text import TokenText
+from penstock.trajectory import Group, Prompt
 
 _HEADLINE = ("step", "policy_version", "term")
 _PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes")
@@ -146,36 +147,6 @@ def group_record(group: Group) -> dict[str, Any]:
     }
 
 
-def print_group(group: Group) -> None:
-    console = Console()
-    finished = _time(group.finished_at_ms) if group.finished_at_ms else "unknown"
-    console.print(
-        f"prompt [bold]{group.prompt_id}[/]  attempt {group.attempt}  server {escape(group.server_id)}  "
-        f"data source {escape(group.data_source) or '-'}  agent {escape(group.agent_name)}  finished {finished}"
-    )
-    console.print(_pairs(asdict(group.sampling)))
-    console.print(f"prompt tokens: {' '.join(map(str, group.prompt_token_ids.tolist()))}")
-    for index, trajectory in enumerate(group.trajectories):
-        console.print(_trajectory_table(index, trajectory))
-
-
-def _trajectory_table(index: int, trajectory: Trajectory) -> Table:
-    parts = f"  ({_pairs(trajectory.reward_parts)})" if trajectory.reward_parts else ""
-    baseline = "  baseline" if trajectory.is_baseline else ""
-    title = f"sample {index}  reward {trajectory.reward:.4f}{parts}  {trajectory.finish_reason}{baseline}"
-    table = _table("position", ("token", "log-prob", "version", "trained"))
-    table.title, table.title_justify = title, "left"
-    table.columns[0].justify = "right"
-    versions = trajectory.token_versions().tolist()
-    rows = zip(
-        trajectory.token_ids.tolist(), trajectory.log_probs.tolist(), versions, trajectory.loss_mask.tolist(),
-        strict=True,
-    )  # fmt: skip
-    for position, (token, log_prob, version, mask) in enumerate(rows):
-        table.add_row(str(position), str(token), f"{log_prob:.4f}", str(version), "yes" if mask else "no")
-    return table
-
-
 # ── dead letters ──
 
 
@@ -201,7 +172,7 @@ def print_dead_letters(letters: Sequence[DeadLetter]) -> None:
     table.add_column("prompt", justify="right")
     table.add_column("reason")
     for letter in letters:
-        table.add_row(letter.stream_id, _time(letter.time_ms), str(letter.prompt_id), escape(letter.reason))
+        table.add_row(letter.stream_id, time_text(letter.time_ms), str(letter.prompt_id), escape(letter.reason))
     console.print(table)
 
 
@@ -214,10 +185,12 @@ def contents_record(contents: DeadLetterContents) -> dict[str, Any]:
     }
 
 
-def print_contents(contents: DeadLetterContents) -> None:
+def print_contents(contents: DeadLetterContents, texts: TokenText) -> None:
     console = Console()
     letter = contents.letter
-    console.print(f"dead letter [bold]{letter.stream_id}[/]  {_time(letter.time_ms)} UTC  prompt {letter.prompt_id}")
+    console.print(
+        f"dead letter [bold]{letter.stream_id}[/]  {time_text(letter.time_ms)} UTC  prompt {letter.prompt_id}"
+    )
     console.print(f"reason: {escape(letter.reason)}")
     if contents.prompt is None:
         console.print(f"prompt: {letter.prompt_bytes} bytes that cannot be decoded")
@@ -226,7 +199,7 @@ def print_contents(contents: DeadLetterContents) -> None:
     if contents.group is None:
         console.print(f"group: {escape(contents.group_problem)}")
     else:
-        print_group(contents.group)
+        print_group(contents.group, contents.prompt, texts)
 
 
 def _print_prompt(console: Console, prompt: Prompt) -> None:
@@ -235,7 +208,7 @@ def _print_prompt(console: Console, prompt: Prompt) -> None:
         table.add_row(escape(role), escape(content))
     for name, value in asdict(prompt).items():
         if name != "messages" and value not in ((), {}, "", None):
-            table.add_row(_words(name), escape(_pairs(value) if isinstance(value, dict) else str(value)))
+            table.add_row(_words(name), escape(pairs(value) if isinstance(value, dict) else str(value)))
     console.print(table)
 
 
@@ -256,10 +229,6 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _pairs(values: dict[str, Any]) -> str:
-    return "  ".join(f"{_words(name)} {value}" for name, value in values.items())
-
-
 def _int(value: int) -> str:
     return f"{value:,}"
 
@@ -275,7 +244,3 @@ def _age(age_s: float | None) -> str:
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.1f} s"
-
-
-def _time(milliseconds: int) -> str:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -46,7 +46,7 @@ def _print(run: Run) -> None:
     console.print(step_numbers(run.metrics))
     for line in verdicts(run):
         console.print(line)
-    console.print(queue_table(run))
+    console.print(queue_numbers(run))
     if run.servers:
         console.print(server_table(run.servers))
     else:
@@ -130,40 +130,37 @@ def step_numbers(metrics: Metrics) -> Any:
     return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
 
 
-def queue_table(run: Run) -> Any:
+def queue_numbers(run: Run) -> Any:
     """The groups of the queue by state. `training` are those that the learner took for a step that is not done."""
-    from rich.table import Table
+    from rich.text import Text
 
     queue = run.queue
     trained = queue.trained if run.num_trained is None else run.num_trained
-    table = Table(title=f"groups, {queue.queued_bytes / 2**20:.1f} MiB of them ready", title_justify="left")
-    columns = {
+    numbers = {
         "pending prompts": queue.pending_prompts,
         "in flight": queue.in_flight,
-        "ready": queue.queued - queue.delivered,
+        f"ready ({queue.queued_bytes / 2**20:.1f} MiB)": queue.queued - queue.delivered,
         "training": queue.delivered + queue.trained - trained,
         "trained": trained,
         "expired": queue.expired,
         "dead-lettered": queue.dead_lettered,
         "reclaimed": queue.reclaimed,
     }
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_row(*(str(value) for value in columns.values()))
-    return table
+    return Text.assemble(("groups  ", "dim"), "  ".join(f"{name} {value}" for name, value in numbers.items()))
 
 
 def server_table(servers: Sequence[Server]) -> Any:
+    """A row per server, on 80 columns. `--json` has the addresses too."""
     from rich.table import Table
 
-    table = Table(title="rollout servers", title_justify="left")
-    for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine", "address"):
+    table = Table(title="rollout servers", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("server", "state", "version", "digest", "groups", "heartbeat", "engine"):
         table.add_column(name, overflow="fold", no_wrap=name == "heartbeat")
     for server in servers:
         state = f"{server.state}, quarantined" if server.is_quarantined else server.state
         table.add_row(
             server.server_id, state if state == "READY" else f"[yellow]{state}[/]", str(server.policy_version),
             server.weights_digest[:_DIGEST_LENGTH] or "model folder", str(server.running_groups),
-            f"{server.heartbeat_age_ms / 1000:.1f} s", server.engine, server.address,
+            f"{server.heartbeat_age_ms / 1000:.1f} s", server.engine,
         )  # fmt: skip
     return table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,13 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
     with open_client(args, DEADLINE_S) as client:
         if args.once:
-            Console().print(draw(look(client), []))
+            Console().print(draw(look(client)))
             return 0
-        history: deque[Look] = deque(maxlen=HISTORY)
         with Live(screen=True, auto_refresh=False) as live:
             while True:
-                history.append(look(client))
-                live.update(draw(history[-1], list(history)), refresh=True)
+                live.update(draw(look(client)), refresh=True)
                 time.sleep(max(args.interval, 0.1))
 
 
@@ -58,6 +55,8 @@ class Look:
     """The run as the gateway's API describes it."""
     series: dict[str, dict[str, float]]
     """The gateway's metrics with at most one label, by name and then by the label's value ("" without a label)."""
+    rewards: list[float]
+    """Mean reward of the newest steps, oldest first."""
 
     def value(self, name: str, label: str = "") -> float:
         return self.series.get(name, {}).get(label, 0.0)
@@ -72,7 +71,13 @@ def look(client: SyncPenstockClient) -> Look:
         text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).raise_for_status().text
     except httpx.HTTPError as error:
         raise Unavailable(f"{url} does not answer ({error}); is it a gateway?") from error
-    return Look(run, parse_series(text))
+    return Look(run, parse_series(text), rewards_of(client))
+
+
+def rewards_of(client: SyncPenstockClient) -> list[float]:
+    """Mean reward of the newest steps, oldest first."""
+    rewards = (step.metrics.get("reward_mean") for step in client.metrics(HISTORY, ["reward_mean"]))
+    return [reward for reward in rewards if reward is not None]
 
 
 def parse_series(text: str) -> dict[str, dict[str, float]]:
@@ -86,21 +91,19 @@ def parse_series(text: str) -> dict[str, dict[str, float]]:
     return series
 
 
-def draw(now: Look, history: Sequence[Look]) -> Any:
+def draw(now: Look) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    from penstock.cli.status import alarms, headline, queue_table, server_table, step_numbers, verdicts
+    from penstock.cli.status import alarms, headline, queue_numbers, server_table, step_numbers, verdicts
     from penstock.sparkline import sparkline
 
     run = now.run
-    parts: list[Any] = [headline(run), *alarms(run), step_numbers(run.metrics), *verdicts(run), queue_table(run)]
+    parts: list[Any] = [headline(run), *alarms(run), step_numbers(run.metrics), *verdicts(run), queue_numbers(run)]
     parts.append(server_table(run.servers) if run.servers else Text("no rollout servers"))
     parts += [_parts(now), _ages_and_scores(now)]
-    rewards = [row.run.metrics.get("reward_mean") for row in history]
-    known = [reward for reward in rewards if reward is not None]
-    if known:
-        parts.append(Text(f"reward {sparkline(known, HISTORY)}", style="green"))
+    if now.rewards:
+        parts.append(Text(f"reward {sparkline(now.rewards, HISTORY)}", style="green"))
     return Group(*parts)
 
 
@@ -108,7 +111,7 @@ def _parts(now: Look) -> Any:
     """Heartbeats and restarts of the run's components."""
     from rich.table import Table
 
-    table = Table(title="components", title_justify="left")
+    table = Table(title="components", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("component", "heartbeat", "restarts"):
         table.add_column(name)
     for component, age_s in sorted(now.series.get("penstock_heartbeat_age_seconds", {}).items()):

@@ -148,11 +148,6 @@ class QueueInspector:
         deliveries = await self.queue.fetch(prompt_ids)
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
-    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Encoded prompts; empty for a prompt that is gone."""
-        payloads: list[bytes] = await self._call("inspect_prompts", *prompt_ids) if prompt_ids else []
-        return payloads
-
     # ── dead letters ──
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
@@ -182,7 +177,7 @@ class QueueInspector:
         decoded = await asyncio.to_thread(_decode, prompt_id, payload) if payload else None
         return DeadLetterContents(
             letter=DeadLetter(stream_id, prompt_id, reason, len(prompt), len(payload)),
-            prompt=_decode_prompt(prompt),
+            prompt=decoded_prompt(prompt),
             group=decoded.group if decoded else None,
             group_problem=decoded.problem if decoded else "no group was kept with it",
         )
@@ -267,7 +262,8 @@ def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
         return QueuedGroup(prompt_id, len(payload), None, f"{error.kind}: {error}")
 
 
-def _decode_prompt(payload: bytes) -> Prompt | None:
+def decoded_prompt(payload: bytes) -> Prompt | None:
+    """The prompt, or None if it is gone or cannot be decoded."""
     try:
         return decode_prompt(payload) if payload else None
     except (DecodeError, ValueError):

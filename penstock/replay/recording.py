@@ -64,7 +64,7 @@ async def export_groups(
     with RecordingWriter(path) as writer:
         for start in range(0, len(ids), FETCH_GROUPS):
             found = await inspector.groups(ids[start : start + FETCH_GROUPS])
-            prompts = await inspector.prompts([queued.prompt_id for queued in found])
+            prompts = await inspector.queue.prompts([queued.prompt_id for queued in found])
             num_seen += len(found)
             for queued, prompt in zip(found, prompts, strict=True):
                 if queued.group is None:

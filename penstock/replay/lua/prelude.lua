@@ -205,6 +205,7 @@ end
 -- Counts a prompt of an evaluation as finished. When the evaluation is complete, its score is kept under its benchmark,
 -- which is its id without the number at the end. Each benchmark is a metric's label, so only MAX_BENCHMARKS are kept.
 local MAX_BENCHMARKS = 256
+local MAX_SCORES = 5000
 local function finish_evaluation_prompt(evaluation_id)
   local evaluation = EVALUATION .. evaluation_id
   local num_finished = redis.call('HINCRBY', evaluation, 'num_finished', 1)
@@ -213,6 +214,10 @@ local function finish_evaluation_prompt(evaluation_id)
   local benchmark = string.match(evaluation_id, '^(.*)%-%d+$') or evaluation_id
   if redis.call('HEXISTS', SCORES, benchmark) == 1 or redis.call('HLEN', SCORES) < MAX_BENCHMARKS then
     redis.call('HSET', SCORES, benchmark, tostring(sum / num_samples))
+  end
+  local num_digits = #evaluation_id - #benchmark - 1
+  if num_digits > 0 and num_digits < 16 and redis.call('HLEN', SCORE_HISTORY) < MAX_SCORES then
+    redis.call('HSET', SCORE_HISTORY, evaluation_id, tostring(sum / num_samples))
   end
 end
 

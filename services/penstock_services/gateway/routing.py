@@ -19,8 +19,6 @@ from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
 
-CONFIGURED_RUN = "-"
-"""Stands for the gateway's own run in a path. No run can have this name."""
 KEEP_ALIVE_S = 10.0
 """Keep-alive interval of an idle event stream: it sends a comment, so that proxies and clients keep it open."""
 
@@ -75,7 +73,7 @@ async def find_run(run: str, request: Request) -> ServedRun:
     """The run that a path names."""
     served: ServedRuns = request.app.state.served
     caller, name = await caller_of(request), request.scope["endpoint"].__name__
-    return await served.find_for(caller, "" if run == CONFIGURED_RUN else run, lambda own: own.operation(name))
+    return await served.find_for(caller, run, lambda own: own.operation(name))
 
 
 async def caller_of(request: Request) -> Caller:

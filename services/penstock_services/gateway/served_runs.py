@@ -18,6 +18,8 @@ from penstock_services.gateway.operations import AuditLog, bounded, find_guarded
 from penstock_services.gateway.served_run import ServedRun
 
 READY_TIMEOUT_S = 2.0
+OWN_RUN = ("", "-")
+"""Names that stand for the gateway's own run in a path or a request. No run can have them."""
 
 
 class ServedRuns:
@@ -55,15 +57,17 @@ class ServedRuns:
         )
 
     async def find(self, run: str) -> ServedRun:
-        """The run of this name. An empty name stands for the gateway's own run."""
-        found = self._runs.get(run or self.config.run)
-        return found if found is not None else await self._open(run or self.config.run)
+        """The run of this name, or the gateway's own run for the names of OWN_RUN."""
+        name = self.config.run if run in OWN_RUN else run
+        found = self._runs.get(name)
+        return found if found is not None else await self._open(name)
 
     async def find_for(self, caller: Caller, run: str, choose: Callable[[ServedRun], Any]) -> ServedRun:
         """The run of this name, for a call of the handler that `choose` takes from a run. The caller's role is checked
         before the run is looked up."""
         own = await self.find("")
-        return await find_guarded(lambda: self.find(run), caller, choose(own), run, self.audit)
+        named = "" if run in OWN_RUN else run
+        return await find_guarded(lambda: self.find(named), caller, choose(own), named, self.audit)
 
     async def _open(self, run: str) -> ServedRun:
         opened = await asyncio.to_thread(self._open_run, await self._config_of(run))

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from groups import make_group
@@ -16,8 +17,9 @@ from penstock.cli import main as cli
 from penstock.codec import encode_group, encode_prompt
 from penstock.config.loading import dump_config
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.trajectory import Prompt
+from penstock.trajectory import Prompt, VersionSegment
 from queue_tools import Tools, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
+from scripted_engine import END, make_tokenizer_folder, spelled
 
 # ── looks ──
 
@@ -61,8 +63,34 @@ def test_peek_shows_one_group_in_full(tools: Tools) -> None:
         assert record["log_probs"] == trajectory.log_probs.tolist()
         assert record["policy_versions"] == trajectory.token_versions().tolist()
         assert record["reward_parts"] == trajectory.reward_parts
-    assert "log-prob" in tools("peek", "--prompt-id", "1")
+    assert "log-prob" in tools("peek", "--prompt-id", "1", "--tokens")
     assert "no group of prompt 9 is queued" in tools("peek", "--prompt-id", "9", code=1)
+
+
+def test_peek_shows_text_where_the_tokenizer_is_known(
+    tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(0)
+    words = [np.array([*spelled(text), END], dtype=np.int32) for text in ("five", "5")]
+    trajectories = tuple(
+        replace(
+            group.trajectories[0], token_ids=ids, loss_mask=np.ones(len(ids), np.uint8),
+            log_probs=np.zeros(len(ids), np.float32), segments=(VersionSegment(0, len(ids), 3),),
+        )
+        for ids in words
+    )  # fmt: skip
+    tools.fill([replace(group, trajectories=trajectories)], Prompt(messages=(("user", "2 + 3?"),), ground_truth=5))
+    config = make_config(tmp_path / "runs", make_tokenizer_folder(tmp_path / "model"), tools.url, tools.run)
+    config.folder.mkdir(parents=True)
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["queue", "peek", "--prompt-id", "1"]) == 0
+    lines = [" ".join(line.split()) for line in tools.capsys.readouterr().out.splitlines()]
+    assert {"user 2 + 3?", "truth 5", "response five<|end|>", "response 5<|end|>"} <= set(lines)
+    assert len(lines) < 15, "not a row for each token"
+    assert max(map(len, lines)) <= 80
+    tools("peek", "--prompt-id", "1")  # without a config: ids stand for text
 
 
 def test_a_group_that_cannot_be_decoded_is_shown_and_not_exported(tools: Tools, recording: Path) -> None:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.errors import InvalidInput, NotFound, PenstockError
+from penstock.token_text import TokenText
 from penstock.v1 import generate_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.bodies import Json
@@ -21,7 +22,6 @@ from penstock_services.gateway.problems import problem_fields
 from penstock_services.gateway.routing import Authenticated, Served, add_routes
 from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
-from penstock_services.gateway.token_text import TokenText
 
 Chunks = AsyncIterator[generate_pb2.GenerateChunk]
 Session = Annotated[str, Header(alias="X-Penstock-Session")]

@@ -1,4 +1,4 @@
-"""Text of token ids, if the gateway can read the model's tokenizer."""
+"""Text of token ids, where the model's tokenizer can be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenText:
-    """Decodes tokens for people to read. A gateway needs no model folder: without a tokenizer, texts stay empty."""
+    """Decodes tokens for people to read. A process may have no model folder: without a tokenizer, ids are shown."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -22,23 +22,34 @@ class TokenText:
     def load(cls, model_path: Path) -> TokenText:
         path = model_path / "tokenizer.json"
         if not path.is_file():
-            logger.info("%s does not exist: trajectories are sent without text", path)
+            logger.info("%s does not exist: tokens are shown without text", path)
             return cls(None)
         try:
             from tokenizers import Tokenizer
 
             return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises a bare Exception for a file that it does not understand
-            logger.warning("%s cannot be used (%s): trajectories are sent without text", path, error)
+            logger.warning("%s cannot be used (%s): tokens are shown without text", path, error)
             return cls(None)
 
+    @property
+    def is_known(self) -> bool:
+        return self._tokenizer is not None
+
     def fill(self, group: groups_pb2.Group, token_ids: Sequence[Sequence[int]]) -> None:
-        """Add the text and the tokens to each trajectory. `token_ids` has the ids of each."""
+        """Add the text and the tokens to each trajectory, if there is a tokenizer. `token_ids` has the ids of each."""
         if self._tokenizer is None:
             return
         for trajectory, ids in zip(group.trajectories, token_ids, strict=True):
-            trajectory.text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            trajectory.text = self.text(ids)
             trajectory.tokens[:] = self.tokens(ids)
+
+    def text(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of all tokens together, with special tokens or without. Without a tokenizer, the ids."""
+        if self._tokenizer is None:
+            return " ".join(map(str, token_ids))
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, or its id if there is no tokenizer."""

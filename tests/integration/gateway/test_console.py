@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +19,21 @@ from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.samples.sample import Sample
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import policies_pb2
+from sample_files import group_of_samples, write_samples
 from scripted_engine import make_tokenizer_folder, spelled
 
 pytestmark = needs_chromium
 
 
 async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str]) -> None:
-    """Forty steps, three servers, two groups, a dead letter."""
+    """Forty steps, three servers, two groups, a dead letter, samples of two steps."""
+    write_samples(
+        gateway.config.folder, sampled(11, 7, 0.25, prompt="old?"), sampled(12, 8, 1.0, 0.0, data_source="sums")
+    )
     prompts = {"prompts": [PROMPT] * 5}
     assert (await gateway.rest.post(f"{RUN}/prompts", json=prompts, headers=headers)).status_code == 200
     leases = await queue.lease("rollout-0", 3)
@@ -107,8 +114,8 @@ async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) 
         if await page.locator("html").get_attribute("data-theme") != theme:
             await page.get_by_role("button", name="Switch between light and dark").click()
         for view, heading in (
-            ("Overview", "Versions by server"), ("Policies", "Policies"), ("Trajectories", "Queued groups"),
-            ("Dead letters", "Dead letters"),
+            ("Overview", "Versions by server"), ("Policies", "Policies"), ("Trajectories", "Waiting for the learner"),
+            ("Samples", "Trained samples"), ("Dead letters", "Dead letters"),
         ):  # fmt: skip
             await page.get_by_role("link", name=view).click()
             await page.get_by_role("heading", name=heading, exact=True).wait_for()
@@ -116,9 +123,108 @@ async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) 
             if view == "Trajectories":
                 await page.get_by_role("button", name="Prompt 1").click()
                 await page.get_by_role("heading", name="Group of prompt 1").wait_for()
+            if view == "Samples":
+                await page.locator("details.sample summary").first.click()
+                await page.get_by_role("heading", name="Ground truth").first.wait_for()
             await keep(page, f"{view.lower().replace(' ', '-')}-{theme}-{width}")
             too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
             assert not await page.evaluate(too_wide), f"{view} at {width}"
+
+
+def sampled(step: int, prompt_id: int, *rewards: float, **changes: Any) -> list[Sample]:
+    return group_of_samples(step, prompt_id, *rewards, response="<b>" + "long " * 50, **changes)
+
+
+async def open_view(page: Any, name: str) -> None:
+    await page.get_by_role("link", name=name).click()
+    await page.locator(f"main[data-view={name.lower()}]").wait_for()
+
+
+async def test_samples_are_shown_with_prompt_and_truth_filtered_and_paged(page: Any, gateway: Gateway) -> None:
+    await open_view(page, "Samples")
+    summaries = page.locator("details.sample summary")
+    assert [(await each.inner_text()).partition(" · prompt")[0] for each in await summaries.all()] == [
+        "reward 1 (format 0.5) · step 12", "reward 0 (format 0.5) · step 12", "reward 0.25 (format 0.5) · step 11",
+    ]  # fmt: skip
+    await summaries.first.click()
+    opened = page.locator("details[open]")
+    assert await opened.get_by_label("Prompt").locator("pre").inner_text() == "<|user|>2 + 3?"
+    assert await opened.get_by_label("Ground truth").locator("pre").inner_text() == "5"
+    assert (await opened.get_by_label("Response").locator("pre").inner_text()).startswith("<b>long"), "never as HTML"
+
+    apply = page.get_by_role("button", name="Apply")
+    await page.get_by_label("Order").select_option("WORST")
+    await apply.click()
+    await page.locator("details.sample").first.filter(has_text="reward 0 (").wait_for()
+    await page.get_by_label("Order").select_option("")
+    await page.get_by_label("Data source").fill("sums")
+    await apply.click()
+    await page.get_by_text("step 11").wait_for(state="detached")
+    assert await summaries.count() == 2
+    await page.get_by_label("Data source").fill("")
+    await page.get_by_label("Highest reward").fill("0.5")
+    await page.keyboard.press("Enter")
+    await page.get_by_text("reward 1 (").wait_for(state="detached")
+    assert await summaries.count() == 2
+    await page.get_by_label("Text", exact=True).fill("no such")
+    await apply.click()
+    await page.get_by_text("No sample matches here.").wait_for()
+
+    write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), resume_step=12)
+    await page.reload()
+    await page.get_by_role("button", name="Older").wait_for()
+    assert await summaries.count() == 20 and "step 49" in await summaries.first.inner_text()
+    await page.get_by_role("button", name="Older").click()
+    await page.get_by_text("step 29").wait_for()
+    assert await page.get_by_role("button", name="Older").count() == 0
+    await page.get_by_role("button", name="Newest").click()
+    await page.get_by_text("step 49").wait_for()
+
+
+async def test_groups_that_wait_are_apart_from_those_that_the_learner_took(
+    page: Any, gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    assert await queue.take(41, 1) == [1]
+    await open_view(page, "Trajectories")
+    waiting = page.get_by_role("region", name="Groups that wait for the learner")
+    taken = page.get_by_role("region", name="Groups that no checkpoint covers yet")
+    assert await waiting.get_by_role("button").all_inner_texts() == ["Prompt 2"]
+    assert await taken.get_by_role("button").all_inner_texts() == ["Prompt 1"]
+    await page.get_by_role("button", name="Prompt 2").click()
+    await page.get_by_label("Ground truth").wait_for()
+    asked = PROMPT["messages"][0]  # type: ignore[index]
+    assert await page.get_by_label("Prompt", exact=True).locator("pre").inner_text() == f"user: {asked['content']}"
+    shown = await page.get_by_label("Ground truth").locator("pre").inner_text()
+    assert json.loads(shown) == PROMPT["ground_truth"]
+
+    await page.get_by_label("Lowest reward").fill("1.5")
+    await page.get_by_role("button", name="Apply").click()
+    await page.get_by_text("No group waits for the learner.").wait_for()
+    assert await taken.count() == 0
+
+
+async def test_validations_and_reward_parts_have_curves(page: Any, queue: RedisReplayQueue) -> None:
+    for step, reward in ((0, 0.25), (10, 0.5)):
+        await queue.create_evaluation(f"validation-math-{step}", [b"q"])
+        [lease] = [each for each in await queue.lease("rollout-9", 9) if each.payload == b"q"]
+        await queue.record_evaluation(f"validation-math-{step}", lease, [reward], 0, 0)
+    policy = policies_pb2.Policy(policy_version=41, step=41, metrics={"reward_part/format": 0.75})
+    await queue.publish(41, 41, policy.SerializeToString())
+    await page.get_by_role("img", name="validation of math: 2 points, from 0.25 to 0.5").wait_for()
+    await page.get_by_role("img", name="reward part format: 1 points, from 0.75 to 0.75").wait_for()
+
+
+async def test_a_button_is_not_replaced_under_the_mouse(page: Any, gateway: Gateway) -> None:
+    await page.clock.install()
+    await page.reload()
+    await page.get_by_role("button", name=re.compile("Pause|Resume")).hover()
+    asked: list[str] = []
+    page.on("request", lambda sent: asked.append(sent.url))
+    await page.clock.run_for(10_000)
+    assert asked == [], "a click on a button that is replaced meanwhile would be lost"
+    await page.mouse.move(1, 1)
+    async with page.expect_request("**/metrics?*"):
+        await page.clock.run_for(2_500)
 
 
 async def test_the_overview_shows_the_run_and_leads_to_others(
@@ -212,6 +318,11 @@ async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Ga
 async def test_a_dead_letter_is_requeued(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
     await page.get_by_role("link", name="Dead letters").click()
     await page.get_by_text("<script>alert(1)</script>").wait_for()
+    assert "reward_failed 1" in " ".join(
+        (await page.get_by_role("region", name="Dead letters by reason").inner_text()).split()
+    )
+    await page.get_by_label("Reason", exact=True).select_option("reward_failed")
+    await page.get_by_role("button", name="Apply").click()
     await page.get_by_role("button", name="Requeue prompt 3").click()
     await page.get_by_role("button", name="requeue", exact=True).click()
     await page.get_by_text("There are no dead letters.").wait_for()

@@ -2,21 +2,25 @@
 import { warn } from "/console/elements.js";
 import { overview } from "/console/overview.js";
 import { policies } from "/console/policies.js";
+import { samples } from "/console/samples.js";
 import { trajectories } from "/console/trajectories.js";
 import { deadLetters } from "/console/dead_letters.js";
 
-const VIEWS = { overview, policies, trajectories, "dead-letters": deadLetters };
+const VIEWS = { overview, policies, trajectories, samples, "dead-letters": deadLetters };
+const STILL = new Set(["trajectories", "samples"]);
 const LIVE_MS = 2000;
 const main = document.getElementById("main");
-let turn = 0;
+const canHover = matchMedia("(hover: hover)");
+let turn = 0, isPressed = false;
 
 const view = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");
 
-async function refresh() {
+// A refresh by the clock leaves out its turn while somebody uses what would be replaced.
+async function refresh(byClock = false) {
   const mine = ++turn, name = view();
   try {
-    const content = await VIEWS[name](refresh);
-    if (mine !== turn) return;
+    const content = await VIEWS[name](() => refresh());
+    if (mine !== turn || (byClock && isBusy())) return;
     const place = document.activeElement?.getAttribute?.("aria-label");
     main.replaceChildren(...content.filter(Boolean));
     main.dataset.view = name;
@@ -36,9 +40,12 @@ function show() {
   refresh();
 }
 
+// Whether something in the view has the focus, is open, is pressed, or is under the mouse. On a touch screen nothing is.
 function isBusy() {
   const active = document.activeElement;
-  return document.hidden || document.querySelector("dialog[open], details[open]") || (main.contains(active) && active !== main);
+  return document.hidden || isPressed || document.querySelector("dialog[open], details[open]")
+    || (main.contains(active) && active !== main)
+    || (canHover.matches && main.querySelector("button:hover, select:hover, summary:hover, a:hover, input:hover"));
 }
 
 function theme(name) {
@@ -50,5 +57,7 @@ theme(localStorage.getItem("penstock-theme") ?? (matchMedia("(prefers-color-sche
 document.getElementById("theme").addEventListener("click", () =>
   theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 addEventListener("hashchange", () => { show(); main.focus(); });
-setInterval(() => { if (!isBusy() && view() !== "trajectories") refresh(); }, LIVE_MS);
+addEventListener("pointerdown", () => { isPressed = true; });
+for (const ended of ["pointerup", "pointercancel"]) addEventListener(ended, () => { isPressed = false; });
+setInterval(() => { if (!isBusy() && !STILL.has(view())) refresh(true); }, LIVE_MS);
 show();

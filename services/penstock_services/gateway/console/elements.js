@@ -23,6 +23,27 @@ export const number = (value) => (value === null || value === undefined || Numbe
   : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
 export const clock = (milliseconds) => (milliseconds ? new Date(milliseconds).toLocaleString() : "–");
 
+// A form of filters. A field is [name, label, kind]; its kind is a type of input, or a list of [value, title]. `apply` gets
+// the values when the form is sent, so that nothing is replaced while somebody types.
+export function filters(fields, values, apply, ...more) {
+  const control = ([name, label, kind]) => {
+    const own = { name, "aria-label": label };
+    if (Array.isArray(kind)) return h("select", own, kind.map(([value, title]) => h("option", { value, selected: value === (values[name] ?? "") }, title)));
+    return h("input", { ...own, type: kind, value: values[name] ?? "", ...(kind === "number" ? { step: "any", class: "short" } : {}) });
+  };
+  const send = (event) => {
+    event.preventDefault();
+    apply(Object.fromEntries([...new FormData(event.target)].map(([name, value]) => [name, value.trim()])));
+  };
+  return h("form", { class: "filters", onsubmit: send },
+    fields.map((each) => h("label", {}, `${each[1]} `, control(each))), h("button", { type: "submit" }, "Apply"), more);
+}
+
+// The prompt, what is right, and where it fits on the page, a response beside them.
+export const texts = (...entries) => h("div", { class: "texts" }, entries.map(([title, text]) =>
+  h("section", { "aria-label": title }, h("h4", {}, title), h("pre", {}, text === "" ? "–" : text))));
+export const truth = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value, null, 1));
+
 export function say(text) {
   document.getElementById("said").textContent = text;
 }

@@ -5,7 +5,22 @@ import { card, confirmed, empty, h, number, say, table } from "/console/elements
 
 const SHOWN_STEPS = 200, SHOWN_MOMENTS = 300;
 const CHARTS = [["reward", "reward_mean"], ["staleness (versions)", "staleness_mean"], ["tokens per second", "tokens_per_second"]];
+const REWARD_PART = "reward_part/", MAX_PARTS = 8;
 const depths = [];
+
+// A curve for each validation dataset, and for each part of the reward.
+function validations(scores) {
+  const byName = new Map();
+  for (const score of scores) byName.set(score.benchmark, [...(byName.get(score.benchmark) ?? []), score]);
+  return [...byName].map(([name, points]) =>
+    lineChart(name.replace(/^validation-/, "validation of "), points.map((p) => ({ x: p.number, y: p.score }))));
+}
+
+function rewardParts(steps) {
+  const names = new Set(steps.flatMap((s) => Object.keys(s.metrics).filter((name) => name.startsWith(REWARD_PART))));
+  return [...names].sort().slice(0, MAX_PARTS).map((name) =>
+    lineChart(`reward part ${name.slice(REWARD_PART.length)}`, steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN }))));
+}
 
 const fact = (label, value) => h("div", { class: "card fact" }, h("b", {}, value), h("span", {}, label));
 
@@ -78,6 +93,7 @@ export async function overview(refresh) {
   const held = run.held_version === null ? "" : `, held at ${run.held_version}`;
   const charts = CHARTS.map(([title, name]) =>
     lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN }))));
+  charts.push(...validations(history.scores ?? []), ...rewardParts(history.steps));
   charts.push(lineChart("groups ready", depths, (x) => new Date(x).toLocaleTimeString()));
   return [
     h("div", { class: "facts" },

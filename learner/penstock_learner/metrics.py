@@ -12,6 +12,8 @@ from penstock_learner.agreement.check import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push_report import PushReport
 
+REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
+"""Prefix of the means of reward parts among the numbers of a step, and how many parts are recorded."""
 ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")
 MAX_SERVERS = 256
@@ -24,6 +26,9 @@ _ALGORITHM_GAUGES = {
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
     "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens that were rejected or lie outside the band."),
     "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
+    "reward_min": ("reward_min", "Lowest reward in the last batch."),
+    "reward_max": ("reward_max", "Highest reward in the last batch."),
+    "reward_std": ("reward_std", "Standard deviation of the rewards in the last batch."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
     "reward_failed_ratio": ("reward_failed_ratio", "Share of the step's samples whose reward failed."),
     "truncated_ratio": ("train_truncated_ratio", "Share of the step's responses that were cut at a limit."),
@@ -71,6 +76,11 @@ class LearnerMetrics:
             (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
         )  # fmt: skip
         self.reward = Gauge(name("reward_mean"), "Mean reward in the last batch.", ["env"], registry=registry)
+        self.reward_part = Gauge(
+            name("reward_part_mean"), "Mean of a part of the reward in the last batch.", ["part"], registry=registry
+        )
+        self.reward_parts: set[str] = set()
+        """Parts that have a series. Their number is limited, because a reward function chooses the names."""
         self.skipped = Counter(
             name("learner_nonfinite_steps"), "Steps skipped for a non-finite loss or gradient.", registry=registry
         )
@@ -163,6 +173,11 @@ class LearnerMetrics:
         self.last_step.set_to_current_time()
         for data_source, reward in rewards.items():
             self.reward.labels(data_source or "default").set(reward)
+        for key in (key for key in metrics if key.startswith(REWARD_PART)):
+            part = key.removeprefix(REWARD_PART)
+            if part in self.reward_parts or len(self.reward_parts) < MAX_REWARD_PARTS:
+                self.reward_parts.add(part)
+                self.reward_part.labels(part).set(metrics[key])
         self.loss.labels("policy").set(metrics["loss"])
         self.loss.labels("kl").set(metrics["kl_loss"])
         self.kl.labels("reference").set(metrics["kl_reference"])

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("penstock.cli.top", "watch a run live in the terminal"),
     "doctor": ("penstock.cli.doctor", "check a deployment and give advice"),
     "watch": ("penstock.cli.watch", "print the results of a run as they arrive"),
+    "samples": ("penstock.cli.samples", "show what the model wrote in training: prompts, responses, rewards"),
     "policies": ("penstock.cli.policies", "list, compare, promote and roll back policy versions"),
     "runs": ("penstock.cli.runs", "create, list, pause, resume and stop runs; show metrics by step"),
     "servers": ("penstock.cli.servers", "list, drain and undrain the rollout servers of a run"),

@@ -241,10 +241,42 @@ class GroupSummary(ResponseBody):
     min_version: int
     max_version: int
     finished_at_ms: int
+    is_taken: bool = False
+    """Whether the learner has taken it. It stays queued until a checkpoint covers its training."""
 
 
 class GroupPage(ResponseBody):
     groups: tuple[GroupSummary, ...]
+    next_page_token: str
+
+
+class Sample(ResponseBody):
+    """A trained response: see penstock.samples.sample for its fields."""
+
+    step: int
+    policy_version: int
+    prompt_id: int
+    sample: int
+    data_source: str
+    prompt: str
+    ground_truth: Any
+    response: str
+    reward: float | None
+    reward_parts: Metrics
+    num_tokens: int
+    min_version: int
+    max_version: int
+    finish_reason: str
+    is_baseline: bool
+    server_id: str
+    agent_name: str
+    attempt: int
+    finished_at_ms: int
+    reward_failed: bool = False
+
+
+class SamplePage(ResponseBody):
+    samples: tuple[Sample, ...]
     next_page_token: str
 
 

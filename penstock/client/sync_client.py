@@ -32,6 +32,7 @@ from penstock.client.responses import (
     PromptRecord,
     Result,
     Run,
+    SamplePage,
     Server,
     StepMetrics,
     read_response,
@@ -67,12 +68,19 @@ class SyncPenstockClient(GatewayConnection):
     def close(self) -> None:
         self._http.close()
 
-    def submit(self, prompts: Sequence[Prompt], idempotency_key: str | None = None) -> Submission:
+    def submit(
+        self, prompts: Sequence[Prompt], idempotency_key: str | None = None, prompt_keys: Sequence[str] = ()
+    ) -> Submission:
         """Submit prompts: all are accepted, or none.
 
         Repeating a call with the same `idempotency_key` returns the first call's ids and submits nothing. Without a
-        key, a random one protects this call's own retries only."""
-        body = {"prompts": [prompt_body(p) for p in prompts], "idempotency_key": idempotency_key or uuid.uuid4().hex}
+        key, a random one protects this call's own retries only. `prompt_keys` has a key for each prompt instead: a
+        prompt whose key was used before is not submitted again, whichever prompts it comes with."""
+        body: dict[str, Any] = {"prompts": [prompt_body(p) for p in prompts]}
+        if prompt_keys:
+            body["prompt_keys"] = list(prompt_keys)
+        else:
+            body["idempotency_key"] = idempotency_key or uuid.uuid4().hex
         return self._call("POST", self.address.path("prompts"), Submission, body=body)
 
     def prompts(self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = "") -> PromptPage:
@@ -138,6 +146,13 @@ class SyncPenstockClient(GatewayConnection):
 
     def get_group(self, prompt_id: int) -> Group:
         return self._call("GET", self.address.path("groups", prompt_id), Group)
+
+    def samples(self, order: str = "", page_size: int = 50, page_token: str = "", **filters: str | float) -> SamplePage:
+        """Return one page of trained samples as text, newest first, or those with `order` WORST or BEST.
+
+        Filters are `min_step`, `max_step`, `min_reward`, `max_reward`, `prompt_id`, `data_source` and `text`."""
+        query = {"order": order, "page_size": page_size, "page_token": page_token, **filters}
+        return self._call("GET", self.address.path("samples"), SamplePage, query=query)
 
     def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
         """Submit prompts that are scored and never trained on. The same id and prompts again change nothing."""

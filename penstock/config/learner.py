@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from penstock.config.algorithms import ADVANTAGE_NAMES, AlgorithmConfig
 from penstock.config.base import Config
 from penstock.config.gpu_bundles import find_unplaceable
-from penstock.config.loggers import LoggerName, ProfileConfig, WandbConfig
+from penstock.config.loggers import LoggerName, ProfileConfig, SamplesConfig, WandbConfig
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 
@@ -236,6 +236,7 @@ class LearnerConfig(Config):
     folder, which `penstock demo` and `penstock simulate` read. `tensorboard` and `wandb` need the package of that
     name."""
     wandb: WandbConfig = WandbConfig()
+    samples: SamplesConfig = SamplesConfig()
     profile: ProfileConfig = ProfileConfig()
 
     @property

@@ -22,6 +22,19 @@ class WandbConfig(Config):
     """`offline` writes to `wandb/` in the run's folder; upload it later with `wandb sync`."""
 
 
+class SamplesConfig(Config):
+    """Trained samples as text, written to `samples.jsonl` in the run's folder. `penstock samples` shows them."""
+
+    share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the groups that is written, chosen by prompt id. 0: none."""
+    max_bytes: int = Field(default=1 << 30, ge=0)
+    """Size that the files may have. The oldest samples are deleted, half of the files at a time. 0: no limit."""
+    table_every_steps: int = Field(default=10, ge=0)
+    """Number of steps between two tables of samples that the loggers `tensorboard` and `wandb` get. 0: none."""
+    table_rows: int = Field(default=8, ge=1, le=1000)
+    """Number of samples in such a table: the worst and the best of the step, and others evenly between them."""
+
+
 class ProfileConfig(Config):
     """Profiles of the learner, written to `profiles/` in the run's folder."""
 

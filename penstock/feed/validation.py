@@ -7,9 +7,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.codec import encode_prompt
 from penstock.config.dataset import ValidationConfig
@@ -91,8 +92,7 @@ class Validator:
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with self.results.open("a") as lines:
             lines.write(json.dumps({"step": step} | asdict(evaluation)) + "\n")
-        passed = "  ".join(f"pass@{k} {share:.3f}" for k, share in evaluation.pass_at.items())
-        logger.info("validation at step %d: mean@%d %.3f  %s", step, self.config.num_samples, evaluation.score, passed)
+        logger.info("%s", result_line({"step": step} | asdict(evaluation)))
         if evaluation.num_failed:
             logger.warning(
                 "validation at step %d: %d of %d prompts failed and are not in the score; the servers' logs say why",
@@ -119,8 +119,19 @@ class Validator:
         return evaluation
 
 
-def validated_steps(results: Path) -> set[int]:
-    """Steps whose result is written. The last line may be incomplete after a crash of the machine; it is ignored."""
+def read_results(results: Path) -> list[dict[str, Any]]:
+    """The results that are written, oldest first. The last line may be incomplete after a crash; it is ignored."""
     if not results.exists():
-        return set()
-    return {json.loads(line)["step"] for line in results.read_text().splitlines() if line.endswith("}")}
+        return []
+    return [json.loads(line) for line in results.read_text().splitlines() if line.endswith("}")]
+
+
+def validated_steps(results: Path) -> set[int]:
+    return {result["step"] for result in read_results(results)}
+
+
+def result_line(result: Mapping[str, Any]) -> str:
+    """A result in one line, for people: the mean over all samples, and pass@k."""
+    passed = "".join(f"  pass@{k} {share:.3f}" for k, share in result["pass_at"].items())
+    failed = f"  ({result['num_failed']} prompts failed)" if result.get("num_failed") else ""
+    return f"validation at step {result['step']}: mean {result['score']:.3f}{passed}{failed}"

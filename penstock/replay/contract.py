@@ -50,6 +50,8 @@ class Submission:
     prompt_ids: tuple[int, ...]
     replayed: bool
     """Whether these are the ids of an earlier request with the same idempotency key."""
+    num_replayed: int = 0
+    """How many of the prompts were submitted before. The gateway fills it in."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,11 @@ class PromptIntake(Protocol):
         end."""
         ...
 
+    async def evaluation_history(self) -> dict[str, float]:
+        """Score of each finished evaluation whose name ends in a number, such as the step of a validation. The first
+        MAX_SCORES are kept."""
+        ...
+
     async def expired_reasons(self) -> dict[str, int]:
         """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `go_back`) and discarded groups
         by the reason's first word."""
@@ -294,8 +301,8 @@ class GroupProducer(Protocol):
 
 
 class GroupConsumer(Protocol):
-    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feed_positions`, `wait_for_groups`,
-    `fetch` and `stat` raise Fenced once a newer term was taken."""
+    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feed_positions`, `evaluation_history`,
+    `wait_for_groups`, `fetch`, `prompts` and `stat` raise Fenced once a newer term was taken."""
 
     async def store_id(self) -> str:
         """Random name of the store that holds this run's queue, made at the first call. A store that lost everything,
@@ -310,6 +317,10 @@ class GroupConsumer(Protocol):
         """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
 
         The groups of later steps are delivered again, in the same batches."""
+        ...
+
+    async def evaluation_history(self) -> dict[str, float]:
+        """As in PromptIntake."""
         ...
 
     async def feed_positions(self) -> dict[str, int]:
@@ -329,6 +340,10 @@ class GroupConsumer(Protocol):
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
         """The groups of these prompts. Those that are no longer queued are left out."""
+        ...
+
+    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
+        """The encoded prompts, in the same order; empty for a prompt that is trained, dead-lettered or unknown."""
         ...
 
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:

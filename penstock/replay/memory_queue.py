@@ -147,6 +147,9 @@ class MemoryReplayQueue:
     async def evaluation_scores(self) -> dict[str, float]:
         return dict(self.store.scores)
 
+    async def evaluation_history(self) -> dict[str, float]:
+        return dict(self.store.score_history)
+
     # ── rollout server ──
 
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
@@ -359,6 +362,10 @@ class MemoryReplayQueue:
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
         groups = self.store.groups
         return [Delivery(prompt_id, groups[prompt_id].payload) for prompt_id in prompt_ids if prompt_id in groups]
+
+    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
+        prompts = self.store.prompts
+        return [prompts[prompt_id].payload if prompt_id in prompts else b"" for prompt_id in prompt_ids]
 
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         self._check_term()

@@ -22,6 +22,7 @@ from penstock.sample_scores import summarise
 
 NEVER = float("inf")
 MAX_BENCHMARKS = 256
+MAX_SCORES = 5000
 
 
 class Ordered:
@@ -131,6 +132,7 @@ class MemoryStore:
         self.feeds: dict[str, FeedPosition] = {}
         self.evaluations: dict[str, MemoryEvaluation] = {}
         self.scores: dict[str, float] = {}
+        self.score_history: dict[str, float] = {}
         self.policies: dict[int, bytes] = {}
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
@@ -348,6 +350,9 @@ class MemoryStore:
             benchmark = re.sub(r"-\d+$", "", evaluation_id)
             if benchmark in self.scores or len(self.scores) < MAX_BENCHMARKS:
                 self.scores[benchmark] = summarise(evaluation.rewards).mean
+            num_digits = len(evaluation_id) - len(benchmark) - 1
+            if 0 < num_digits < 16 and len(self.score_history) < MAX_SCORES:
+                self.score_history[evaluation_id] = summarise(evaluation.rewards).mean
 
     def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
         self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))

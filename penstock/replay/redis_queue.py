@@ -34,6 +34,8 @@ from penstock.store.redis_errors import guarded
 from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+PROMPTS_AT_ONCE = 64
+"""Prompts that one command reads. A prompt may be large, and Redis answers nobody else meanwhile."""
 
 
 class RedisReplayQueue:
@@ -111,6 +113,10 @@ class RedisReplayQueue:
             raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
         return deliveries[0].payload
 
+    async def taken(self) -> set[int]:
+        """The prompts whose groups the learner has taken and not committed."""
+        return {int(prompt_id) for prompt_id in await guarded(self.client.smembers(self.keys.delivered))}
+
     async def stat(self) -> QueueStat:
         numbers = read_record(await self._call("stat"))
         state = admission(
@@ -128,6 +134,10 @@ class RedisReplayQueue:
     async def evaluation_scores(self) -> dict[str, float]:
         scores = await guarded(self.client.hgetall(self.keys.scores))
         return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
+
+    async def evaluation_history(self) -> dict[str, float]:
+        scores = await guarded(self.client.hgetall(self.keys.score_history))
+        return {evaluation_id.decode(): float(score) for evaluation_id, score in scores.items()}
 
     # ── rollout server ──
 
@@ -226,6 +236,13 @@ class RedisReplayQueue:
             keys = {prompt_id: key for prompt_id, key in zip(unknown, located, strict=True) if key}
             payloads |= await self.payloads.fetch(keys)
         return [Delivery(prompt_id, payloads[prompt_id]) for prompt_id in prompt_ids if prompt_id in payloads]
+
+    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
+        payloads: list[bytes] = []
+        for first in range(0, len(prompt_ids), PROMPTS_AT_ONCE):
+            some = prompt_ids[first : first + PROMPTS_AT_ONCE]
+            payloads += [found or b"" for found in await guarded(self.client.hmget(self.keys.prompts, some))]
+        return payloads
 
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         committed: int = await self._call("commit", self.term, step, oldest_step, *prompt_ids)

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import prompts_pb2 as penstock_dot_v1_dot_prompts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/groups.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"G\n\x11ListGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x12ListGroupsResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.penstock.v1.GroupSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xdf\x01\n\x0cGroupSummary\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x07 \x01(\x01\x12\x13\n\x0bmin_version\x18\x08 \x01(\x03\x12\x13\n\x0bmax_version\x18\t \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\"1\n\x0fGetGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\x94\x02\n\x05Group\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x11\n\tserver_id\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x18\n\x10prompt_token_ids\x18\x08 \x01(\x0c\x12-\n\x0ctrajectories\x18\t \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\t\"\xd9\x04\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12>\n\x0creward_parts\x18\x06 \x03(\x0b\x32(.penstock.v1.Trajectory.RewardPartsEntry\x12;\n\rfinish_reason\x18\x07 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x13\n\x0bis_baseline\x18\x08 \x01(\x08\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0e\n\x06tokens\x18\n \x03(\t\x12\x19\n\x11learner_log_probs\x18\x0b \x01(\x0c\x12\x15\n\rreward_failed\x18\x0f \x01(\x08\x12\x37\n\x11sampling_segments\x18\x0e \x03(\x0b\x32\x1c.penstock.v1.SamplingSegment\x12\x32\n\x0erouted_experts\x18\x0c \x01(\x0b\x32\x1a.penstock.v1.RoutedExperts\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x0b\n\x07\x41\x42ORTED\x10\x03\"Q\n\x0fSamplingSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_p\x18\x04 \x01(\x02\"Q\n\rRoutedExperts\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x10\n\x08id_bytes\x18\x04 \x01(\x05\"D\n\x0eVersionSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x32\x9b\x01\n\x0cGroupService\x12<\n\x08GetGroup\x12\x1c.penstock.v1.GetGroupRequest\x1a\x12.penstock.v1.Group\x12M\n\nListGroups\x12\x1e.penstock.v1.ListGroupsRequest\x1a\x1f.penstock.v1.ListGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/groups.proto\x12\x0bpenstock.v1\x1a\x19penstock/v1/prompts.proto\"G\n\x11ListGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x12ListGroupsResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.penstock.v1.GroupSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xf1\x01\n\x0cGroupSummary\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\x12\n\nnum_tokens\x18\x06 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x07 \x01(\x01\x12\x13\n\x0bmin_version\x18\x08 \x01(\x03\x12\x13\n\x0bmax_version\x18\t \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\x12\x10\n\x08is_taken\x18\x0b \x01(\x08\"\x94\x03\n\x12ListSamplesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x34\n\x05order\x18\x04 \x01(\x0e\x32%.penstock.v1.ListSamplesRequest.Order\x12\x15\n\x08min_step\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\x08max_step\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmin_reward\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_reward\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x16\n\tprompt_id\x18\t \x01(\x03H\x04\x88\x01\x01\x12\x13\n\x0b\x64\x61ta_source\x18\n \x01(\t\x12\x0c\n\x04text\x18\x0b \x01(\t\"3\n\x05Order\x12\x15\n\x11ORDER_UNSPECIFIED\x10\x00\x12\t\n\x05WORST\x10\x01\x12\x08\n\x04\x42\x45ST\x10\x02\x42\x0b\n\t_min_stepB\x0b\n\t_max_stepB\r\n\x0b_min_rewardB\r\n\x0b_max_rewardB\x0c\n\n_prompt_id\"T\n\x13ListSamplesResponse\x12$\n\x07samples\x18\x01 \x03(\x0b\x32\x13.penstock.v1.Sample\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x84\x04\n\x06Sample\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tprompt_id\x18\x03 \x01(\x03\x12\x0e\n\x06sample\x18\x04 \x01(\x05\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x19\n\x11ground_truth_json\x18\x07 \x01(\t\x12\x10\n\x08response\x18\x08 \x01(\t\x12\x13\n\x06reward\x18\t \x01(\x01H\x00\x88\x01\x01\x12:\n\x0creward_parts\x18\n \x03(\x0b\x32$.penstock.v1.Sample.RewardPartsEntry\x12\x12\n\nnum_tokens\x18\x0b \x01(\x05\x12\x13\n\x0bmin_version\x18\x0c \x01(\x03\x12\x13\n\x0bmax_version\x18\r \x01(\x03\x12\x15\n\rfinish_reason\x18\x0e \x01(\t\x12\x13\n\x0bis_baseline\x18\x0f \x01(\x08\x12\x11\n\tserver_id\x18\x10 \x01(\t\x12\x12\n\nagent_name\x18\x11 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x12 \x01(\x05\x12\x16\n\x0e\x66inished_at_ms\x18\x13 \x01(\x03\x12\x15\n\rreward_failed\x18\x14 \x01(\x08\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"1\n\x0fGetGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\"\x94\x02\n\x05Group\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x11\n\tserver_id\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nagent_name\x18\x06 \x01(\t\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x18\n\x10prompt_token_ids\x18\x08 \x01(\x0c\x12-\n\x0ctrajectories\x18\t \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x16\n\x0e\x66inished_at_ms\x18\n \x01(\x03\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\t\"\xd9\x04\n\nTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tloss_mask\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12>\n\x0creward_parts\x18\x06 \x03(\x0b\x32(.penstock.v1.Trajectory.RewardPartsEntry\x12;\n\rfinish_reason\x18\x07 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x13\n\x0bis_baseline\x18\x08 \x01(\x08\x12\x0c\n\x04text\x18\t \x01(\t\x12\x0e\n\x06tokens\x18\n \x03(\t\x12\x19\n\x11learner_log_probs\x18\x0b \x01(\x0c\x12\x15\n\rreward_failed\x18\x0f \x01(\x08\x12\x37\n\x11sampling_segments\x18\x0e \x03(\x0b\x32\x1c.penstock.v1.SamplingSegment\x12\x32\n\x0erouted_experts\x18\x0c \x01(\x0b\x32\x1a.penstock.v1.RoutedExperts\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\x0b\n\x07\x41\x42ORTED\x10\x03\"Q\n\x0fSamplingSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_p\x18\x04 \x01(\x02\"Q\n\rRoutedExperts\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x10\n\x08id_bytes\x18\x04 \x01(\x05\"D\n\x0eVersionSegment\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x32\xed\x01\n\x0cGroupService\x12<\n\x08GetGroup\x12\x1c.penstock.v1.GetGroupRequest\x1a\x12.penstock.v1.Group\x12M\n\nListGroups\x12\x1e.penstock.v1.ListGroupsRequest\x1a\x1f.penstock.v1.ListGroupsResponse\x12P\n\x0bListSamples\x12\x1f.penstock.v1.ListSamplesRequest\x1a .penstock.v1.ListSamplesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.groups_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLE_REWARDPARTSENTRY']._loaded_options = None
+  _globals['_SAMPLE_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY_REWARDPARTSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_LISTGROUPSREQUEST']._serialized_start=68
@@ -39,23 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTGROUPSRESPONSE']._serialized_start=141
   _globals['_LISTGROUPSRESPONSE']._serialized_end=229
   _globals['_GROUPSUMMARY']._serialized_start=232
-  _globals['_GROUPSUMMARY']._serialized_end=455
-  _globals['_GETGROUPREQUEST']._serialized_start=457
-  _globals['_GETGROUPREQUEST']._serialized_end=506
-  _globals['_GROUP']._serialized_start=509
-  _globals['_GROUP']._serialized_end=785
-  _globals['_TRAJECTORY']._serialized_start=788
-  _globals['_TRAJECTORY']._serialized_end=1389
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=1257
-  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=1307
-  _globals['_TRAJECTORY_FINISHREASON']._serialized_start=1309
-  _globals['_TRAJECTORY_FINISHREASON']._serialized_end=1389
-  _globals['_SAMPLINGSEGMENT']._serialized_start=1391
-  _globals['_SAMPLINGSEGMENT']._serialized_end=1472
-  _globals['_ROUTEDEXPERTS']._serialized_start=1474
-  _globals['_ROUTEDEXPERTS']._serialized_end=1555
-  _globals['_VERSIONSEGMENT']._serialized_start=1557
-  _globals['_VERSIONSEGMENT']._serialized_end=1625
-  _globals['_GROUPSERVICE']._serialized_start=1628
-  _globals['_GROUPSERVICE']._serialized_end=1783
+  _globals['_GROUPSUMMARY']._serialized_end=473
+  _globals['_LISTSAMPLESREQUEST']._serialized_start=476
+  _globals['_LISTSAMPLESREQUEST']._serialized_end=880
+  _globals['_LISTSAMPLESREQUEST_ORDER']._serialized_start=759
+  _globals['_LISTSAMPLESREQUEST_ORDER']._serialized_end=810
+  _globals['_LISTSAMPLESRESPONSE']._serialized_start=882
+  _globals['_LISTSAMPLESRESPONSE']._serialized_end=966
+  _globals['_SAMPLE']._serialized_start=969
+  _globals['_SAMPLE']._serialized_end=1485
+  _globals['_SAMPLE_REWARDPARTSENTRY']._serialized_start=1424
+  _globals['_SAMPLE_REWARDPARTSENTRY']._serialized_end=1474
+  _globals['_GETGROUPREQUEST']._serialized_start=1487
+  _globals['_GETGROUPREQUEST']._serialized_end=1536
+  _globals['_GROUP']._serialized_start=1539
+  _globals['_GROUP']._serialized_end=1815
+  _globals['_TRAJECTORY']._serialized_start=1818
+  _globals['_TRAJECTORY']._serialized_end=2419
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=1424
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=1474
+  _globals['_TRAJECTORY_FINISHREASON']._serialized_start=2339
+  _globals['_TRAJECTORY_FINISHREASON']._serialized_end=2419
+  _globals['_SAMPLINGSEGMENT']._serialized_start=2421
+  _globals['_SAMPLINGSEGMENT']._serialized_end=2502
+  _globals['_ROUTEDEXPERTS']._serialized_start=2504
+  _globals['_ROUTEDEXPERTS']._serialized_end=2585
+  _globals['_VERSIONSEGMENT']._serialized_start=2587
+  _globals['_VERSIONSEGMENT']._serialized_end=2655
+  _globals['_GROUPSERVICE']._serialized_start=2658
+  _globals['_GROUPSERVICE']._serialized_end=2895
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ class ListGroupsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GroupSummary(_message.Message):
-    __slots__ = ("prompt_id", "attempt", "server_id", "data_source", "num_trajectories", "num_tokens", "mean_reward", "min_version", "max_version", "finished_at_ms")
+    __slots__ = ("prompt_id", "attempt", "server_id", "data_source", "num_trajectories", "num_tokens", "mean_reward", "min_version", "max_version", "finished_at_ms", "is_taken")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class GroupSummary(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     prompt_id: int
     attempt: int
     server_id: str
@@ -48,7 +49,101 @@ class GroupSummary(_message.Message):
     min_version: int
     max_version: int
     finished_at_ms: int
-    def __init__(self, prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mean_reward: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finished_at_ms: _Optional[int] = ...) -> None: ...
+    is_taken: bool
+    def __init__(self, prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mean_reward: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., is_taken: _Optional[bool] = ...) -> None: ...
+
+class ListSamplesRequest(_message.Message):
+    __slots__ = ("run", "page_size", "page_token", "order", "min_step", "max_step", "min_reward", "max_reward", "prompt_id", "data_source", "text")
+    class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ORDER_UNSPECIFIED: _ClassVar[ListSamplesRequest.Order]
+        WORST: _ClassVar[ListSamplesRequest.Order]
+        BEST: _ClassVar[ListSamplesRequest.Order]
+    ORDER_UNSPECIFIED: ListSamplesRequest.Order
+    WORST: ListSamplesRequest.Order
+    BEST: ListSamplesRequest.Order
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    MIN_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_FIELD_NUMBER: _ClassVar[int]
+    MIN_REWARD_FIELD_NUMBER: _ClassVar[int]
+    MAX_REWARD_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    page_size: int
+    page_token: str
+    order: ListSamplesRequest.Order
+    min_step: int
+    max_step: int
+    min_reward: float
+    max_reward: float
+    prompt_id: int
+    data_source: str
+    text: str
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., order: _Optional[_Union[ListSamplesRequest.Order, str]] = ..., min_step: _Optional[int] = ..., max_step: _Optional[int] = ..., min_reward: _Optional[float] = ..., max_reward: _Optional[float] = ..., prompt_id: _Optional[int] = ..., data_source: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class ListSamplesResponse(_message.Message):
+    __slots__ = ("samples", "next_page_token")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    next_page_token: str
+    def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("step", "policy_version", "prompt_id", "sample", "data_source", "prompt", "ground_truth_json", "response", "reward", "reward_parts", "num_tokens", "min_version", "max_version", "finish_reason", "is_baseline", "server_id", "agent_name", "attempt", "finished_at_ms", "reward_failed")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    GROUND_TRUTH_JSON_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_BASELINE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    policy_version: int
+    prompt_id: int
+    sample: int
+    data_source: str
+    prompt: str
+    ground_truth_json: str
+    response: str
+    reward: float
+    reward_parts: _containers.ScalarMap[str, float]
+    num_tokens: int
+    min_version: int
+    max_version: int
+    finish_reason: str
+    is_baseline: bool
+    server_id: str
+    agent_name: str
+    attempt: int
+    finished_at_ms: int
+    reward_failed: bool
+    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_id: _Optional[int] = ..., sample: _Optional[int] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., response: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., is_baseline: _Optional[bool] = ..., server_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., attempt: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., reward_failed: _Optional[bool] = ...) -> None: ...
 
 class GetGroupRequest(_message.Message):
     __slots__ = ("run", "prompt_id")

@@ -45,6 +45,11 @@ class GroupServiceStub:
                 request_serializer=penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.FromString,
                 _registered_method=True)
+        self.ListSamples = channel.unary_unary(
+                '/penstock.v1.GroupService/ListSamples',
+                request_serializer=penstock_dot_v1_dot_groups__pb2.ListSamplesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_groups__pb2.ListSamplesResponse.FromString,
+                _registered_method=True)
 
 
 class GroupServiceServicer:
@@ -64,6 +69,13 @@ class GroupServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSamples(self, request, context):
+        """Lists trained samples as text, from the learner's samples.jsonl. Empty if this gateway cannot read the run's folder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     servicer.ListGroups,
                     request_deserializer=penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.SerializeToString,
+            ),
+            'ListSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSamples,
+                    request_deserializer=penstock_dot_v1_dot_groups__pb2.ListSamplesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_groups__pb2.ListSamplesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class GroupService:
             '/penstock.v1.GroupService/ListGroups',
             penstock_dot_v1_dot_groups__pb2.ListGroupsRequest.SerializeToString,
             penstock_dot_v1_dot_groups__pb2.ListGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GroupService/ListSamples',
+            penstock_dot_v1_dot_groups__pb2.ListSamplesRequest.SerializeToString,
+            penstock_dot_v1_dot_groups__pb2.ListSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

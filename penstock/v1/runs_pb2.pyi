@@ -41,10 +41,22 @@ class ListMetricsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListMetricsResponse(_message.Message):
-    __slots__ = ("steps",)
+    __slots__ = ("steps", "scores")
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[StepMetrics]
-    def __init__(self, steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ...) -> None: ...
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("benchmark", "number", "score")
+    BENCHMARK_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    benchmark: str
+    number: int
+    score: float
+    def __init__(self, benchmark: _Optional[str] = ..., number: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
     __slots__ = ("step", "policy_version", "published_at_ms", "metrics")
@@ -86,12 +98,21 @@ class ListDeadLettersRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class ListDeadLettersResponse(_message.Message):
-    __slots__ = ("dead_letters", "next_page_token")
+    __slots__ = ("dead_letters", "next_page_token", "reasons")
+    class ReasonsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
     dead_letters: _containers.RepeatedCompositeFieldContainer[DeadLetter]
     next_page_token: str
-    def __init__(self, dead_letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    reasons: _containers.ScalarMap[str, int]
+    def __init__(self, dead_letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("letter_id", "prompt_id", "reason", "buried_at_ms", "prompt_bytes", "group_bytes")

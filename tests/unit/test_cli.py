@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import socket
 import subprocess
@@ -14,17 +15,22 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from penstock.cli import main as cli
+from penstock.cli import top
 from penstock.cli.connection import only_gateway
-from penstock.cli.submit import batch_key, submit_all
+from penstock.cli.submit import prompt_key, submit_all
 from penstock.client import SyncPenstockClient
+from penstock.client.responses import QueueStat, Run, Server
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
+from penstock.sparkline import sparkline
 from penstock.trajectory import Prompt, Sampling
 
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
 LIGHT_COMMANDS = (
     "submit", "feed", "status", "top", "doctor", "policies", "plan", "simulate", "generate", "evaluate", "gateway",
+    "samples",
 )  # fmt: skip
 
 
@@ -202,26 +208,41 @@ class FakeGateway:
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
         self.accepted: dict[str, list[int]] = {}
+        self.num_requests = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
-        key = body["idempotency_key"]
-        replayed = key in self.accepted
-        first = 1 + sum(map(len, self.accepted.values()))
-        ids = self.accepted.setdefault(key, list(range(first, first + len(body["prompts"]))))
+        self.num_requests += 1
+        keys = body.get("prompt_keys")
+        rows = [(key, 1) for key in keys] if keys else [(body["idempotency_key"], len(body["prompts"]))]
+        num_replayed, ids = 0, []
+        for key, count in rows:
+            num_replayed += count if key in self.accepted else 0
+            first = 1 + sum(map(len, self.accepted.values()))
+            ids += self.accepted.setdefault(key, list(range(first, first + count)))
         if self.failures:
             self.failures -= 1
             raise httpx.ReadError("reset", request=request)
-        return httpx.Response(200, json={"prompt_ids": ids, "replayed": replayed})
+        replayed = num_replayed == len(ids)
+        return httpx.Response(200, json={"prompt_ids": ids, "replayed": replayed, "num_replayed": num_replayed})
 
 
 def test_rerunning_a_submission_is_harmless() -> None:
     gateway = FakeGateway()
     with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(gateway)) as client:
-        assert submit_all(client, prompts(600), epoch=0) == (0, 1, 600)
-        assert submit_all(client, prompts(600), epoch=0) == (600, 1, 600)
-        assert submit_all(client, prompts(600), epoch=1) == (0, 601, 1200)
-    assert [len(ids) for ids in gateway.accepted.values()] == [256, 256, 88] * 2
+        assert submit_all(client, prompts(600), epoch=0) == (0, list(range(1, 601)))
+        assert submit_all(client, prompts(600), epoch=0) == (600, list(range(1, 601)))
+        assert submit_all(client, prompts(600), epoch=1) == (0, list(range(601, 1201)))
+    assert gateway.num_requests == 3 * 3
+
+
+def test_a_part_of_a_file_and_the_whole_file_submit_nothing_twice() -> None:
+    for counts in ((600, 5, 300), (5, 300, 600)):
+        gateway = FakeGateway()
+        with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(gateway)) as client:
+            for count in counts:
+                submit_all(client, prompts(count), epoch=0)
+        assert len(gateway.accepted) == 600
 
 
 def test_a_lost_answer_is_retried_with_the_same_key() -> None:
@@ -243,8 +264,55 @@ def test_retries_end_at_the_deadline_with_the_last_error() -> None:
         client.get_run()
 
 
-def test_the_key_of_a_batch_depends_on_all_that_is_submitted() -> None:
-    key = batch_key(prompts(2), 0, 0)
-    assert key == batch_key(prompts(2), 0, 0)
-    others = [batch_key(prompts(3), 0, 0), batch_key(prompts(2, 0.5), 0, 0), batch_key(prompts(2), 256, 0)]
-    assert len({key, *others, batch_key(prompts(2), 0, 1)}) == 5
+def test_the_key_of_a_prompt_depends_on_all_that_is_submitted() -> None:
+    first, second = prompts(2)
+    [warm] = prompts(1, 0.5)
+    key = prompt_key(first, 0, 0)
+    assert key == prompt_key(prompts(1)[0], 0, 0)
+    assert (
+        len({key, prompt_key(second, 0, 0), prompt_key(warm, 0, 0), prompt_key(first, 1, 0), prompt_key(first, 0, 1)})
+        == 5
+    )
+
+
+QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 12345))
+SERVERS = tuple(
+    Server(
+        server_id=f"rollout-{number}", address="http://a-rather-long-name.of.a.machine.example:12345", state="LOADING",
+        policy_version=1234, heartbeat_age_ms=12345, running_groups=64, engine="sglang", weights_digest="0123456789ab",
+        is_drained=False,
+    )
+    for number in (9, 10)
+)  # fmt: skip
+RUN = Run(
+    run="a-run-with-a-name", step=1234, policy_version=1240, term=3, queue=QUEUE, servers=SERVERS, state="RUNNING",
+    metrics=dict.fromkeys(("reward_mean", "staleness_mean", "tokens_per_second", "loss", "entropy"), 0.123456),
+    held_version=None, launcher_id="", detail="",
+)  # fmt: skip
+
+
+def test_top_fits_80_columns_with_a_line_for_each_server() -> None:
+    series = {"penstock_heartbeat_age_seconds": {"learner": 1.0, "rollout-9": 2.0}}
+    screen = io.StringIO()
+    console = Console(file=screen, width=80)
+    console.print(top.draw(top.Look(RUN, series, [0.1, 0.9])))
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    [header] = [line for line in lines if line.startswith("server")]
+    assert header.split() == ["server", "state", "version", "digest", "groups", "heartbeat", "engine"]
+    rows = [line.split() for line in lines if line.startswith("rollout-") and "LOADING" in line]
+    assert rows == [[f"rollout-{n}", "LOADING", "1234", "01234567", "64", "12.3", "s", "sglang"] for n in (9, 10)]
+    assert "│" not in screen.getvalue() and "dead-lettered 12345" in " ".join(screen.getvalue().split())
+
+
+def test_the_sparkline_of_top_starts_with_the_steps_before() -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        steps = [
+            {"step": n, "policy_version": n, "published_at_ms": 1, "metrics": {"reward_mean": n / 4} if n else {}}
+            for n in range(5)
+        ]
+        return httpx.Response(200, json={"steps": steps})
+
+    with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(respond)) as client:
+        assert top.rewards_of(client) == [0.25, 0.5, 0.75, 1.0]
+    assert sparkline([0.25, 0.5, 0.75, 1.0], top.HISTORY) == "▃▅▇█"

@@ -27,6 +27,7 @@ from penstock.errors import (
 from penstock.replay import contract
 from penstock.trajectory import Prompt
 from penstock.v1 import runs_pb2
+from sample_files import SAMPLE
 
 CLIENT_FOLDER = Path(inspect.getfile(retries)).parent
 PROMPT = Prompt(messages=(("user", "2+2?"),))
@@ -81,6 +82,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "wait_for_prompt": ((1, 5.0), RECORD),
     "groups": ((), {"groups": [SUMMARY], **PAGE}),
     "get_group": ((1,), GROUP),
+    "samples": ((), {"samples": [dataclasses.asdict(SAMPLE)], **PAGE}),
     "create_evaluation": (("e", [PROMPT]), EVALUATION),
     "get_evaluation": (("e",), EVALUATION),
     "wait_for_evaluation": (("e", 5.0), EVALUATION),

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.client.responses import QueueStat, Run
 from penstock.config.loading import validate
+from penstock.sparkline import sparkline
 from penstock_services.local import display
 from penstock_services.local.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
+from penstock_services.local.supervisor import say_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})
 RUN = Run(
     run="test", step=0, policy_version=0, term=1, queue=QUEUE, metrics={}, servers=(), state="RUNNING",
     held_version=None, launcher_id="", detail="",
 )  # fmt: skip
+
+
+def test_a_validation_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, said = tmp_path / "validation.jsonl", {0}
+    rows = [{"step": step, "score": step / 100, "pass_at": {"1": 0.25, "4": 0.5}} for step in (0, 25)]
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 50')
+    shown = LineDisplay(validate({"model": {"path": "m"}}, "test"))
+    say_validations(results, shown, said)
+    say_validations(results, shown, said)
+    assert capsys.readouterr().out == "validation at step 25: mean 0.250  pass@1 0.250  pass@4 0.500\n"
+
+
+def test_a_sparkline_has_room_for_every_value() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([-3.0, 0.0, 1.0], 10) == "▁▇█", "a reward may be negative"
+    assert sparkline([0.0, 5.0, 10.0], 10) == "▁▅█", "or larger than 1"
+    assert sparkline([], 10) == ""
+    assert len(sparkline([0.5] * 100, 10)) == 10
 
 
 def history(step: int) -> list[dict[str, float]]:

@@ -128,6 +128,18 @@ ALGORITHM = Section(
             ("min(penstock_algo_server_logprob_limit_nats)", "limit"),
         ),
         lines("Reward", "Mean reward in the last batch.", ("avg by (env) (penstock_reward_mean)", "{{env}}")),
+        lines(
+            "Reward spread",
+            "Lowest and highest reward in the last batch, and the standard deviation.",
+            ("min(penstock_reward_min)", "lowest"),
+            ("max(penstock_reward_max)", "highest"),
+            ("max(penstock_reward_std)", "standard deviation"),
+        ),
+        lines(
+            "Reward parts",
+            "Mean of each part of the reward in the last batch.",
+            ("avg by (part) (penstock_reward_part_mean)", "{{part}}"),
+        ),
     ),
 )
 

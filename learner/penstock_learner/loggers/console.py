@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.samples.sample import Sample
 from penstock_learner.loggers.verl_names import under_verl_names
 
 
@@ -27,6 +28,12 @@ class ConsoleLogger:
         for group, values in groups.items():
             table.add_row(Text(group, style="bold"), Text("  ".join(values)))
         self.console.print(table)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Does nothing: `penstock samples` shows them."""
+
+    def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        self.console.print(Text(f"validation at step {step}: " + "  ".join(f"{n} {v:.4g}" for n, v in scores.items())))
 
     def close(self) -> None:
         """Does nothing: the terminal stays open."""

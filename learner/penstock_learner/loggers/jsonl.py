@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from penstock.samples.sample import Sample
 
 
 class JsonlLogger:
@@ -30,8 +32,19 @@ class JsonlLogger:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
-        line = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {name: _rounded(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Does nothing: `samples.jsonl` has them."""
+
+    def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Does nothing: `validation.jsonl` has them."""
 
     def close(self) -> None:
         self._file.close()
+
+
+def _rounded(value: float) -> float:
+    """Seven digits, which is what float32 has. Times and large counts keep all digits up to a thousandth."""
+    return float(f"{value:.7g}") if abs(value) < 1e6 else round(value, 3)

@@ -1,6 +1,6 @@
 """Runs each logger of a run in a thread of its own, so that none can delay or end training.
 
-    controller ─ log(metrics) ─► queue of MAX_WAITING steps ─► thread: open, log, log, …, close
+    controller ─ log(metrics) ─► queue of MAX_WAITING calls ─► thread: open, log, log, …, close
 
 If a logger raises an error, the error is logged once and the logger gets no more steps. If a logger hangs, it gets no
 more steps once its queue is full. When the run ends, the controller waits for the loggers until a deadline.
@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from penstock.config.loggers import LoggerName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock.samples.sample import Sample
 from penstock_learner.loggers.step_logger import StepLogger
 
 logger = logging.getLogger(__name__)
@@ -49,16 +50,16 @@ class LoggerThread:
     def __init__(self, name: str, make_logger: Callable[[], StepLogger]) -> None:
         self.name = name
         self.make_logger = make_logger
-        self.waiting: queue.Queue[Mapping[str, float] | None] = queue.Queue(MAX_WAITING)
+        self.waiting: queue.Queue[Callable[[StepLogger], None] | None] = queue.Queue(MAX_WAITING)
         self.is_dropped = False
         self.thread = threading.Thread(target=self._run, name=f"logger-{name}", daemon=True)
 
-    def log(self, metrics: Mapping[str, float] | None) -> None:
-        """Queue the numbers of a step, without waiting. None means that no step follows."""
+    def call(self, call: Callable[[StepLogger], None] | None) -> None:
+        """Queue a call of the logger, without waiting. None means that none follows."""
         if self.is_dropped:
             return
         try:
-            self.waiting.put_nowait(metrics)
+            self.waiting.put_nowait(call)
         except queue.Full:
             self.is_dropped = True
             logger.error(
@@ -68,8 +69,8 @@ class LoggerThread:
     def _run(self) -> None:
         try:
             opened = self.make_logger()
-            while (metrics := self.waiting.get()) is not None:
-                opened.log(metrics)
+            while (call := self.waiting.get()) is not None:
+                call(opened)
             opened.close()
         except Exception as error:  # a third party's package may raise anything
             self.is_dropped = True
@@ -77,7 +78,7 @@ class LoggerThread:
 
 
 class StepLoggers:
-    """Sends the numbers of each step to every logger."""
+    """Sends the numbers of each step, tables of samples, and scores of validations to every logger."""
 
     def __init__(self, threads: Sequence[LoggerThread]) -> None:
         self.threads = threads
@@ -86,14 +87,22 @@ class StepLoggers:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         copy = dict(metrics)
+        self._call(lambda opened: opened.log(copy))
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._call(lambda opened: opened.log_samples(step, samples))
+
+    def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        self._call(lambda opened: opened.log_validation(step, scores))
+
+    def _call(self, call: Callable[[StepLogger], None] | None) -> None:
         for each in self.threads:
-            each.log(copy)
+            each.call(call)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Wait until all loggers have written their last step, or until the deadline."""
         deadline = time.monotonic() + timeout_s
-        for each in self.threads:
-            each.log(None)
+        self._call(None)
         for each in self.threads:
             each.thread.join(max(0.0, deadline - time.monotonic()))
             if each.thread.is_alive():

@@ -24,6 +24,8 @@ VERL_NAMES = {
     "value_mean": "critic/vpred_mean",
     "value_explained_variance": "critic/vf_explained_var",
     "reward_mean": "critic/rewards/mean",
+    "reward_min": "critic/rewards/min",
+    "reward_max": "critic/rewards/max",
     "response_length_mean": "response_length/mean",
     "kl_behaviour": "rollout_corr/k3_kl",
     "importance_weight_mean": "rollout_corr/rollout_is_mean",
@@ -35,6 +37,8 @@ VERL_NAMES = {
     "update_s": "timing_s/update_actor",
     "gather_s": "timing_s/update_weights",
 }
+VALIDATION = "val-core/"
+"""Prefix of the scores of validations: `val-core/NAME/reward/mean`."""
 OWN_PREFIX = "penstock/"
 """Prefix of numbers for which verl has no name."""
 

@@ -10,14 +10,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.codec import decode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PoisonGroup
 from penstock.replay.contract import Delivery, GroupConsumer
+from penstock.samples.selection import is_sampled
 from penstock.trajectory import Group
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.ledger import Ledger
@@ -38,6 +39,8 @@ DECODED_AT_ONCE = 32
 class Batch:
     step: int
     groups: tuple[Group, ...]
+    prompts: Mapping[int, bytes] = field(default_factory=dict)
+    """The encoded prompts of the groups whose text is written (`learner.samples`), by id. Empty bytes if it is gone."""
 
     @property
     def trace_parents(self) -> tuple[str, ...]:
@@ -132,7 +135,12 @@ class BatchReader:
                     )
                 await self.queue.wait_for_groups(min(WAIT_S, max(0.0, deadline - time.monotonic())))
                 await asyncio.sleep(GATHER_S)
-        return Batch(step, tuple(groups))
+        return Batch(step, tuple(groups), await self._prompts(groups))
+
+    async def _prompts(self, groups: Sequence[Group]) -> dict[int, bytes]:
+        """Prompts are deleted when their groups are committed, so they are read here, while an earlier step trains."""
+        ids = [group.prompt_id for group in groups if is_sampled(group.prompt_id, self.learner.samples.share)]
+        return dict(zip(ids, await self.queue.prompts(ids), strict=True))
 
     async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
         """The groups of these prompts that may be trained. They are decoded in a thread, so that pushes and heartbeats

@@ -36,6 +36,8 @@ from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
+from penstock_learner.loggers.samples import SampleLog
+from penstock_learner.loggers.validations import ValidationLog
 from penstock_learner.loop.batch_reader import BatchReader
 from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
@@ -164,7 +166,9 @@ class LearnerController:
             self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing, quarantine
         )
         steps = self._make_step_loop(term, orders, publication, quarantine)
+        validations = ValidationLog(self.queue, steps.loggers, term.step)
         beside = [
+            asyncio.create_task(validations.watch()),
             asyncio.create_task(publication.publish_loop()),
             asyncio.create_task(publication.catch_up_loop()),
             asyncio.create_task(orders.watch()),
@@ -178,11 +182,14 @@ class LearnerController:
             for task in (training, *beside):
                 await end_task(task)
             await steps.writer.abandon()
+            await validations.end()
+            await asyncio.to_thread(steps.samples.close)
             await asyncio.to_thread(steps.loggers.close)
 
     def _make_step_loop(
         self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
     ) -> StepLoop:
+        loggers = open_loggers(self.config, term.step)
         return StepLoop(
             config=self.config,
             term=term,
@@ -215,7 +222,8 @@ class LearnerController:
             recomputed=RecomputedLogProbs(self.fleet.client, self.config.run),
             publication=publication,
             records=self.records,
-            loggers=open_loggers(self.config, term.step),
+            loggers=loggers,
+            samples=SampleLog(self.config, term.step, loggers),
             writer=CheckpointWriter(
                 self.checkpoints, self.queue, self.trained, term.ledger, self.metrics, self._on_durable_checkpoint
             ),

@@ -33,6 +33,7 @@ from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.opening import StepLoggers
+from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import Batch, BatchReader
 from penstock_learner.loop.operator_orders import OperatorOrders
@@ -66,6 +67,7 @@ class StepLoop:
     publication: PolicyPublication
     records: StepRecords
     loggers: StepLoggers
+    samples: SampleLog
     writer: CheckpointWriter
     phases: Phases
     trained: Mapping[str, RoleGroup]
@@ -197,6 +199,7 @@ class StepLoop:
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
         await self.records.record(batch, metrics, self.training.rewards, self.term, self.loggers)
+        self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, self.training.rewards))
         offer.metrics.set_result(self.agreement.check.last | metrics)
 
     async def _checkpoint(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.trajectory import Group
 from penstock_learner.algorithms.corrections import CorrectionStatistics
 from penstock_learner.loop.roll_back import RollBack, in_steps
+from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
 from penstock_learner.model.packing import SequenceBatch
 from penstock_learner.roles.update_reports import CriticReport, UpdateReport
 
@@ -31,6 +34,9 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
     lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
     return {
         "reward_mean": float(trained.rewards.mean()),
+        "reward_min": float(trained.rewards.min()),
+        "reward_max": float(trained.rewards.max()),
+        "reward_std": _deviation(trained.rewards),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "num_sequences": float(trained.num_sequences),
@@ -52,6 +58,12 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def _deviation(values: NDArray[np.float32]) -> float:
+    """Standard deviation of numbers whose squares may not fit into float32. NaN if one of them is not finite."""
+    with np.errstate(invalid="ignore"):
+        return float(values.astype(np.float64).std())
+
+
 def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
     """Mean reward of a batch's samples by data source. `rewards` has one entry per trajectory."""
     by_source: dict[str, list[float]] = {}
@@ -60,6 +72,28 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
         if not trajectory.is_baseline:
             by_source.setdefault(data_source, []).append(reward)
     return {data_source: sum(values) / len(values) for data_source, values in by_source.items()}
+
+
+def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each part of the reward over the samples that have it, as `reward_part/NAME`.
+
+    Values that are not finite are left out. So are names beyond the first MAX_REWARD_PARTS in the order of the
+    alphabet: a reward function could invent a name for every sample."""
+    values: dict[str, list[float]] = {}
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        if not trajectory.is_baseline:
+            for name, value in trajectory.reward_parts.items():
+                if math.isfinite(value):
+                    values.setdefault(_label(name), []).append(value)
+    return {
+        f"{REWARD_PART}{name}": math.fsum(values[name]) / len(values[name])
+        for name in sorted(values)[:MAX_REWARD_PARTS]
+    }
+
+
+def _label(name: str) -> str:
+    """A name that any logger can show: letters, digits and a few signs, at most 40 of them."""
+    return re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
 
 
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ from penstock_learner.loop.step_metrics import (
     batch_metrics,
     critic_metrics,
     ratio_counts,
+    reward_part_means,
     sample_metrics,
     update_metrics,
 )
@@ -111,7 +112,8 @@ class TrainingStep:
         batch = batch_of(groups, with_experts=self.config.router.replay)
         batch = await self._with_forwards(batch, frozen or self.frozen_forwards(groups))
         self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
-        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs) | sample_metrics(groups)
+        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
+        metrics |= sample_metrics(groups) | reward_part_means(groups)
         if not self.config.algorithm.advantage.has_baseline:
             batch = batch.without_baselines()
         batch = with_advantages(batch, self.config.algorithm, kl_coefficient).without_baselines()

@@ -75,6 +75,7 @@ def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict
         "penstock.v1.GroupService": {
             "GetGroup": unary(lambda run: run.groups.get_group, groups_pb2.GetGroupRequest),
             "ListGroups": unary(lambda run: run.groups.list_groups, groups_pb2.ListGroupsRequest),
+            "ListSamples": unary(lambda run: run.samples.list_samples, groups_pb2.ListSamplesRequest),
         },
         "penstock.v1.PolicyService": {
             "ListPolicies": unary(lambda run: run.policies.list_policies, policies_pb2.ListPoliciesRequest),

@@ -16,6 +16,7 @@ from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient
 from penstock.store.run_control import RunControl
+from penstock.token_text import TokenText
 from penstock.tracing import Tracing
 from penstock_services.gateway.datasets.handlers import DatasetHandlers
 from penstock_services.gateway.generate.handlers import GenerateHandlers
@@ -24,11 +25,11 @@ from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.policies.handlers import PolicyHandlers
 from penstock_services.gateway.prompts.groups import GroupHandlers, GroupReader
 from penstock_services.gateway.prompts.handlers import PromptHandlers
+from penstock_services.gateway.prompts.samples import SampleHandlers
 from penstock_services.gateway.runs.dead_letters import DeadLetterHandlers
 from penstock_services.gateway.runs.evaluations import EvaluationHandlers
 from penstock_services.gateway.runs.handlers import RunHandlers
 from penstock_services.gateway.runs.servers import ServerHandlers
-from penstock_services.gateway.token_text import TokenText
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class ServedRun:
     texts: TokenText
     prompts: PromptHandlers
     groups: GroupHandlers
+    samples: SampleHandlers
     policies: PolicyHandlers
     lifecycle: RunHandlers
     servers: ServerHandlers
@@ -80,6 +82,7 @@ class ServedRun:
             texts=texts,
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
             groups=GroupHandlers(config, audit, queue, groups),
+            samples=SampleHandlers(config, audit),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
             lifecycle=RunHandlers(
                 config,

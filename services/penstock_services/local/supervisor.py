@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import signal
 import time
+from pathlib import Path
 
 from penstock.client.responses import Run
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ProcessDied
-from penstock.feed.validation import validated_steps
+from penstock.feed.validation import read_results, result_line, validated_steps
 from penstock_services.local.announcements import PAUSED_STATES, buried_everything
 from penstock_services.local.display import SHOWN_METRICS, LineDisplay
 from penstock_services.local.local_run import LocalRun
@@ -24,6 +25,7 @@ BURIED_LOOKS = 5
 within one of them, if there are any."""
 PROGRESS_POLLS = 20
 """Progress is shown after this many polls."""
+VALIDATIONS = "validation.jsonl"
 
 
 async def supervise(config: RunConfig) -> None:
@@ -38,17 +40,20 @@ async def supervise(config: RunConfig) -> None:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news, buried = await News.open(run, display), BuriedDataset(config)
         run.start_workers()
+        validated = validated_steps(run.folder / VALIDATIONS)
         for poll in itertools.count():
             if stopping.is_set() or run.learner_finished:
                 break
             _check(run, display)
             if poll % STATUS_POLLS == 0:
                 buried.check(await news.say())
+                say_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
                 _show_progress(news.status, display)
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
+        say_validations(run.folder / VALIDATIONS, display, validated)
         if run.learner_finished:
             display.say("the learner has finished; stopping")
         else:
@@ -85,6 +90,14 @@ def _show_progress(status: Run, display: LineDisplay) -> None:
     display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
 
 
+def say_validations(results: Path, display: LineDisplay, said: set[int]) -> None:
+    """Print the validations whose step is not in `said`, and add it."""
+    for result in read_results(results):
+        if result["step"] not in said:
+            said.add(result["step"])
+            display.say(result_line(result))
+
+
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
     """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
     leased, so there is nothing to wait for."""
@@ -95,7 +108,7 @@ async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
         return
     try:
         async with asyncio.timeout(run.config.rollout.prompt_timeout_s):
-            while due not in validated_steps(run.folder / "validation.jsonl") and not stopping.is_set():
+            while due not in validated_steps(run.folder / VALIDATIONS) and not stopping.is_set():
                 run.check()
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:

@@ -35,6 +35,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt
 from penstock.v1 import (
+    policies_pb2,
     runs_pb2,
     runs_pb2_grpc,
 )
@@ -270,20 +271,24 @@ async def test_commands_act_on_the_run(
     assert cli.main(["keys", "make", "--file", str(keys), "--name", "admin", "--role", "read"]) == 2
 
     await publish(queue, 1, 2)
+    resumed = policies_pb2.Policy(policy_version=3, step=2, metrics={"time": 1_790_000_000.0})
+    await queue.publish(3, 2, resumed.SerializeToString())
     await Fleet(redis_client, "test").join(ServerRecord("r0", "127.0.0.1:1", "torch", policy_version=2))
     async with running(run_config(redis_process.url, tmp_path, keys_file=keys)) as gateway:
         where = ["--url", gateway.url, "--api-key-file", str(secrets["admin"])]
 
         def act() -> None:
-            assert "reward_mean" in run("policies", "diff", "1", "2", *where)
-            assert "promoted" in run("policies", "promote", "2", *where)
+            compared = run("policies", "diff", "1", "2", *where)
+            assert "reward_mean" in compared and "different weights" not in compared
+            assert "no metric is known of both" in run("policies", "diff", "2", "3", *where)
+            assert "promoted" in run("policies", "promote", "3", *where)
             assert "pinned: ci" in run("policies", "pin", "1", "ci", *where)
             assert run("policies", "unpin", "ci", *where) == "unpinned\n"
             assert "retired" in run("policies", "retire", "1", *where)
             assert cli.main(["policies", "rollback", "2", *where]) == 1
             assert "no snapshot of version 2" in capsys.readouterr().err
             assert "is paused at step 2" in run("runs", "pause", *where)
-            assert "is stopped at step 2, version 2: no learner is alive" in run("runs", "resume", *where)
+            assert "is stopped at step 2, version 3: no learner is alive" in run("runs", "resume", *where)
             assert "0.2" in run("runs", "metrics", *where)
             assert "r0" in run("servers", *where) and "drained" in run("servers", "drain", "r0", *where)
             with (

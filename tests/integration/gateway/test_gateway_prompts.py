@@ -9,6 +9,7 @@ import json
 import resource
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from pyarrow import parquet
 
 from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
+from penstock.client import PenstockClient
 from penstock.codec import encode_group
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.token_text import TokenText
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,
@@ -33,7 +36,8 @@ from penstock.v1 import (
 from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
 from penstock_services.gateway.prompts import groups as group_reading
-from penstock_services.gateway.token_text import TokenText
+from penstock_services.gateway.prompts import samples as sample_bodies
+from sample_files import SAMPLE, group_of_samples, write_samples
 from scripted_engine import spelled
 
 
@@ -62,6 +66,7 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     assert [(group["prompt_id"], group["min_version"], group["max_version"]) for group in listed["groups"]] == [
         (1, 3, 4)
     ]
+    assert not listed["groups"][0]["is_taken"], "it waits for the learner"
 
     body = {"prompt_ids": [ids[0], ids[1], ids[2], 99]}
     first = await rest(gateway, "POST", f"{RUN}/prompts:cancel", json=body)
@@ -262,14 +267,14 @@ async def test_a_small_file_that_decodes_to_much_is_refused(gateway: Gateway) ->
 async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Gateway, queue: RedisReplayQueue) -> None:
     gateway = gateway_without_tokenizer
     submitted = (await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="a")).json()
-    assert submitted == {"prompt_ids": [1, 2], "replayed": False}
+    assert submitted == {"prompt_ids": [1, 2], "replayed": False, "num_replayed": 0}
     prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
     body = prompts_pb2.Prompt()
     prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
     again = await prompt_service.SubmitPrompts(
         prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body] * 2)
     )
-    assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True}
+    assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True, "num_replayed": 2}
 
     record = await rest(gateway, "GET", f"{RUN}/prompts/1")
     assert record["state"] == "PENDING"
@@ -290,6 +295,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
             "policy_versions": [3, 3, 4],
             "reward": 1.0,
             "reward_parts": {"format": None},
+            "reward_failed": False,
             "finish_reason": "stop",
             "is_baseline": False,
             "sampling_segments": [],
@@ -333,7 +339,7 @@ async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: R
     first = (await post_prompts(gateway, PROMPT, idempotency_key="k")).json()
     body = {"prompts": [PROMPT]}
     again = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
-    assert again.json() == first | {"replayed": True}
+    assert again.json() == first | {"replayed": True, "num_replayed": 1}
     assert (await queue.stat()).pending_prompts == 1
     assert_problem(
         await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="k"), 400, "INVALID_INPUT", "idempotency_key"
@@ -341,3 +347,75 @@ async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: R
     body |= {"idempotency_key": "other"}
     differing = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
     assert_problem(differing, 400, "INVALID_INPUT", "idempotency_key")
+
+
+async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gateway: Gateway) -> None:
+    _, groups, _, _ = stubs(gateway)
+    assert await rest(gateway, "GET", f"{RUN}/samples") == {"samples": [], "next_page_token": ""}
+    changed = {"ground_truth": {"answer": [5]}, "reward_parts": {"format": None}}
+    write_samples(
+        gateway.config.folder,
+        group_of_samples(1, 7, 0.5, 0.25),
+        group_of_samples(2, 8, 1.0, data_source="code", **changed),
+        group_of_samples(3, 9, -1.0, response="no idea"),
+    )
+
+    async def listed(**query: Any) -> Any:
+        order = {"order": groups_pb2.ListSamplesRequest.Order.Value(query["order"])} if "order" in query else {}
+        request = groups_pb2.ListSamplesRequest(**query | order)
+        words = "&".join(f"{name}={value}" for name, value in query.items())
+        return await both(
+            gateway, "GET", f"{RUN}/samples?{words}", groups.ListSamples(request), sample_bodies.samples_to_json
+        )
+
+    def places(page: Any) -> list[tuple[int, int]]:
+        return [(sample["prompt_id"], sample["sample"]) for sample in page["samples"]]
+
+    first = await listed(page_size=2)
+    assert places(first) == [(9, 0), (8, 0)]
+    assert first["samples"][1] == asdict(SAMPLE) | {
+        "step": 2, "policy_version": 2, "prompt_id": 8, "data_source": "code", "reward": 1.0, **changed,
+    }  # fmt: skip
+    second = await listed(page_size=2, page_token=first["next_page_token"])
+    assert places(second) == [(7, 0), (7, 1)], "a page has whole groups"
+    assert places(await listed(order="WORST", page_size=2)) == [(9, 0), (7, 1)]
+    assert places(await listed(order="BEST", page_size=1)) == [(8, 0)]
+    for query, expected in (
+        ({"min_step": 2, "max_step": 2}, [(8, 0)]),
+        ({"min_reward": 0.3, "max_reward": 0.6}, [(7, 0)]),
+        ({"data_source": "code"}, [(8, 0)]),
+        ({"prompt_id": 7}, [(7, 0), (7, 1)]),
+        ({"text": "no idea"}, [(9, 0)]),
+        ({"text": "("}, []),
+    ):
+        assert places(await listed(**query)) == expected, query
+    refused = await gateway.rest.get(f"{RUN}/samples?order=OLDEST")
+    assert_problem(refused, 400, "INVALID_INPUT", "order")
+    refused = await gateway.rest.get(f"{RUN}/samples?page_token=c2FtcGxlczox")
+    assert_problem(refused, 400, "INVALID_INPUT", "page_token")
+    async with PenstockClient.from_run_dir(gateway.config.folder) as client:
+        page = await client.samples("WORST", page_size=1)
+        assert (page.samples[0].response, page.samples[0].reward) == ("no idea", -1.0)
+        assert (await client.samples(min_step=2, max_step=2)).samples[0].ground_truth == {"answer": [5]}
+
+
+async def test_a_key_for_each_prompt_submits_it_once_whatever_it_comes_with(gateway: Gateway) -> None:
+    prompts, _, _, _ = stubs(gateway)
+
+    async def submitted(*keys: str) -> Any:
+        body = {"prompts": [PROMPT] * len(keys), "prompt_keys": list(keys)}
+        return await rest(gateway, "POST", f"{RUN}/prompts", json=body)
+
+    assert await submitted("a", "b", "c") == {"prompt_ids": [1, 2, 3], "replayed": False, "num_replayed": 0}
+    assert await submitted("b") == {"prompt_ids": [2], "replayed": True, "num_replayed": 1}
+    assert await submitted("c", "d") == {"prompt_ids": [3, 4], "replayed": False, "num_replayed": 1}
+    message = prompts_pb2.Prompt(token_ids=b"\1\0\0\0", num_samples=1)
+    answer = await prompts.SubmitPrompts(prompts_pb2.SubmitPromptsRequest(prompts=[message], prompt_keys=["d"]))
+    assert (list(answer.prompt_ids), answer.num_replayed) == ([4], 1)
+    for wrong, field in (
+        ({"prompt_keys": ["x", "y"]}, "prompt_keys"),
+        ({"prompt_keys": [""]}, "prompt_keys[0]"),
+        ({"prompt_keys": ["x"], "idempotency_key": "k"}, "prompt_keys"),
+    ):
+        refused = await gateway.rest.post(f"{RUN}/prompts", json={"prompts": [PROMPT]} | wrong)
+        assert_problem(refused, 400, "INVALID_INPUT", field)

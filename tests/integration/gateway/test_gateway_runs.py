@@ -161,6 +161,30 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     assert run["state"] == "PAUSED"
 
 
+async def test_a_dash_stands_for_the_gateways_own_run(gateway: Gateway) -> None:
+    _, _, _, runs = stubs(gateway)
+    for name in ("-", "", "test"):
+        assert (await runs.GetRun(runs_pb2.GetRunRequest(run=name))).run == "test"
+    assert (await rest(gateway, "GET", "/v1/runs/-"))["run"] == "test"
+
+
+async def test_scores_of_evaluations_are_listed_by_benchmark_and_number(
+    gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    _, _, _, runs = stubs(gateway)
+    for name in ("validation-math-10", "validation-math-9", "other"):
+        await queue.create_evaluation(name, [b"q"])
+        [lease] = await queue.lease("s", 1)
+        await queue.record_evaluation(name, lease, [0.5, 1.0], 0, 0)
+    listed = await both(
+        gateway, "GET", f"{RUN}/metrics", runs.ListMetrics(runs_pb2.ListMetricsRequest()), run_bodies.metrics_to_json
+    )
+    assert listed["scores"] == [
+        {"benchmark": "validation-math", "number": 9, "score": 0.75},
+        {"benchmark": "validation-math", "number": 10, "score": 0.75},
+    ]
+
+
 async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: RedisReplayQueue) -> None:
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)
@@ -176,6 +200,7 @@ async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: Redi
         pages.append([letter["prompt_id"] for letter in page["dead_letters"]])
         token = page["next_page_token"]
     assert pages == [[3, 2], [1]]
+    assert page["reasons"] == {"reason_1": 1, "reason_2": 1, "reason_3": 1}
     [letter] = (await rest(gateway, "GET", f"{RUN}/dead-letters?kind=reason_2"))["dead_letters"]
     answer = await rest(gateway, "POST", f"{RUN}/dead-letters/{letter['letter_id']}:requeue")
     assert answer == {"prompt_id": 4}

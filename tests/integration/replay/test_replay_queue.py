@@ -68,7 +68,9 @@ async def test_a_group_is_trained_once_from_lease_to_commit(queue: ReplayQueue) 
     assert await queue.take(1, 2) == ids
     assert [d.payload for d in await queue.fetch(ids)] == [b"group of %d" % i for i in ids]
     assert (await queue.get_prompt(ids[0])).state == "queued"
+    assert await queue.prompts([ids[1], 99, ids[0]]) == [leases[1].payload, b"", leases[0].payload]
     assert await queue.commit(1, ids) == 2
+    assert await queue.prompts(ids) == [b"", b""]
     assert await queue.commit(1, ids) == 0
     assert (await queue.get_prompt(ids[0])).state == "trained"
     stat = await queue.stat()
@@ -294,6 +296,7 @@ async def test_the_newest_score_of_a_benchmark_is_kept(queue: ReplayQueue) -> No
     lease, _ = await queue.lease("s", 5)
     await queue.record_evaluation("math-30", lease, [0.0], 0, 0)
     assert await queue.evaluation_scores() == {"math": 1.0, "other": 0.0}, "one that is not finished has no score"
+    assert await queue.evaluation_history() == {"math-10": 0.5, "math-20": 1.0}
 
 
 async def test_ages_are_of_what_is_next_in_line(queue: ReplayQueue) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo_process import DemoProcess
+from penstock.samples.files import groups_newest_first
+from penstock.samples.selection import SampleFilter, select
 
 
 @pytest.fixture
@@ -44,6 +47,10 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
     assert (demo.folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out score" in demo.text()
     assert demo.orphans() == []
+    assert groups_by_step(demo.folder) == dict.fromkeys(range(1, 13), 32)
+    sample = select(demo.folder, SampleFilter(), 1, "best")[0]
+    assert sample.reward == 1.0 and str(sample.ground_truth) in sample.response, sample
+    assert sample.prompt and sample.server_id == "rollout-0" and sample.step - 3 <= sample.min_version < sample.step
     mismatches = [json.loads(line).get("logprob_mismatch") for line in metrics_lines(demo.folder)]
     assert all(value < 1e-3 for value in mismatches if value is not None)
     assert mismatches[0] is not None, "the first batch is on policy, so engine and learner can be compared"
@@ -83,9 +90,15 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
         assert "resuming from" in (second.folder / "logs" / "learner.log").read_text()
         summary = json.loads((second.folder / "summary.json").read_text())
         assert (summary["steps"], summary["groups_trained"], summary["conservation_error"]) == (8, 8 * 32, 0)
+        assert groups_by_step(second.folder) == dict.fromkeys(range(1, 9), 32), "no step is there twice"
         assert summary["policy_version"] > 8, "a version is never used twice, not even after a crash"
     finally:
         second.end()
+
+
+def groups_by_step(folder: Path) -> dict[int, int]:
+    """How many groups of each step `samples.jsonl` has."""
+    return dict(sorted(Counter(line["step"] for _, line in groups_newest_first(folder)).items()))
 
 
 def metrics_lines(folder: Path) -> list[str]:

@@ -174,6 +174,12 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await learner.wait_for_groups(1)
     taken = await learner.take(1, 4)
     assert [delivery.payload for delivery in await learner.fetch(taken)] == [b"group"] * 4
+    assert len(await learner.prompts(taken)) == 4
+    assert await gateway.taken() == set(taken)
+    for version in (0, 1):
+        await PolicyRegistry(clients["learner"], run).record_snapshots({version: f"/snapshots/{version}"})
+    assert await PolicyRegistry(clients["gateway"], run).snapshots() == {1: "/snapshots/1"}
+    assert await PolicyRegistry(clients["learner"], run).promoted_version() is None
     await learner.expire(taken[2])
     await learner.dead_letter(taken[3], "checksum")
     [straggler] = await learner.take(1, 1)
@@ -191,10 +197,11 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
 
     assert (await gateway.feed("train", "f", 0, [b"p"], [0])).position == 1
     assert await learner.feed_positions() == {"train": 1}
-    await gateway.create_evaluation("e", [b"q"])
+    await gateway.create_evaluation("e-1", [b"q"])
     evaluation = next(lease for lease in await rollout.lease("r0", 8) if lease.prompt_id not in submitted)
-    await rollout.record_evaluation("e", evaluation, [1.0], 0, 0)
-    assert (await gateway.get_evaluation("e")).num_finished == 1
+    await rollout.record_evaluation("e-1", evaluation, [1.0], 0, 0)
+    assert (await gateway.get_evaluation("e-1")).num_finished == 1
+    assert await learner.evaluation_history() == await gateway.evaluation_history() == {"e-1": 1.0}
     assert (await gateway.get_prompt(taken[0])).state == "trained"
     results = await PromptBook(gateway).wait_for_results("0-0", timeout_s=1)
     assert {result.state for result in results} == {"queued", "dead_lettered"}

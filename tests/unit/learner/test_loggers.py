@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from rich.console import Console
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock.samples.sample import Sample
 from penstock_learner.loggers.console import ConsoleLogger
 from penstock_learner.loggers.opening import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
 from penstock_learner.loggers.verl_names import VERL_NAMES, under_verl_names
@@ -73,6 +75,15 @@ def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:
     assert rows == [metrics_of(step) for step in (1, 2, 3, 4)]
 
 
+def test_jsonl_keeps_whole_timestamps_and_counts(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "jsonl")
+    loggers = open_loggers(config, 0)
+    loggers.log(metrics_of(1) | {"time": 1_794_812_345.678, "response_tokens": 33_554_433.0, "loss": 0.1 + 0.2})
+    loggers.close()
+    row = json.loads((config.folder / "metrics.jsonl").read_text())
+    assert (row["time"], row["response_tokens"], row["loss"]) == (1_794_812_345.678, 33_554_433, 0.3)
+
+
 def test_jsonl_stays_json_where_a_step_was_skipped(tmp_path: Path) -> None:
     config = make_config(tmp_path, "jsonl")
     loggers = open_loggers(config, 0)
@@ -97,14 +108,45 @@ def test_tensorboard_reads_the_events_and_purges_what_comes_again(tmp_path: Path
     assert "training/global_step" in events.Tags()["scalars"]
 
 
+SAMPLE = Sample(
+    step=10, policy_version=10, prompt_id=7, sample=1, data_source="sums", prompt="# 2 + 3?", ground_truth={"sum": 5},
+    response="<b>5</b>\n| 5 |", reward=1.0, reward_parts={"format": 0.5, "broken": None}, num_tokens=6, min_version=8,
+    max_version=9, finish_reason="stop", is_baseline=False, server_id="rollout-0", agent_name="a", attempt=1,
+    finished_at_ms=1,
+)  # fmt: skip
+
+
+def test_tensorboard_has_samples_as_text_and_validations_at_their_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = make_config(tmp_path, "tensorboard")
+    loggers = open_loggers(config, 0)
+    loggers.log_samples(10, [SAMPLE, SAMPLE])
+    loggers.log_validation(8, {"val-core/heldout/score": 0.25})
+    loggers.close()
+    events = EventAccumulator(str(config.folder / "tensorboard"))
+    events.Reload()
+    [written] = events.Tensors("samples/text_summary")
+    text = written.tensor_proto.string_val[0].decode()
+    assert written.step == 10 and text.count("**reward 1** · format 0.5 · prompt 7.1 · 6 tokens") == 2
+    assert "    # 2 + 3?" in text and "    <b>5</b>\n    | 5 |" in text, "no text is read as Markdown"
+    [score] = events.Scalars("val-core/heldout/score")
+    assert (score.step, score.value) == (8, 0.25)
+
+
 class StandInRun:
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.is_finished = False
+        self.step_metrics: dict[str, str | None] = {}
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        assert step is not None and not self.is_finished
-        self.logged.append((step, data))
+        assert (step is not None) != (commit is False) and not self.is_finished
+        self.logged.append((self.logged[-1][0] if step is None else step, data))
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.step_metrics[name] = step_metric
 
     def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
         self.is_finished = True
@@ -142,6 +184,30 @@ def test_wandb_gets_steps_and_settings_but_no_secret(tmp_path: Path, monkeypatch
     assert sent["learner"]["lr"] == 0.25 and "secret" not in json.dumps(sent)
 
 
+class StandInTable:
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+        assert all(len(row) == len(columns) for row in data)
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
+
+def test_wandb_gets_samples_as_a_table_and_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = StandInWandb()
+    wandb.Table = StandInTable  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    loggers = open_loggers(make_config(tmp_path, "wandb"), 0)
+    loggers.log(metrics_of(10))
+    loggers.log_samples(10, [SAMPLE])
+    loggers.log_validation(8, {"val-core/heldout/score": 0.25})
+    loggers.close()
+    (_, steps), (step, table), (_, validation) = wandb.run.logged
+    assert "actor/pg_loss" in steps and step == 10
+    [row] = table["samples"].rows
+    assert (row["prompt"], row["response"], row["reward"]) == ("# 2 + 3?", "<b>5</b>\n| 5 |", 1.0)
+    assert (row["ground_truth"], row["prompt_id"]) == ('{"sum": 5}', 7)
+    assert validation == {"val-core/step": 8, "val-core/heldout/score": 0.25}
+    assert wandb.run.step_metrics == {"val-core/*": "val-core/step"}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     """Needs the package. Its file is a LevelDB log of protobuf records."""
@@ -149,7 +215,12 @@ def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     config = make_config(tmp_path, "wandb", wandb={"project": "sums", "mode": "offline"})
-    written(config, 1, 2)
+    loggers = open_loggers(config, 0)
+    for step in (1, 2):
+        loggers.log(metrics_of(step))
+        loggers.log_samples(step, [SAMPLE, replace(SAMPLE, ground_truth=None, reward=None)])
+    loggers.close()
+    assert list(config.folder.glob("wandb/offline-run-*/files/media/table/samples_*.table.json"))
     (path,) = config.folder.glob("wandb/offline-run-*/run-logged.wandb")
     losses = {}
     for record in leveldb_records(path.read_bytes()):

@@ -15,11 +15,11 @@ from penstock.replay.contract import Delivery
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
+from penstock.token_text import TokenText
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
-from penstock_services.gateway.token_text import TokenText
 
 
 class GroupReader:
@@ -73,8 +73,10 @@ class GroupHandlers:
         after = int(validation.decode_page_token("groups", request.page_token, "[0-9]{1,10}") or 0)
         page = await self.book.page(after, page_size, "queued")
         groups = await self.groups.decoded([status.prompt_id for status in page.prompts])
+        taken = await self.groups.queue.taken()
         token = validation.encode_page_token("groups", page.after) if page.has_more else ""
-        return groups_pb2.ListGroupsResponse(groups=[_summary(group) for group in groups], next_page_token=token)
+        summaries = [_summary(group, group.prompt_id in taken) for group in groups]
+        return groups_pb2.ListGroupsResponse(groups=summaries, next_page_token=token)
 
 
 def _decode(delivery: Delivery) -> Group | None:
@@ -85,7 +87,7 @@ def _decode(delivery: Delivery) -> Group | None:
         return None
 
 
-def _summary(group: Group) -> groups_pb2.GroupSummary:
+def _summary(group: Group, is_taken: bool) -> groups_pb2.GroupSummary:
     return groups_pb2.GroupSummary(
         prompt_id=group.prompt_id,
         attempt=group.attempt,
@@ -97,4 +99,5 @@ def _summary(group: Group) -> groups_pb2.GroupSummary:
         min_version=group.min_version,
         max_version=group.max_version,
         finished_at_ms=group.finished_at_ms,
+        is_taken=is_taken,
     )

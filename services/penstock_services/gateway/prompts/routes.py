@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2, prompts_pb2
-from penstock_services.gateway.prompts import bodies
+from penstock_services.gateway.prompts import bodies, samples
 from penstock_services.gateway.routing import (
     PROBLEM,
     Authenticated,
@@ -36,6 +36,8 @@ _SUBMISSION: dict[str, Any] = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": _BODY_SCHEMA}}},
 }
 _STATES = prompts_pb2.PromptRecord.State
+_ORDERS = groups_pb2.ListSamplesRequest.Order
+Number = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 
 def router() -> APIRouter:
@@ -55,6 +57,7 @@ def router() -> APIRouter:
             ("GET", f"{run}/results", watch_results),
             ("GET", f"{run}/groups", list_groups),
             ("GET", f"{run}/groups/{{prompt_id}}", get_group),
+            ("GET", f"{run}/samples", list_samples),
         )
     )
     return router
@@ -127,3 +130,20 @@ async def get_group(run: RunOfPath, caller: Authenticated, prompt_id: PromptId) 
     request = groups_pb2.GetGroupRequest(run=run.name, prompt_id=prompt_id)
     group = await run.groups.get_group(caller, request)
     return await asyncio.to_thread(lambda: JSONResponse(bodies.group_to_json(group)))  # it may have a million tokens
+
+
+async def list_samples(
+    run: RunOfPath, caller: Authenticated, page_size: PageSize = 0, page_token: str = "", order: str = "",
+    min_step: Number = None, max_step: Number = None, min_reward: float | None = None,
+    max_reward: float | None = None, prompt_id: Number = None, data_source: str = "", text: str = "",
+) -> Response:  # fmt: skip
+    """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
+    if order not in ("", *_ORDERS.keys()[1:]):
+        raise InvalidInput("order", f"must be one of {', '.join(_ORDERS.keys()[1:])}")
+    request = groups_pb2.ListSamplesRequest(
+        run=run.name, page_size=max(page_size, -1), page_token=page_token, order=order or None, min_step=min_step,
+        max_step=max_step, min_reward=min_reward, max_reward=max_reward, prompt_id=prompt_id, data_source=data_source,
+        text=text,
+    )  # fmt: skip
+    found = await run.samples.list_samples(caller, request)
+    return await asyncio.to_thread(lambda: JSONResponse(samples.samples_to_json(found)))

@@ -64,7 +64,8 @@ def server_to_json(server: runs_pb2.Server) -> Json:
 
 
 def metrics_to_json(response: runs_pb2.ListMetricsResponse) -> Json:
-    return {"steps": [plain_fields(step) | {"metrics": finite(dict(step.metrics))} for step in response.steps]}
+    steps = [plain_fields(step) | {"metrics": finite(dict(step.metrics))} for step in response.steps]
+    return {"steps": steps, "scores": [plain_fields(score) for score in response.scores]}
 
 
 def runs_to_json(response: runs_pb2.ListRunsResponse) -> Json:
@@ -73,4 +74,8 @@ def runs_to_json(response: runs_pb2.ListRunsResponse) -> Json:
 
 def dead_letters_to_json(response: runs_pb2.ListDeadLettersResponse) -> Json:
     letters = [plain_fields(letter) for letter in response.dead_letters]
-    return {"dead_letters": letters, "next_page_token": response.next_page_token}
+    return {
+        "dead_letters": letters,
+        "next_page_token": response.next_page_token,
+        "reasons": dict(sorted(response.reasons.items())),
+    }

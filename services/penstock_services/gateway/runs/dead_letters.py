@@ -38,7 +38,8 @@ class DeadLetterHandlers:
             )
             for letter in page
         ]  # fmt: skip
-        return runs_pb2.ListDeadLettersResponse(dead_letters=letters, next_page_token=token)
+        reasons = await self.inspector.queue.dead_letter_reasons()
+        return runs_pb2.ListDeadLettersResponse(dead_letters=letters, next_page_token=token, reasons=reasons)
 
     @operation("admin")
     async def requeue_dead_letter(

@@ -88,7 +88,16 @@ class RunHandlers:
             )
             for policy in reversed(newest)
         ]
-        return runs_pb2.ListMetricsResponse(steps=steps)
+        return runs_pb2.ListMetricsResponse(steps=steps, scores=await self._scores())
+
+    async def _scores(self) -> list[runs_pb2.Score]:
+        """Scores of finished evaluations, by benchmark and number."""
+        history = await self.queue.evaluation_history()
+        scores = [
+            runs_pb2.Score(benchmark=benchmark, number=int(number), score=score)
+            for (benchmark, _, number), score in ((name.rpartition("-"), score) for name, score in history.items())
+        ]
+        return sorted(scores, key=lambda score: (score.benchmark, score.number))
 
     async def describe(self) -> runs_pb2.Run:
         stat, orders = await self.queue.stat(), await self.control.orders()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from groups import made_by, make_group
@@ -22,7 +23,8 @@ from penstock.trajectory import Group
 from penstock_learner.loop.advantage_step import denominators_of, with_advantages
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.skipped_steps import SkippedSteps
-from penstock_learner.loop.step_metrics import mean_rewards
+from penstock_learner.loop.step_metrics import mean_rewards, reward_part_means
+from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
 from penstock_learner.model.packing import SequenceBatch, batch_of, partition
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_qwen2
@@ -116,6 +118,30 @@ async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2 \(2 such steps"):
         await step.run(groups, 2, 0, 0.0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]
+
+
+async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict[str, Path]) -> None:
+    group = make_group(1, num_samples=3)
+    parts = ({"format": 1.0, "an swer/": 3.0}, {"format": 0.5}, {"format": math.nan})
+    scored = tuple(
+        replace(trajectory, reward=reward, reward_parts=own)
+        for trajectory, reward, own in zip(group.trajectories, (-1.0, 0.0, 4.0), parts, strict=True)
+    )
+    greedy = replace(scored[0], is_baseline=True, reward=99.0)
+    group = replace(group, trajectories=(*scored, greedy))
+    metrics = await make_step(tiny_models).run([group], 1, 0, 0.0)
+    assert (metrics["reward_min"], metrics["reward_max"]) == (-1, 4)
+    assert metrics["reward_std"] == pytest.approx(np.std([-1, 0, 4]))
+    assert (metrics["reward_part/format"], metrics["reward_part/an_swer_"]) == (0.75, 3)
+    prometheus = LearnerMetrics(CollectorRegistry(), "standalone")
+    names = {f"reward_part/{letter}": 1.0 for letter in "abcdefghijklmnopqrst"}
+    prometheus.record_step(metrics | dict.fromkeys(("wait_s", "gather_s", "step_s"), 0.0) | names, {})
+    assert prometheus.registry.get_sample_value("penstock_reward_part_mean", {"part": "format"}) == 0.75
+    assert prometheus.registry.get_sample_value("penstock_reward_std") == metrics["reward_std"]
+    series = [s for family in prometheus.registry.collect() for s in family.samples if "part" in s.labels]
+    assert len(series) == MAX_REWARD_PARTS, "a reward function cannot make more and more series"
+    invented = [replace(t, reward_parts={f"part {i} {j}": 1.0 for j in range(9)}) for i, t in enumerate(scored)]
+    assert len(reward_part_means([replace(group, trajectories=tuple(invented))])) == MAX_REWARD_PARTS
 
 
 async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str, Path]) -> None:

@@ -1,0 +1,193 @@
+"""Writes the text of trained groups to `samples.jsonl`, and tables of them to the loggers.
+
+    controller ─ add(step) ─► queue of MAX_WAITING steps ─► thread: decode, write, hand tables to the loggers
+
+Training never waits for this thread. If it is too slow or the disk is full, samples are left out and a warning says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from penstock.codec import decode_prompt
+from penstock.config.run import RunConfig
+from penstock.samples.files import SampleFile
+from penstock.samples.sample import Sample, line_of
+from penstock.token_text import TokenText
+from penstock.trajectory import Group
+from penstock_learner.loggers.opening import StepLoggers
+
+logger = logging.getLogger(__name__)
+MAX_WAITING = 4
+CLOSE_S = 10.0
+MAX_GROUND_TRUTH = 4096
+"""Longer ground truths, such as the tests of a program, are cut to this many characters of JSON."""
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a step was trained on."""
+
+    step: int
+    policy_version: int
+    """The version that the step made."""
+    groups: Sequence[Group]
+    prompts: Mapping[int, bytes]
+    """Encoded prompts of the groups that are to be written, by id. Empty bytes if a prompt is gone."""
+    rewards: NDArray[np.float32]
+    """One for each trajectory of all groups, in order."""
+
+
+class SampleLog:
+    """The samples of one term, which starts from `resume_step`."""
+
+    def __init__(self, config: RunConfig, resume_step: int, loggers: StepLoggers) -> None:
+        self.config = config.learner.samples
+        self.model_path = config.model.path
+        self.resume_step = resume_step
+        self.loggers = loggers
+        self.file = SampleFile(config.folder, self.config.max_bytes)
+        self.waiting: queue.Queue[TrainedStep | None] = queue.Queue(MAX_WAITING)
+        self.is_behind = False
+        self._has_begun, self._has_failed = False, False
+        self.thread = threading.Thread(target=self._run, name="samples", daemon=True)
+        if self.config.share:
+            self.thread.start()
+
+    def add(self, trained: TrainedStep) -> None:
+        """Queue a trained step, without waiting."""
+        if not self.config.share:
+            return
+        try:
+            self.waiting.put_nowait(trained)
+            self.is_behind = False
+        except queue.Full:
+            if not self.is_behind:
+                logger.warning(
+                    "writing samples is %d steps behind, so steps from %d on are left out of samples.jsonl; lower "
+                    "learner.samples.share", MAX_WAITING, trained.step,
+                )  # fmt: skip
+            self.is_behind = True
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Wait until what was added is written, or until the deadline."""
+        if not self.config.share:
+            return
+        try:
+            self.waiting.put(None, timeout=timeout_s)
+            self.thread.join(timeout_s)
+        except queue.Full:
+            pass
+        if self.thread.is_alive():
+            logger.error("samples were not written in %.0f s; the last steps are missing", timeout_s)
+
+    def _run(self) -> None:
+        texts = TokenText.load(self.model_path)
+        self._write([])
+        while (trained := self.waiting.get()) is not None:
+            try:
+                self._record(trained, texts)
+            except Exception:  # a token or a ground truth may be anything, and the next step may be fine
+                logger.exception("the samples of step %d are left out", trained.step)
+
+    def _record(self, trained: TrainedStep, texts: TokenText) -> None:
+        groups = samples_of_step(trained, texts)
+        self._write(groups)
+        every = self.config.table_every_steps
+        if every and trained.step % every == 0 and groups:
+            table = spread([sample for group in groups for sample in group], self.config.table_rows)
+            self.loggers.log_samples(trained.step, table)
+
+    def _write(self, groups: Sequence[list[Sample]]) -> None:
+        """Write the groups, or leave them out if the disk takes nothing. The next ones are tried again."""
+        try:
+            if not self._has_begun:
+                self.file.begin(self.resume_step)
+                self._has_begun = True
+            self.file.write(line_of(group) for group in groups)
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("samples are not written until this is over: %s", error)
+            self._has_failed = True
+
+
+def samples_of_step(trained: TrainedStep, texts: TokenText) -> list[list[Sample]]:
+    """The samples of every group that is to be written, one list per group."""
+    groups, start = [], 0
+    for group in trained.groups:
+        rewards = trained.rewards[start : start + len(group.trajectories)].tolist()
+        start += len(group.trajectories)
+        if group.prompt_id in trained.prompts:
+            truth = _ground_truth(trained.prompts[group.prompt_id])
+            prompt = texts.text(group.prompt_token_ids.tolist(), special=True)
+            groups.append(
+                [
+                    _sample(trained, group, number, prompt, truth, rewards[number], texts)
+                    for number in range(len(rewards))
+                ]
+            )
+    return groups
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Up to `count` samples from the worst reward to the best, evenly between them."""
+    ordered = sorted(samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def _sample(
+    trained: TrainedStep, group: Group, number: int, prompt: str, truth: object, reward: float, texts: TokenText
+) -> Sample:
+    trajectory = group.trajectories[number]
+    return Sample(
+        step=trained.step,
+        policy_version=trained.policy_version,
+        prompt_id=group.prompt_id,
+        sample=number,
+        data_source=group.data_source,
+        prompt=prompt,
+        ground_truth=truth,
+        response=texts.text(trajectory.token_ids.tolist()),
+        reward=_finite(reward),
+        reward_parts={name: _finite(value) for name, value in trajectory.reward_parts.items()},
+        num_tokens=len(trajectory.token_ids),
+        min_version=trajectory.min_version,
+        max_version=trajectory.max_version,
+        finish_reason=trajectory.finish_reason,
+        is_baseline=trajectory.is_baseline,
+        server_id=group.server_id,
+        agent_name=group.agent_name,
+        attempt=group.attempt,
+        finished_at_ms=group.finished_at_ms,
+        reward_failed=trajectory.reward_failed,
+    )
+
+
+def _finite(value: float) -> float | None:
+    """The number without the noise of float32, or None: JSON has no number for NaN and infinity."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def _ground_truth(payload: bytes) -> object:
+    """The prompt's ground truth. None if the prompt is gone; text that was cut if it is long."""
+    if not payload:
+        return None
+    try:
+        truth: object = decode_prompt(payload).ground_truth
+        text = truth if isinstance(truth, str) else json.dumps(truth, allow_nan=False)
+    except (DecodeError, ValueError):  # it may also hold a NaN, which is no JSON
+        return None
+    return truth if len(text) <= MAX_GROUND_TRUTH else text[:MAX_GROUND_TRUTH] + " …"

@@ -1,0 +1,155 @@
+"""`penstock samples`: show what the model wrote in training, from the `samples.jsonl` of a run's folder.
+
+penstock samples                      the newest samples
+penstock samples --worst              those with the lowest reward
+penstock samples --step 40:50 --reward :0 --grep 'answer is'
+                                      of steps 40 to 50, without reward, with this text
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.connection import RUNS_FOLDER
+from penstock.errors import ConfigError, InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.samples.sample import Sample
+    from penstock.samples.selection import Range, SampleFilter
+
+MAX_LIMIT = 100_000
+SHOWN_CHARACTERS = 600
+_EPILOG = (__doc__ or "").partition("\n\n")[2]
+"""The examples above."""
+_RANGE = "A:B"
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    from penstock.samples.files import has_samples
+    from penstock.samples.selection import select
+
+    if not 1 <= args.limit <= MAX_LIMIT:
+        raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
+    folder = args.run_dir or _newest_folder()
+    if not has_samples(folder):
+        raise ConfigError(
+            f"{folder} has no samples.jsonl; give --run-dir with the folder of a run that has trained a step and whose "
+            "learner.samples.share is not 0"
+        )
+    found = select(folder, _wanted(args), args.limit, args.order)
+    if args.json:
+        for sample in found:
+            print(json.dumps(asdict(sample)))
+    elif found:
+        _print(found, None if args.full else SHOWN_CHARACTERS)
+    else:
+        print("no sample matches")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock samples",
+        description="Show prompts, responses and rewards of trained samples, the newest first. Ranges are written as "
+        "A:B, A:, :B, or one number. A negative number needs an equals sign: --reward=-1:0.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR",
+        help=f"folder of a run on this machine (default: the one in {RUNS_FOLDER}/ with the newest samples)",
+    )  # fmt: skip
+    order = parser.add_mutually_exclusive_group()
+    for name in ("worst", "best"):
+        text = f"the {'lowest' if name == 'worst' else 'highest'} rewards first"
+        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, default="newest", help=text)
+    parser.add_argument("--step", metavar=_RANGE, help="trained in these steps")
+    parser.add_argument("--reward", metavar=_RANGE, help="with these rewards")
+    parser.add_argument("--length", metavar=_RANGE, help="with this many response tokens")
+    parser.add_argument("--version", metavar=_RANGE, help="sampled by these policy versions, at least in part")
+    parser.add_argument("--source", default="", metavar="NAME", help="of this data source")
+    parser.add_argument("--prompt-id", type=int, metavar="ID", help="of this prompt: all samples of its group")
+    parser.add_argument("--grep", default="", metavar="REGEX", help="with this text in the prompt or the response")
+    parser.add_argument("--limit", type=int, default=10, metavar="N", help="show N samples (default: %(default)s)")
+    parser.add_argument("--full", action="store_true", help=f"show whole texts, not {SHOWN_CHARACTERS} characters")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    return parser
+
+
+def _newest_folder() -> Path:
+    files = sorted(RUNS_FOLDER.glob("*/samples*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise ConfigError(f"no run in {RUNS_FOLDER}/ has samples; give --run-dir with the folder of a run")
+    return files[-1].parent
+
+
+def _wanted(args: argparse.Namespace) -> SampleFilter:
+    from penstock.samples.selection import SampleFilter
+
+    return SampleFilter(
+        steps=_range("--step", args.step),
+        rewards=_range("--reward", args.reward),
+        lengths=_range("--length", args.length),
+        versions=_range("--version", args.version),
+        data_source=args.source,
+        prompt_id=args.prompt_id,
+        pattern=args.grep,
+    )
+
+
+def _range(option: str, text: str | None) -> Range:
+    from penstock.samples.selection import Range
+
+    try:
+        return Range() if text is None else Range.parse(text)
+    except ValueError:
+        raise InvalidInput(option, f"{text!r} is no range; write 3:7, 3:, :7 or 3") from None
+
+
+# ── output ──
+
+
+def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
+    from rich.console import Console
+
+    from penstock.cli.terminal_text import labelled
+
+    console = Console()
+    for sample in samples:
+        console.print(_head(sample))
+        console.print(labelled(_texts(sample), max_characters))
+
+
+def _head(sample: Sample) -> Any:
+    from rich.text import Text
+
+    from penstock.cli.terminal_text import shown
+
+    reward = "none" if sample.reward is None else f"{sample.reward:g}"
+    parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)
+    low, high = sample.min_version, sample.max_version
+    facts = (
+        f"step {sample.step}", f"prompt {sample.prompt_id}.{sample.sample}",
+        f"version {low}" if low == high else f"versions {low}-{high}", f"{sample.num_tokens} tokens",
+        sample.finish_reason, "reward failed" if sample.reward_failed else "", "baseline" if sample.is_baseline else "",
+        sample.server_id, sample.data_source,
+    )  # fmt: skip
+    return Text.assemble(
+        (f"reward {reward}{shown(parts)}", "bold"), "  ", (shown("  ".join(filter(None, facts))), "dim")
+    )
+
+
+def _texts(sample: Sample) -> dict[str, str]:
+    truth = sample.ground_truth
+    texts = {
+        "prompt": sample.prompt,
+        "truth": "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False),
+        "response": sample.response,
+    }
+    return {name: text for name, text in texts.items() if text or name == "response"}

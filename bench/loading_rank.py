@@ -200,7 +200,7 @@ def random_batch(num_tokens: int, vocabulary: int, length: int = 2048) -> Sequen
         token_ids=random.integers(0, vocabulary, int(sizes.sum())),
         lengths=sizes,
         prompt_lengths=np.ones_like(sizes),
-        temperatures=np.ones(len(sizes), dtype=np.float32),
+        temperatures=np.ones(num_responses, dtype=np.float32),
         rewards=np.zeros(len(sizes), dtype=np.float32),
         group_ids=np.arange(len(sizes)),
         loss_mask=np.ones(num_responses, dtype=np.uint8),

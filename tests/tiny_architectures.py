@@ -28,6 +28,8 @@ _SIZES: dict[str, Any] = {
 
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _MLA = {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+_INDEXED = {**_MLA, "index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 64}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "layer_types": _SLIDING}
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 _LOCAL = {"window_size": WINDOW}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
@@ -81,6 +83,74 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "key_multiplier": 0.5},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "num_key_value_heads": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+        },
+    ),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {**_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4_text": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 16, "final_logit_softcapping": 3.0}),
+    "gemma4_text, shared keys": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 2}),
+    "gemma4_text, experts": (
+        "gemma4_text",
+        {
+            **_PER_LAYER,
+            "global_head_dim": 16,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}),
+    "zamba2": (
+        "zamba2",
+        {
+            "n_mamba_heads": 8,
+            "chunk_size": 8,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "adapter_rank": 8,
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+            "max_seq_len": 256,
+        },
+    ),
+    "deepseek_v32": ("deepseek_v32", _INDEXED),
+    "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
+    "hy_v4": ("hy_v4", _INDEXED),
+    "axk2": ("axk2", _INDEXED),
+    "axk1": ("axk1", _MLA),
+    "modernbert-decoder": ("modernbert-decoder", {"local_attention": WINDOW, "cls_token_id": 1, "sep_token_id": 2}),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            "num_layers": 2,
+            "num_key_value_heads": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 16,
+            "ffn_hidden_size": 48,
+        },
+    ),
+    "zaya": ("zaya", {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+    "xlstm": ("xlstm", {"num_heads": 4, "chunk_size": 8, "autocast_kernel_dtype": "float32"}),
     "gemma2, wide head": ("gemma2", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
     "gemma3_text, capped": ("gemma3_text", {"layer_types": _SLIDING}),
     "granite, scaled": (

@@ -36,6 +36,7 @@ def _cases() -> list[object]:
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in GPT BigCode
 @pytest.mark.parametrize("name", _cases())
 def test_log_probs_and_gradients_are_those_of_the_plain_forward(name: str, tmp_path: Path) -> None:
     model, batch = tiny_model(name), random_batch()
@@ -47,10 +48,12 @@ def test_log_probs_and_gradients_are_those_of_the_plain_forward(name: str, tmp_p
     log_probs.sum().backward()
     assert float((log_probs - wanted).detach().abs().max()) < 1e-4
     gradients = {name: parameter.grad for name, parameter in own.lm.named_parameters()}
+    # Some gradients are zero by their mathematics, such as those of keys' biases: only rounding of the others is left.
+    largest = max(float(parameter.grad.abs().max()) for parameter in model.parameters() if parameter.grad is not None)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            scale = float(parameter.grad.abs().max())
-            assert float((gradients[name] - parameter.grad).abs().max()) <= 1e-3 * scale + 1e-6, name
+            allowed = 1e-3 * float(parameter.grad.abs().max()) + 1e-6 * max(1.0, largest)
+            assert float((gradients[name] - parameter.grad).abs().max()) <= allowed, name
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2, wide head", "gpt_oss", "llama, dynamic rope", "qwen3_next"])

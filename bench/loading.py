@@ -45,6 +45,7 @@ def main() -> int:
             "resume, peak / (1.15 x part + layer)", resumed.share_of_bound("restore", "host", "resumed_bytes"), 1.0,
             at_most=True,
         ),
+        Bar("gather, peak / (1.15 x part + root)", ours.share_of_bound("gather", "host"), 1.0, at_most=True),
     ]  # fmt: skip
     title = f"{num_parameters / 1e6:.0f}M parameters, bfloat16 in the files and float32 in memory, {NUM_RANKS} ranks"
     return 0 if report("loading", title, measured, bars) else 1

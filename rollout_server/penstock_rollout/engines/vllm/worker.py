@@ -80,6 +80,8 @@ class WeightStaging:
         started = time.monotonic()
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            _forget_expert_kernels(model)
         with set_current_vllm_config(self.vllm_config):  # needed where a layer is quantized again
             initialize_layerwise_reload(model)
             model.load_weights(stage.tensors())
@@ -100,6 +102,17 @@ class WeightStaging:
 
     def _penstock_current(self) -> WeightStage | None:
         return getattr(self, "_penstock_stage", None)
+
+
+def _forget_expert_kernels(model: Any) -> None:
+    """Let vLLM set up the kernels of experts again.
+
+    On CPU they multiply with packed weights, which vLLM packs only when it sets up the kernel. A reload that keeps the
+    kernel would fill the packed weights with plain ones."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _pack_tied_head(model: Any, hf_config: Any) -> None:

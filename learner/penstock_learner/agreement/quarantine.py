@@ -5,6 +5,7 @@ penstock/store/quarantine.py draws the phases. The servers' weights are loaded b
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import replace
@@ -32,22 +33,40 @@ class ServerQuarantine:
         self.store = store
         self.term = term
         self.records: dict[str, Quarantine] = {}
+        self._changing = asyncio.Lock()
+        """Held while Redis and `records` are made equal, so that neither misses a change of the other."""
         self._load_after: dict[str, float] = {}
         """When the weights of a server may be loaded at the earliest, if it must wait."""
         self._drained_by: dict[str, float] = {}
         """When the weights of a server are loaded even if groups are still running there."""
+        self._trusted_from: dict[str, int] = {}
+        """The version that a server had loaded wholly when its quarantine ended. What it sampled with an older one may
+        still arrive."""
+        self._loaded_version: dict[str, int] = {}
 
     async def read(self) -> None:
-        """Read the records, with the probes that were leased since."""
-        self.records = await self.store.read()
+        """Read the records, with the probes that were leased since. A server that left the fleet has none."""
+        async with self._changing:
+            self.records = await self.store.read()
+        for times in (self._load_after, self._drained_by):
+            for gone in times.keys() - self.records.keys():
+                del times[gone]
+
+    async def end_all(self) -> None:
+        """Let all servers serve again, because nobody compares them any more."""
+        await self.read()
+        for server_id in list(self.records):
+            await self.end(server_id)
 
     def holds(self, server_id: str) -> bool:
         return server_id in self.records
 
     async def refuses(self, group: Group) -> bool:
-        """Whether a server in quarantine sampled the group, other than as a probe."""
+        """Whether a server in quarantine sampled the group, other than as a probe, or a server that left it sampled
+        the group with the weights that it had before."""
         if not self.holds(group.server_id):
-            return False
+            oldest = min(trajectory.min_version for trajectory in group.trajectories)
+            return oldest < self._trusted_from.get(group.server_id, 0)
         await self.read()
         record = self.records.get(group.server_id)
         return record is not None and group.prompt_id not in record.probe_ids
@@ -79,8 +98,11 @@ class ServerQuarantine:
     async def end(self, server_id: str) -> None:
         """Let the server serve again."""
         logger.warning("%s leaves the quarantine, and its groups are trained again", server_id)
-        await self.store.end(server_id, self.term)
-        self.records.pop(server_id, None)
+        async with self._changing:
+            await self.store.end(server_id, self.term)
+            self.records.pop(server_id, None)
+        if server_id in self._loaded_version:
+            self._trusted_from[server_id] = self._loaded_version.pop(server_id)
         self._load_after.pop(server_id, None)
         self._drained_by.pop(server_id, None)
 
@@ -89,14 +111,22 @@ class ServerQuarantine:
         if (record := self.records.get(server_id)) is not None:
             await self._put(replace(record, probes_left=NUM_PROBES, probe_ids=frozenset()))
 
-    async def loaded(self, server_id: str) -> None:
-        """Note that the server has loaded the current version wholly. It is probed next."""
+    async def one_more_probe(self, group: Group) -> None:
+        """Ask for another probe if this group was one that will not be compared."""
+        if self.holds(group.server_id):
+            await self.read()
+            if (record := self.records.get(group.server_id)) is not None:
+                await self._put(replace(record, probes_left=record.probes_left + 1))
+
+    async def loaded(self, server_id: str, policy_version: int, num_probes: int = NUM_PROBES) -> None:
+        """Note that the server has loaded this version wholly. It is probed next."""
         if (record := self.records.get(server_id)) is None:
             return
-        logger.info("%s has loaded its weights again; %d groups of it will be compared", server_id, NUM_PROBES)
+        logger.info("%s has loaded its weights again; %d groups of it will be compared", server_id, num_probes)
         self._load_after[server_id] = time.monotonic() + PROBE_TIMEOUT_S
+        self._loaded_version[server_id] = policy_version
         await self._put(
-            replace(record, num_reloads=record.num_reloads + 1, probes_left=NUM_PROBES, probe_ids=frozenset())
+            replace(record, num_reloads=record.num_reloads + 1, probes_left=num_probes, probe_ids=frozenset())
         )
 
     def awaits_load(self, server_id: str) -> bool:
@@ -113,5 +143,6 @@ class ServerQuarantine:
         return is_drained and now >= self._load_after.get(server.server_id, 0.0)
 
     async def _put(self, record: Quarantine) -> None:
-        await self.store.put(record, self.term)
-        self.records[record.server_id] = record
+        async with self._changing:
+            await self.store.put(record, self.term)
+            self.records[record.server_id] = record

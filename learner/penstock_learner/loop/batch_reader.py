@@ -202,6 +202,8 @@ class BatchReader:
             return None
         if self.replay.dynamic_sampling and not _has_spread(decoded):
             await self.queue.discard(decoded.prompt_id, "no_spread")
+            if self.quarantine is not None:
+                await self.quarantine.one_more_probe(decoded)
             return None
         return decoded
 

@@ -34,7 +34,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
-from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup
 from penstock_learner.weights.push_report import PushReport
@@ -181,14 +181,21 @@ class PolicyPublication:
 
     async def _load_quarantined(self, transport: str | None) -> None:
         """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem
-        to have it."""
+        to have it.
+
+        A step's batch is compared as a whole. If no other server is left to fill it, these sample enough for it."""
         if self.quarantine is None or not self.quarantine.records:
             return
-        for server in await self._followers(("READY", "LOADING", "STALE")):
+        await self.quarantine.read()
+        servers = await self._followers(("READY", "LOADING", "STALE"))
+        is_alone = all(self.quarantine.holds(server.server_id) for server in servers)
+        num_probes = 2 * self.config.replay.groups_per_step if is_alone else NUM_PROBES
+        for server in servers:
             if server.server_id in self._members or not self.quarantine.is_due(server):
                 continue
+            version = self.current
             if server.server_id in await self._catch_up([server], transport):
-                await self.quarantine.loaded(server.server_id)
+                await self.quarantine.loaded(server.server_id, version or 0, num_probes)
 
     async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> list[str]:
         """Push the current version to these servers alone. Returns those that have loaded it."""

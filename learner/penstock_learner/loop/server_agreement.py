@@ -70,7 +70,10 @@ class ServerAgreement:
     async def begin(self) -> None:
         """Call it before the term's first batch is read."""
         self.check.forget_drift()
-        await self.quarantine.read()
+        if self.check.is_on:
+            await self.quarantine.read()
+        else:
+            await self.quarantine.end_all()
 
     async def refused(self, batch: Batch, version: int, roll_backs: Sequence[RollBack]) -> list[int]:
         """Prompts of the batch whose groups must not be trained. `version` is that of the policy's weights.

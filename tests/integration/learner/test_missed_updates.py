@@ -195,7 +195,7 @@ async def test_an_engine_that_has_its_weights_again_is_let_in(
         async def probe(policy: policies_pb2.Policy) -> set[str]:
             """Load the version wholly, sample, and compare, as the learner and the queue do."""
             await load_snapshot(setting.engines["bad"], policy, timeout_s=20)
-            await setting.quarantine.loaded("bad")
+            await setting.quarantine.loaded("bad", policy.policy_version)
             groups = await setting.sample("bad")
             record = setting.quarantine.records["bad"]
             ids = frozenset(group.prompt_id for group in groups)

@@ -79,7 +79,7 @@ class Setting:
 
     async def probe(self, server: str) -> list[str]:
         """One step with a group that the server sampled as a probe, after its weights were loaded again."""
-        await self.quarantine.loaded(server)
+        await self.quarantine.loaded(server, self.step)
         record = self.quarantine.records[server]
         assert record.probes_left == NUM_PROBES
         leased = replace(record, probes_left=0, probe_ids=frozenset({self.next_id + 1}))  # as lease.lua does
@@ -177,11 +177,43 @@ async def test_probes_that_could_not_be_compared_are_asked_for_again(setting: Se
     await setting.join("a", "b")
     setting.off["b"] = 0.3
     assert await setting.train("a", "b") == ["b"]
-    await setting.quarantine.loaded("b")
+    await setting.quarantine.loaded("b", setting.step)
     leased = replace(setting.quarantine.records["b"], probes_left=0, probe_ids=frozenset({setting.next_id + 1}))
     await setting.quarantine.store.put(leased, setting.quarantine.term)
     assert await setting.train("b", staleness=40) == ["b"]
     assert setting.quarantine.records["b"].probes_left == NUM_PROBES
+
+
+async def test_what_a_server_sampled_before_its_weights_were_loaded_is_refused_afterwards_too(setting: Setting) -> None:
+    await setting.join("a", "b")
+    await setting.train("a", "b")
+    setting.off["b"] = 0.3
+    assert await setting.train("a", "b") == ["b"]
+    late = setting.group("b", 1)
+    setting.off["b"] = 0.0
+    assert await setting.probe("b") == []
+    assert not setting.quarantine.holds("b")
+    assert await setting.quarantine.refuses(late)
+    assert not await setting.quarantine.refuses(setting.group("b", setting.step))
+
+
+async def test_another_probe_follows_one_that_is_discarded(setting: Setting) -> None:
+    await setting.join("a", "b")
+    setting.off["b"] = 0.3
+    await setting.train("a", "b")
+    await setting.quarantine.loaded("b", setting.step)
+    await setting.quarantine.one_more_probe(setting.group("b", 1))
+    await setting.quarantine.one_more_probe(setting.group("a", 1))
+    assert (await setting.quarantine.store.read())["b"].probes_left == NUM_PROBES + 1
+
+
+async def test_a_term_without_comparisons_ends_all_quarantines(setting: Setting) -> None:
+    await setting.join("a", "b")
+    setting.off["b"] = 0.3
+    assert await setting.train("a", "b") == ["b"]
+    setting.check.max_mismatch_nats = 0.0
+    await setting.agreement.begin()
+    assert await setting.quarantine.store.read() == {}
 
 
 async def test_zero_compares_nothing(redis_client: redis.Redis, queue: RedisReplayQueue) -> None:

@@ -282,6 +282,41 @@ async def test_a_server_in_quarantine_gets_the_whole_current_version_again(
     assert ("push", 4, ["a", "b"]) in policy.pushed, "while it is probed, it takes part again"
 
 
+async def test_the_only_servers_left_sample_enough_for_a_batch_to_be_compared(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is compared when it is full. Two probes of each server would never fill it."""
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
+    publication = setting.publication
+    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
+    publication.quarantine = quarantine
+    await setting.join("a", "READY", 0)
+    await setting.offer(1)
+    await publication.wait_until_published()
+    await quarantine.begin(Verdict("a", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await eventually(lambda: "a" in quarantine.records and quarantine.records["a"].num_reloads == 1)
+    assert quarantine.records["a"].probes_left >= publication.config.replay.groups_per_step
+
+
+async def test_a_server_that_was_started_again_is_not_put_back_into_quarantine(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
+    publication = setting.publication
+    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
+    publication.quarantine = quarantine
+    await setting.join("a", "READY", 0)
+    await setting.join("b", "READY", 0)
+    await setting.offer(1)
+    await publication.wait_until_published()
+    await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=1, running_groups=1))
+    await quarantine.begin(Verdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await setting.fleet.leave("b")
+    await setting.join("b", "READY", 1)
+    await eventually(lambda: "b" not in quarantine.records)
+    assert await quarantine.store.read() == {}
+
+
 def with_short_deadlines(publication: PolicyPublication) -> None:
     """Use deadlines that pass within the test."""
     config = publication.config

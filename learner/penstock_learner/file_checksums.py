@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -24,10 +24,11 @@ class FileRecord:
 
     num_bytes: int
     pieces: tuple[str, ...]
-    """The xxh3_128 of each `PIECE_BYTES` of the file."""
+    """The xxh3_128 of each `piece_bytes` of the file."""
+    piece_bytes: int = field(default_factory=lambda: PIECE_BYTES)
 
     def __post_init__(self) -> None:
-        if len(self.pieces) != -(-self.num_bytes // PIECE_BYTES):
+        if len(self.pieces) != -(-self.num_bytes // self.piece_bytes):
             raise ValueError(f"{len(self.pieces)} checksums of {self.num_bytes} bytes")
 
     @classmethod
@@ -41,7 +42,12 @@ class FileRecord:
         """Describe the present content of a file. Blocks."""
         num_bytes = path.stat().st_size
         indices = range(-(-num_bytes // PIECE_BYTES))
-        return cls(num_bytes, tuple(_read_checksum(path, index) for index in indices))
+        return cls(num_bytes, tuple(_read_checksum(path, index, PIECE_BYTES) for index in indices))
+
+    @classmethod
+    def of_whole(cls, num_bytes: int, checksum: str) -> FileRecord:
+        """Describe a file that has one checksum, whatever its size."""
+        return cls(num_bytes, (checksum,) if num_bytes else (), max(num_bytes, PIECE_BYTES))
 
 
 class PieceChecksums:
@@ -85,23 +91,23 @@ def _damage(path: Path, expected: FileRecord, index: int) -> str:
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
             return f"{path} is truncated or changed: expected {expected.num_bytes} bytes, found {num_bytes}"
-        checksum = _read_checksum(path, index) if num_bytes else ""
+        checksum = _read_checksum(path, index, expected.piece_bytes) if num_bytes else ""
     except FileNotFoundError:
         return f"{path} is missing: expected {expected.num_bytes} bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     if num_bytes and checksum != expected.pieces[index]:
-        start = index * PIECE_BYTES
+        start = index * expected.piece_bytes
         return f"{path} is damaged: expected checksum {expected.pieces[index]}, found {checksum} from byte {start} on"
     return ""
 
 
-def _read_checksum(path: Path, index: int) -> str:
+def _read_checksum(path: Path, index: int, piece_bytes: int) -> str:
     """The checksum of a piece's present content."""
-    checksum, left = xxhash.xxh3_128(), PIECE_BYTES
-    buffer = memoryview(bytearray(min(READ_BYTES, PIECE_BYTES)))
+    checksum, left = xxhash.xxh3_128(), piece_bytes
+    buffer = memoryview(bytearray(min(READ_BYTES, piece_bytes)))
     with path.open("rb", buffering=0) as file:
-        file.seek(index * PIECE_BYTES)
+        file.seek(index * piece_bytes)
         while left and (num_bytes := file.readinto(buffer[: min(left, len(buffer))])):
             checksum.update(buffer[:num_bytes])
             left -= num_bytes

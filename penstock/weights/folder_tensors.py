@@ -1,8 +1,9 @@
 """Names and shapes of the tensors in a Hugging Face model folder. Both sides of a weight push use them.
 
 A push has exactly these tensors, so an engine can load it as it has loaded the folder. Left out are tensors that no
-forward pass of the model uses: layers beyond `num_hidden_layers`, which predict several tokens ahead (GLM-4.5,
-DeepSeek-V3), and the tables of rotary embeddings in old folders.
+forward pass of the model uses: those that predict several tokens ahead, which are layers beyond `num_hidden_layers`
+(GLM-4.5, DeepSeek-V3) or are named `mtp` (Qwen3-Next, MiMo-V2), and in old folders the tables of rotary embeddings and
+the causal masks of attention (GPT-2, GPT-NeoX).
 """
 
 from __future__ import annotations
@@ -17,7 +18,31 @@ from penstock.errors import ConfigError
 
 TIED_HEAD = "lm_head.weight"
 """The output layer. It is the embedding itself in a model with tied embeddings."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PREDICTS_AHEAD = re.compile(r"(?:^|\.)mtp")
+_MASK = re.compile(r"\.(?:attn|attention)\.bias$")
+_MASK_DIMENSIONS = 4
+"""A causal mask is [1, 1, tokens, tokens]. A learned bias of the same name is a vector."""
+_UNUSED_TABLES = ("rotary_emb.inv_freq", ".attn.masked_bias", ".attention.masked_bias")
+
+
+def safetensors_of(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads. Others, such as `consolidated.safetensors`, are not read.
+
+    Empty if the weights have another format. Raises ConfigError if the index names a file that is not there."""
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    named = read_json(folder / _INDEX).get("weight_map", {})
+    files = [folder / name for name in sorted(set(named.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{folder} lacks {missing[0]}, which its {_INDEX} names; download the model again")
+    return files
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of `safetensors_of`. In a folder without an index they are all safetensors files, as for an engine."""
+    return safetensors_of(folder) or sorted(folder.glob("*.safetensors"))
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -25,7 +50,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     A tied head is left out. Raises ConfigError for a folder without safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(header_bytes))
@@ -36,13 +61,14 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if config.get("tie_word_embeddings"):
         shapes.pop(TIED_HEAD, None)
     num_layers = config.get("num_hidden_layers")
-    return {name: shape for name, shape in shapes.items() if _is_used(name, num_layers)}
+    return {name: shape for name, shape in shapes.items() if _is_used(name, shape, num_layers)}
 
 
-def _is_used(name: str, num_layers: Any) -> bool:
+def _is_used(name: str, shape: tuple[int, ...], num_layers: Any) -> bool:
     layer = _LAYER.search(name)
     is_beyond = layer is not None and isinstance(num_layers, int) and int(layer.group(1)) >= num_layers
-    return not is_beyond and not name.endswith("rotary_emb.inv_freq")
+    is_mask = _MASK.search(name) is not None and len(shape) == _MASK_DIMENSIONS
+    return not (is_beyond or is_mask or _PREDICTS_AHEAD.search(name) or name.endswith(_UNUSED_TABLES))
 
 
 def read_json(path: Path) -> dict[str, Any]:

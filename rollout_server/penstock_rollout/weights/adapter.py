@@ -10,26 +10,26 @@ import torch
 from safetensors import safe_open
 
 from penstock.errors import WeightPushFailed
+from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
 
 A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"
 
 
 def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float) -> list[tuple[str, torch.Tensor]]:
-    """Return every tensor of the folder. A weight W that the adapter names becomes W + scale * lora_B @ lora_A.
+    """Return the tensors that a push of the whole model would have.
 
-    The product and the sum are computed in float32."""
+    A weight W that the adapter names becomes W + scale * lora_B @ lora_A, computed in float32."""
     merged: list[tuple[str, torch.Tensor]] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    names = tensor_shapes(folder).keys() | {TIED_HEAD}
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
+            for name in (name for name in file.keys() if name in names):  # noqa: SIM118  (not a dict)
                 weight = file.get_tensor(name)
                 if name + A_SUFFIX in adapter:
                     low, up = adapter[name + A_SUFFIX], adapter[name + B_SUFFIX]
                     product = scale * (up.float() @ low.float())
                     weight = (weight.to(product.device, torch.float32) + product).to(weight.dtype)
                 merged.append((name, weight))
-    if not merged:
-        raise WeightPushFailed(f"{folder} contains no *.safetensors to add the adapter to")
     return merged
 
 

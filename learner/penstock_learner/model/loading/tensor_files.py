@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,6 @@ PIECE_BYTES = 2**24
 """Most that is read at once of one tensor, if its rows are not longer."""
 _MAPPED_BYTES = 2**25
 """Files are closed after this many bytes. Their pages, which are mapped into memory, count as the process's own."""
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def safetensors_of(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights. Empty if the weights have another format."""
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if not (folder / _INDEX).is_file():
-        return []
-    return [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
 
 
 class TensorFiles:

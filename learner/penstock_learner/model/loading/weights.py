@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError
+from penstock.weights.folder_tensors import safetensors_of
 from penstock_learner.model.loading.recipes import Recipe, ShapesOf, recipes_of
-from penstock_learner.model.loading.tensor_files import TensorFiles, safetensors_of
+from penstock_learner.model.loading.tensor_files import TensorFiles
 
 logger = logging.getLogger(__name__)
 _LORA_A, _LORA_B = ".lora_A.", ".lora_B."

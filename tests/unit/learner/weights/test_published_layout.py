@@ -21,7 +21,7 @@ from penstock_learner.model.published_layout import fit_to_folder, model_without
 from penstock_learner.start_check import _check_structure
 from penstock_learner.weights.gathering import exact_names, gathered_weights, load_gathered, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.weights.adapter import check_adapter
+from penstock_rollout.weights.adapter import check_adapter, merged_weights
 from tiny_architectures import ARCHITECTURES, tiny_model
 
 FAST = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama"}
@@ -90,6 +90,43 @@ def test_layers_that_predict_ahead_are_not_pushed(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     fit_to_folder(model_without_weights(tmp_path), tmp_path, "model.path")
     assert "model.layers.4.eh_proj.weight" not in tensor_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"),
+    [
+        ("qwen3_next", {"mtp.layers.0.mlp.up_proj.weight": (8, 8), "mtp.norm.weight": (8,)}),
+        ("mimo_v2_flash", {"model.mtp.layers.0.mlp.up_proj.weight": (8, 8)}),
+        ("gpt2", {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": ()}),
+        ("gpt_neox", {f"gpt_neox.layers.0.attention.{end}": (1, 1, 8, 8) for end in ("bias", "masked_bias")}),
+    ],
+)
+def test_tensors_that_the_model_ignores_are_neither_pushed_nor_refused(
+    name: str, unused: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    used = load_file(tmp_path / "model.safetensors")
+    assert tensor_shapes(tmp_path).keys() == used.keys(), "learned biases are pushed"
+    zeros = {name: torch.zeros(shape) for name, shape in unused.items()}
+    save_file(used | zeros, tmp_path / "model.safetensors", {"format": "pt"})
+    assert tensor_shapes(tmp_path).keys() == used.keys()
+    assert dict(merged_weights(tmp_path, {}, 1.0)).keys() == used.keys()
+    model = load_model(tmp_path, torch.float32, 16)
+    fit_to_folder(model.lm, tmp_path, "model.path")
+    assert dict(pushed_shapes(model)).keys() == used.keys()
+
+
+def test_only_the_files_of_the_index_are_the_model(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shapes, merged = tensor_shapes(tmp_path), dict(merged_weights(tmp_path, {}, 1.0))
+    save_file({"layers.0.attention.wq.weight": torch.zeros(8, 8)}, tmp_path / "consolidated.safetensors")
+    assert tensor_shapes(tmp_path) == shapes
+    assert dict(merged_weights(tmp_path, {}, 1.0)).keys() == merged.keys()
+    fit_to_folder(model_without_weights(tmp_path), tmp_path, "model.path")
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"lacks {shard.name}, which its model.safetensors.index.json names"):
+        tensor_shapes(tmp_path)
 
 
 def test_weights_in_another_form_are_refused_before_anything_starts(tmp_path: Path) -> None:

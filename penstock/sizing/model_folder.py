@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.sizing.models import KNOWN, Counted, Experts, ModelShape
+from penstock.weights.folder_tensors import tensor_shapes, weight_files
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.")
@@ -51,7 +52,7 @@ def _shape(config: dict[str, Any], folder: Path) -> ModelShape:
         vocabulary_size=int(config["vocab_size"]),
         has_tied_head=has_tied_head,
         experts=experts,
-        counted=_counted(folder, has_tied_head=has_tied_head),
+        counted=_counted(folder),
         kv_size=latent and latent + int(config["qk_rope_head_dim"]),
     )
 
@@ -75,29 +76,20 @@ def _first(config: dict[str, Any], *names: str) -> int:
     return max(found) if isinstance(found, list) else int(found)
 
 
-def _counted(folder: Path, *, has_tied_head: bool) -> Counted | None:
-    """Count the weights in the headers of the safetensors files. None if there are no such files."""
+def _counted(folder: Path) -> Counted | None:
+    """Count the weights that the learner loads, from the headers of the safetensors files. None without such files."""
+    if not weight_files(folder):
+        return None
     layers: Counter[str] = Counter()
     root = experts = 0
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        for name, num_weights in _weights(path):
-            if has_tied_head and name == "lm_head.weight":
-                continue
-            layer = _LAYER.search(f".{name}")
-            if layer is None:
-                root += num_weights
-            else:
-                layers[layer[1]] += num_weights
-            experts += num_weights if _EXPERT.search(name) else 0
+    for name, shape in tensor_shapes(folder).items():
+        num_weights = math.prod(shape)
+        layer = _LAYER.search(f".{name}")
+        if layer is None:
+            root += num_weights
+        else:
+            layers[layer[1]] += num_weights
+        experts += num_weights if _EXPERT.search(name) else 0
     if not layers:
         return None
     return Counted(max(layers.values()), root, root + layers.total(), experts)
-
-
-def _weights(path: Path) -> list[tuple[str, int]]:
-    """Name and number of elements of every tensor in a safetensors file. Reads only its header."""
-    with path.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(header_bytes))
-    return [(name, math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]

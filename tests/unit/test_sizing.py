@@ -115,6 +115,10 @@ def test_weights_are_counted_in_the_files_of_a_folder(tmp_path: Path) -> None:
     counted = find_shape(str(tmp_path)).counted
     assert counted is not None
     assert vars(counted) == {"largest_layer": 256 + 768, "root": 1616, "total": 1616 + 512 + 768, "experts": 768}
+    unused = json.dumps({"mtp.layers.0.up_proj.weight": {"shape": [24, 16]}} | json.loads(header)).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(unused)) + unused)
+    (tmp_path / "consolidated.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.replace(b"model.", b""))
+    assert find_shape(str(tmp_path)).counted == counted, "only what transformers loads"
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match="does not describe a decoder"):
         find_shape(str(tmp_path))

@@ -60,15 +60,20 @@ class RedisReplayQueue:
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
         return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
 
-    async def submit_many(self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]]) -> list[Submission]:
-        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key."""
+    async def submit_many(
+        self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]], *, all_or_none: bool = False
+    ) -> list[Submission]:
+        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key.
+
+        With `all_or_none`, nothing is submitted if a key was used for another number of prompts. The answers then have
+        the ids of the keys that were used before."""
         flat: list[Any] = []
         for payloads, priorities, idempotency_key in requests:
             flat += (idempotency_key, len(payloads))
             flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
         return [
             Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
-            for row in read_rows(await self._call("submit", IDEMPOTENCY_TTL_S, *flat))
+            for row in read_rows(await self._call("submit", IDEMPOTENCY_TTL_S, int(all_or_none), *flat))
         ]
 
     async def feed(

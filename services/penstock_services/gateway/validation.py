@@ -76,7 +76,13 @@ def check_prompt_keys(keys: Sequence[str], num_prompts: int, idempotency_key: st
         raise InvalidInput("prompt_keys", "cannot be combined with an idempotency key; send one of them")
     if keys and len(keys) != num_prompts:
         raise InvalidInput("prompt_keys", f"must have a key for each of the {num_prompts} prompts, not {len(keys)}")
+    first_at: dict[str, int] = {}
     for index, key in enumerate(keys):
+        if first_at.setdefault(key, index) != index:
+            raise InvalidInput(
+                f"prompt_keys[{index}]",
+                f"repeats {key!r}, the key of prompts[{first_at[key]}]; each prompt needs its own key",
+            )
         if not 1 <= len(key) <= MAX_KEY_LENGTH:
             raise InvalidInput(f"prompt_keys[{index}]", f"must have 1 to {MAX_KEY_LENGTH} characters, not {len(key)}")
 

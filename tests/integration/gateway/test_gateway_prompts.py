@@ -416,6 +416,21 @@ async def test_a_key_for_each_prompt_submits_it_once_whatever_it_comes_with(gate
         ({"prompt_keys": ["x", "y"]}, "prompt_keys"),
         ({"prompt_keys": [""]}, "prompt_keys[0]"),
         ({"prompt_keys": ["x"], "idempotency_key": "k"}, "prompt_keys"),
+        ({"prompt_keys": ["x", "y", "x"], "prompts": [PROMPT] * 3}, "prompt_keys[2]"),
     ):
         refused = await gateway.rest.post(f"{RUN}/prompts", json={"prompts": [PROMPT]} | wrong)
         assert_problem(refused, 400, "INVALID_INPUT", field)
+
+
+async def test_a_prompt_key_that_was_the_key_of_a_request_of_several_prompts_is_refused(
+    gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    await rest(gateway, "POST", f"{RUN}/prompts", json={"prompts": [PROMPT] * 2, "idempotency_key": "pair"})
+    body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "pair"]}
+    refused = await gateway.rest.post(f"{RUN}/prompts", json=body)
+    assert_problem(refused, 400, "INVALID_INPUT", "prompt_keys[1]")
+    assert "a request of 2 prompts" in refused.text
+    assert (await queue.stat()).pending_prompts == 2, "all prompts of a request are accepted, or none"
+    body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "other"]}
+    answer = await rest(gateway, "POST", f"{RUN}/prompts", json=body)
+    assert (answer["prompt_ids"], answer["num_replayed"]) == ([3, 4], 0)

@@ -88,7 +88,14 @@ class PromptHandlers:
         if not request.prompt_keys:
             return await self.submissions.submit(payloads, priorities, request.idempotency_key)
         rows = zip(payloads, priorities, request.prompt_keys, strict=True)
-        each = await self.queue.submit_many([([payload], [priority], key) for payload, priority, key in rows])
+        requests = [([payload], [priority], key) for payload, priority, key in rows]
+        each = await self.queue.submit_many(requests, all_or_none=True)
+        for index, submission in enumerate(each):
+            if submission.replayed and len(submission.prompt_ids) != 1:
+                raise InvalidInput(
+                    f"prompt_keys[{index}]",
+                    f"was used for a request of {len(submission.prompt_ids)} prompts; choose a new key",
+                )
         num_replayed = sum(submission.replayed for submission in each)
         ids = tuple(submission.prompt_ids[0] for submission in each)
         return Submission(ids, num_replayed == len(ids), num_replayed)

@@ -37,9 +37,10 @@ from penstock.sizing.trained_memory import TrainedRank
 def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
     """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
     versions that are pushed."""
-    if role in ("policy", "critic"):
-        shape = model if role == "policy" else model.without_head()
-        moments = TrainedRank(shape, num_ranks, setup, role).moments()
+    if role == "policy":
+        moments = TrainedRank(model, num_ranks, setup, role).moments()
+    elif role == "critic":  # only the policy has an adapter
+        moments = TrainedRank(model.without_head(), num_ranks, replace(setup, lora_rank=0), role).moments()
     else:
         moments = _frozen_moments(role, model, num_ranks, setup)
     context = Term(CONTEXT, "", CONTEXT_BYTES)
@@ -49,8 +50,8 @@ def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) ->
 
 def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
     """A reference or reward model: frozen weights, and forward passes only."""
-    if role == "reference" and setup.lora_rank:
-        return []  # it is the policy with its adapter switched off
+    if role == "reference" and setup.lora_rank and setup.policy_is_reference:
+        return []
     shape = model if role == "reference" else model.without_head()
     size, tokens = setup.pushed_bytes, setup.micro_batch_tokens
     is_quantized = role == "reference" and setup.reference_bits > 0

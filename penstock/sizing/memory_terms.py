@@ -70,7 +70,9 @@ class Setup:
     """With `compiles`: share of activations that layers keep if they are not recomputed."""
     cpu_offload: bool = False
     lora_rank: int = 0
-    """Rank of the adapter that is trained instead of the weights. 0: no adapter."""
+    """Rank of the policy's adapter, which is trained instead of its weights. 0: no adapter."""
+    policy_is_reference: bool = True
+    """With an adapter: whether the policy, with its adapter switched off, is the reference."""
     reference_bits: int = 0
     """Bits of a weight of a quantized reference, which every rank loads whole. 0: it is not quantized."""
     staging: Literal["device", "host"] = "device"
@@ -98,6 +100,7 @@ class Setup:
             kept=learner.activation_memory,
             cpu_offload=learner.cpu_offload,
             lora_rank=learner.lora.rank if learner.lora else 0,
+            policy_is_reference=learner.policy_is_reference,
             staging="host" if config.weights.staging == "host" else "device",
         )
 

@@ -173,7 +173,7 @@ def _fit_policy(model: ModelShape, gpu: Gpu, placement: Placement, setup: Setup)
 
 
 def _fit_reference(model: ModelShape, gpu: Gpu, placement: Placement, setup: Setup, policy_ranks: int) -> RolePlan:
-    if placement == "split-collocate" or setup.lora_rank:
+    if placement == "split-collocate" or (setup.lora_rank and setup.policy_is_reference):
         return _role("reference", model, policy_ranks, setup, is_shared=True)
     fitting = [
         plan

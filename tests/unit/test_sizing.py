@@ -221,6 +221,14 @@ def test_an_adapter_has_little_state_and_no_second_model() -> None:
     assert config.learner.lora is not None and config.learner.lora.rank == 16
 
 
+def test_with_an_adapter_the_critic_trains_all_its_weights_and_another_reference_needs_memory() -> None:
+    assert _bytes("critic", "step", "7b", 2, lora_rank=16) == _bytes("critic", "step", "7b", 2)
+    own = Setup(lora_rank=16, policy_is_reference=False)
+    assert role_moments("reference", KNOWN["7b"], 2, own) == role_moments("reference", KNOWN["7b"], 2, Setup())
+    plan = make_plan(KNOWN["7b"], GPUS["h200"], "standalone", Workload(setup=own))
+    assert plan.reference.num_gpus > 0
+
+
 def test_offload_moves_the_state_to_the_host() -> None:
     moments = role_moments("policy", KNOWN["7b"], 2, Setup(cpu_offload=True, staging="host"))
     state = 16 * KNOWN["7b"].num_parameters / 2
@@ -408,6 +416,9 @@ def test_plan_says_whether_a_configuration_fits(tmp_path: Path, capsys: pytest.C
     code, text = plan(1, "h100")
     assert code == 1 and "does not fit" in text
     assert plan(1, "h100", lora={"rank": 8, "alpha": 16}, master_dtype="bfloat16")[0] == 0
+    other = {"path": str(tmp_path), "num_ranks": 4, "gpus_per_rank": 0.25}
+    code, text = plan(4, "h100", lora={"rank": 8, "alpha": 16}, reference=other)
+    assert code == 0 and re.search(r"reference +4 x 0.25 GPU +load [1-9]", text)
 
 
 @pytest.mark.parametrize(

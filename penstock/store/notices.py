@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import redis.asyncio as redis
 
-from penstock.errors import QueueFull, Unavailable
+from penstock.errors import PenstockError, QueueFull, Unavailable
 from penstock.records import read_known_fields
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
@@ -47,6 +47,11 @@ class Event:
     """One line, which says what happened and what to do."""
     detail: str = ""
     """Further lines, such as a traceback."""
+
+    def __post_init__(self) -> None:
+        """Replace lone surrogates, which rewards and models may write and which UTF-8 and Redis' JSON do not have."""
+        for name in ("fingerprint", "text", "detail"):
+            object.__setattr__(self, name, getattr(self, name).encode("utf-8", "replace").decode())
 
     @property
     def key(self) -> str:
@@ -112,11 +117,17 @@ class NoticeBoard:
                 logger.warning("cannot write the run's notices yet: %s", error)
 
     async def write(self) -> None:
-        """Write what waits. Events that could not be written wait for the next time."""
+        """Write what waits. While Redis does not answer or is full, events wait for the next time. An event that Redis
+        refuses is only logged."""
         while self._events:
             key, event = next(iter(self._events.items()))
             count = self._counts[key]
-            await self.notices.record(event, count)
+            try:
+                await self.notices.record(event, count)
+            except (QueueFull, Unavailable):
+                raise
+            except PenstockError as error:
+                logger.warning("a notice is dropped (%s): %s", error, event.text)
             self._counts[key] -= count
             if not self._counts[key]:
                 del self._counts[key], self._events[key]

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio as redis
 
-from penstock.errors import QueueFull, Unavailable
+from penstock.errors import PenstockError
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
 from penstock.store.scripts import STORE
@@ -38,12 +38,13 @@ class Phases:
 
     async def enter(self, component: str, phase: str, *, is_first: bool = False) -> None:
         """Record that `component` has begun `phase`. The first phase of a process removes those of the process before
-        it. Without an answer from Redis the phase is only logged: a start does not fail because of this."""
+        it. If Redis does not answer or refuses the phase, it is only logged: a start does not fail because of this."""
+        phase = phase.encode("utf-8", "replace").decode()  # it may name a path, which need not be UTF-8
         logger.info("%s", phase)
         arguments = (component, phase, int(is_first), MAX_PHASES)
         try:
             await STORE.call(self.client, self.keys.prefix, "enter_phase", *arguments)
-        except (QueueFull, Unavailable) as error:
+        except PenstockError as error:
             logger.warning("cannot record the phase: %s", error)
 
     async def by_component(self) -> dict[str, list[Phase]]:

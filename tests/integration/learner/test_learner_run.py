@@ -55,6 +55,7 @@ def undisturbed_ppo(
     return trained(tmp_path_factory.mktemp("ppo"), model, redis_process, "ppo-undisturbed", **ppo(classifier))
 
 
+@pytest.mark.long  # the test of PPO below compares the placements too
 def test_both_placements_train_the_same_two_rank_policy(
     tmp_path: Path, model: Path, redis_process: RedisProcess
 ) -> None:

@@ -27,7 +27,7 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantines
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
-from penstock.weights.checksums import XXH3, host_checksum, weights_digest
+from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
 from penstock_learner.agreement.check import MIN_STEPS, LogProbCheck
@@ -74,7 +74,7 @@ class Learner:
         for spec in manifest.tensors:
             raw = weights[spec.name].reshape(-1).view(np.uint8)
             buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
-        checksums = [host_checksum(XXH3, bucket) for bucket in buckets]
+        checksums = [host_checksum(manifest.checksum, bucket) for bucket in buckets]
         folder = self.snapshots / f"version-{self.version}"
         write_snapshot(folder, manifest, buckets, checksums)
         return policies_pb2.Policy(

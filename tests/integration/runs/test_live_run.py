@@ -215,7 +215,9 @@ def test_no_panel_is_empty(prometheus: Ask) -> None:
         empty = [(panel, expression) for panel, expression in empty if not prometheus(expression)]
         return not empty
 
-    until(all_are_answered, "panels with data", timeout_s=60)
+    with contextlib.suppress(AssertionError):
+        until(all_are_answered, "panels with data", timeout_s=60)
+    assert empty == []
 
 
 def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_names(prometheus: Ask) -> None:
@@ -236,7 +238,7 @@ def test_top_shows_the_numbers_of_the_metrics(live: DemoProcess, capsys: pytest.
     assert cli.main(["top", "--once", "--run-dir", str(live.folder)]) == 0
     shown = capsys.readouterr().out
     step = int(re.search(r"step (\d+)", shown)[1])  # type: ignore[index]
-    assert step >= 5 and "state training" in shown and "rollout-0" in shown
+    assert step >= 5 and "state running" in shown and "rollout-0" in shown
     assert re.search(r"reward [\d.]+  staleness [\d.]+  tokens/s [\d.]+", shown)
     assert re.search(r"learner .* [\d.]+ s ago .* 0 ", shown), "its heartbeat, and no restart"
 

@@ -17,7 +17,7 @@ WORDS = (
     "--run", "stopped", "--rollout.engine.name", "torch", "--replay.groups_per_step", "4",
     "--learner.policy.num_ranks", "1", "--learner.num_steps", "100000",
     "--dataset.file", f"{EXAMPLE}/train.parquet", "--dataset.max_tokens", "8", "--dataset.epochs", "0",
-    "--dataset.validation", f"{{file: {EXAMPLE}/heldout.parquet, every_steps: 1}}",
+    "--dataset.validation", f"{{file: {EXAMPLE}/heldout.parquet, every_steps: 1, max_tokens: 8}}",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ SERVED = ("WeightMemberService", "GenerateService")
 
 
 def whole_requests(engine: Any, folder: Path) -> dict[str, Any]:
-    tensors = [TensorShape(name, "F32", shape) for name, shape in engine._shapes().items()]
+    tensors = [TensorShape(name, "F32", shape) for name, shape in engine._shapes.items()]
     announced = weights_pb2.AnnounceRequest(
         manifest=build_manifest("fuzz", 7, 1, tensors, bucket_bytes=2**20),
         transport="snapshot",

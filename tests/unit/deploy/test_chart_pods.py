@@ -31,7 +31,7 @@ def test_worker_groups_hold_the_bundles_of_the_placement(placement: str, tmp_pat
     manifests = render(values=placement)
     config = run_config(manifests, tmp_path)
     workers = one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]
-    wanted = active_resource_groups(config.learner, config.learner.needed_roles)
+    wanted = active_resource_groups(config.learner.placement, config.learner.needed_roles)
     assert [worker["groupName"] for worker in workers] == ["-".join(group) for group in wanted]
     for worker, group in zip(workers, wanted, strict=True):
         for resource, parameter in (("CPU", "num-cpus"), ("GPU", "num-gpus")):

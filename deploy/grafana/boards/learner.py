@@ -137,8 +137,8 @@ ALGORITHM = Section(
         ),
         lines(
             "Reward parts",
-            "Mean of each part of the reward in the last batch.",
-            ("avg by (part) (penstock_reward_part_mean)", "{{part}}"),
+            "Mean of each part of the reward in the last batch; the whole reward if it has no parts.",
+            ("avg by (part) (penstock_reward_part_mean) or avg(penstock_reward_mean)", "{{part}}"),
         ),
     ),
 )

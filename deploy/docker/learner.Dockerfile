@@ -5,6 +5,8 @@ FROM python:3.11.13-slim-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ARG TORCH_VERSION=2.13.0
 ARG RAY_VERSION=2.60.0
+ARG TRANSFORMERS_VERSION=5.19.0
+ARG PEFT_VERSION=0.21.0
 WORKDIR /src
 RUN python -m venv /opt/penstock
 COPY pyproject.toml README.md LICENSE ./
@@ -14,7 +16,8 @@ COPY learner learner
 COPY services services
 # KubeRay's probes call the dashboard agent, which only ray[default] installs.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
-    ".[learner,cuda]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}"
+    ".[learner,cuda]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}" \
+    "transformers==${TRANSFORMERS_VERSION}" "peft==${PEFT_VERSION}"
 COPY deploy/python/requirements-cuda.txt .
 RUN /opt/penstock/bin/pip install --no-cache-dir --no-deps -r requirements-cuda.txt
 

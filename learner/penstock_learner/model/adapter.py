@@ -48,13 +48,20 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
 def adapter_off(model: CausalLM) -> Iterator[None]:
     """Inside, the model computes what it computed before it got its adapter: it is the policy that the run began with.
 
-    The adapter's weights and their gradients stay as they are."""
+    The adapter's weights and their gradients stay as they are. Raises ConfigError if the installed peft cannot switch
+    the adapter off: the policy would be compared with itself."""
+    import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.lm.modules() if isinstance(module, BaseTunerLayer)]
     try:
         for layer in layers:
             layer._disable_adapters = True  # `enable_adapters` would also change which sharded parameters are trained
+        if not layers or not all(layer.disable_adapters is True for layer in layers):
+            raise ConfigError(
+                f"peft {peft.__version__} does not let the learner switch an adapter off; install the version of "
+                "deploy/python/requirements.txt, or set learner.reference.path"
+            )
         yield
     finally:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Learner and rollout images install the same CuPy and NCCL, because ranks of one group must have the same."""
+"""The packages of images with a GPU: the same CuPy and NCCL, which ranks of one group need, and tested versions."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def test_every_image_with_a_gpu_installs_these_pins_last(image: str) -> None:
     installs = re.findall(r"pip install ([^&]*?)(?=&&|\n(?!\s))", stage)
     assert f"--no-deps -r {'' if image == 'learner' else '/'}{PINS}" in installs[-1]
     assert re.search(r"\[(learner|rollout),cuda\]", installs[-2]), "CuPy with its dependencies"
+
+
+@pytest.mark.parametrize("package", ["ray", "transformers", "peft"])
+def test_the_learners_image_has_the_versions_that_are_tested(package: str) -> None:
+    text = (ROOT / "deploy" / "docker" / "learner.Dockerfile").read_text()
+    variable = f"{package.upper()}_VERSION"
+    assert re.search(rf'"{package}(\[default\])?==\$\{{{variable}\}}"', text), "the image installs this version"
+    tested = (ROOT / "deploy" / "python" / "requirements.txt").read_text().splitlines()
+    assert re.findall(rf"^ARG {variable}=(.+)$", text, re.MULTILINE) == [
+        line.split("==")[1] for line in tested if line.startswith(f"{package}==")
+    ]

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from groups import make_group
 from learner_ranks import make_rank, with_model
 from local_roles import make_step
 from penstock.config.loading import validate
+from penstock.errors import ConfigError
 from penstock_learner.model.packing import RankShard, batch_of
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.roles.reference import ReferenceWorker
@@ -40,6 +42,17 @@ def test_log_probs_without_the_adapter_are_those_of_a_separate_reference(tiny_mo
     assert np.abs(before - reference.log_probs(part)).max() > 0.01
     np.testing.assert_array_equal(policy.log_probs(part), before)
     assert trained == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+
+
+def test_an_adapter_that_stays_on_is_an_error_and_not_a_kl_of_zero(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate(with_model({"learner": {"lora": LORA}}, tiny_models["policy"]), "test")
+    policy = make_rank(PolicyWorker, config)
+    monkeypatch.setattr(BaseTunerLayer, "disable_adapters", False)
+    batch = batch_of([make_group(1)])
+    with pytest.raises(ConfigError, match=r"peft [\d.]+ does not let the learner switch an adapter off"):
+        policy.reference_log_probs(RankShard([batch], [list(range(batch.num_sequences))]))
 
 
 async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_models: dict[str, Path]) -> None:

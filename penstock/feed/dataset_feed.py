@@ -156,6 +156,7 @@ class Feeder:
         if (reason := self.buried.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
             logger.error("the run pauses: %s", reason)
             await self.pause(reason)
+            self.buried.begin_anew(stat.inserted, reasons)
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
         with contextlib.ExitStack() as spans:

@@ -10,7 +10,7 @@ import pytest
 from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, Unavailable
 from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.replay.memory_queue import MemoryReplayQueue
@@ -37,6 +37,8 @@ def test_one_reason_for_half_of_the_prompts_pauses(num_inserted: int, reasons: d
     before = {TOO_LONG: 100}
     now = {reason: reasons.get(reason, 0) + before.get(reason, 0) for reason in {*reasons, *before}}
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses
+    assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses, "the reason stays until the run is paused"
+    watched.begin_anew(100 + num_inserted, now)
     assert watched.reason_to_pause(100 + num_inserted, now) == "", "after a pause the count begins anew"
     assert BuriedPrompts(None).reason_to_pause(num_inserted, now) == ""
 
@@ -71,6 +73,31 @@ async def test_the_run_pauses_long_before_a_large_dataset_is_buried(monkeypatch:
             await asyncio.sleep(0.05)
         assert len(reasons) == 1 and "prompts were dead-lettered with prompt_too_long" in reasons[0]
         assert (await queue.stat()).dead_lettered < 200
+    finally:
+        for task in tasks:
+            await end_task(task)
+
+
+async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
+    monkeypatch.setattr("penstock.feed.dataset_feed.RETRY_S", 0.001)
+    queue, tried = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
+    feeder = feeder_of(queue, 10_000, [])
+
+    async def pause(reason: str) -> None:
+        tried.append(reason)
+        queue.store.is_paused = True  # no further prompt is leased, so no further one is buried
+        if len(tried) == 1:
+            raise Unavailable("Redis does not answer")
+
+    feeder.pause = pause
+    tasks = [asyncio.create_task(bury(queue)), asyncio.create_task(feeder.run())]
+    try:
+        async with asyncio.timeout(5):
+            while len(tried) < 2:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert len(tried) == 2, "a pause that succeeded is not repeated"
     finally:
         for task in tasks:
             await end_task(task)

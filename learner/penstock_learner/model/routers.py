@@ -93,7 +93,9 @@ def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
 
 
 def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
-    """Raise ConfigError if the model has no routers, or for a replay, several in one layer."""
+    """Raise ConfigError if the model has no routers, or for a replay, several in one layer or one expert per token.
+
+    A report of one expert cannot be told from the zero of an engine that knows nothing."""
     kind = lm.config.model_type
     if not routers:
         raise ConfigError(
@@ -104,6 +106,11 @@ def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
         raise ConfigError(
             f"learner.router.replay cannot be used with type {kind}, which has several routers in a layer; set it to "
             "false"
+        )
+    if replay and any(getattr(router.module, "top_k", None) == 1 for router in routers):
+        raise ConfigError(
+            f"learner.router.replay cannot be used with this model of type {kind}, which chooses one expert per token; "
+            "set it to false"
         )
 
 

@@ -225,6 +225,7 @@ def test_the_weights_of_replayed_experts_are_the_routers_own_scores(padded: bool
     [
         ("llama", {"aux_loss_coefficient": 0.1}, "llama has no routers that can be watched"),
         ("jetmoe", {"replay": True}, "several routers in a layer"),
+        ("zaya", {"replay": True}, "chooses one expert per token"),
     ],
 )
 def test_a_model_without_usable_routers_is_refused_before_anything_starts(

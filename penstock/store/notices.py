@@ -30,8 +30,8 @@ from penstock.store.scripts import STORE
 
 logger = logging.getLogger(__name__)
 WRITE_S = 1.0
-MAX_NOTICES = 32
-"""Largest number of notices of a run. Further ones are only in the processes' logs."""
+MAX_OF_KIND = 10
+"""Largest number of notices of each kind, so that no kind hides another. Further ones are only in the logs."""
 MAX_TEXT_CHARS = 500
 
 NoticeKind = Literal["reward_failed", "default_reward", "prompt_failed"]
@@ -85,7 +85,7 @@ class Notices:
 
     async def record(self, event: Event, count: int = 1) -> None:
         fields = {"kind": event.kind, "text": event.text[:MAX_TEXT_CHARS], "detail": event.detail}
-        arguments = (event.key, json.dumps(fields), count, MAX_NOTICES)
+        arguments = (event.key, json.dumps(fields), count, MAX_OF_KIND)
         await STORE.call(self.client, self.keys.prefix, "record_notice", *arguments)
 
     async def newest_first(self) -> list[Notice]:
@@ -103,8 +103,9 @@ class NoticeBoard:
         self._counts: Counter[str] = Counter()
 
     def post(self, event: Event) -> None:
-        """Add an event. Once MAX_NOTICES different ones wait, further ones are dropped."""
-        if event.key in self._events or len(self._events) < MAX_NOTICES:
+        """Add an event. Once MAX_OF_KIND different ones of a kind wait, further ones are dropped."""
+        num_waiting = sum(waiting.kind == event.kind for waiting in self._events.values())
+        if event.key in self._events or num_waiting < MAX_OF_KIND:
             self._events.setdefault(event.key, event)
             self._counts[event.key] += 1
 

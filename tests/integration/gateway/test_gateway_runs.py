@@ -17,7 +17,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
 from penstock.store.keys import CreatedRunsKeys
-from penstock.store.notices import MAX_NOTICES, Event, NoticeBoard, Notices
+from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
@@ -90,7 +90,7 @@ async def test_a_run_that_pauses_itself_says_why_and_what_failed(gateway: Gatewa
 
     run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
     assert (run["state"], run["detail"]) == ("PAUSED", "the reward failed on 8 of the newest 8 samples")
-    assert len(run["notices"]) == MAX_NOTICES
+    assert len(run["notices"]) == 2 + MAX_OF_KIND
     [failed] = [notice for notice in run["notices"] if notice["kind"] == "reward_failed"]
     assert (failed["text"], failed["count"]) == ("the reward of sample 0 failed", 3)
     assert failed["detail"] == "Traceback\nKeyError: 'x'" and failed["first_at_ms"] <= failed["last_at_ms"]

@@ -6,7 +6,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.errors import PenstockError, Unavailable
-from penstock.store.notices import Event, NoticeBoard, Notices
+from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 
 
@@ -51,3 +51,20 @@ async def test_a_start_goes_on_if_redis_refuses_its_phase(
     await redis_client.set(phases.keys.phases, "not a hash")
     await phases.enter("learner", "loading the model")
     assert "cannot record the phase: Redis refused a command" in caplog.text
+
+
+@pytest.mark.parametrize("writes_between", [False, True])
+async def test_many_unknown_data_sources_do_not_hide_a_failed_reward(
+    redis_client: redis.Redis, writes_between: bool
+) -> None:
+    notices = Notices(redis_client, "test")
+    board = NoticeBoard(notices)
+    for number in range(50):
+        board.post(Event("default_reward", f"source {number}", f"unknown data source {number}"))
+        if writes_between:
+            await board.write()
+    board.post(Event("reward_failed", "reward.py:3", "the reward failed"))
+    await board.write()
+    shown = [notice.text for notice in await notices.newest_first()]
+    assert "the reward failed" in shown
+    assert set(shown) - {"the reward failed"} == {f"unknown data source {number}" for number in range(MAX_OF_KIND)}

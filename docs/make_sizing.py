@@ -104,8 +104,9 @@ those of the embedding, and N the number of ranks.
 {chr(10).join(f"| {' | '.join(row)} |" for row in MOMENTS)}
 
 The state is 16 B for each parameter, divided by N: weight, gradient and Adam's two numbers in float32.
-`learner.master_dtype: bfloat16` halves it. With `learner.cpu_offload` it is on the host. With LoRA only the adapter has
-gradients and Adam's numbers, only the adapter is pushed, and the reference is the policy with its adapter switched off.
+`learner.master_dtype: bfloat16` halves it. With `learner.cpu_offload` it is on the host. With LoRA only the policy's
+adapter has gradients and Adam's numbers, only the adapter is pushed, and the reference is the policy with its adapter
+switched off, unless `learner.reference.path` names another model. A critic trains all its weights.
 A quantized reference is loaded whole by every rank. A critic or reward model has no head, so no logits. Models on the
 padded path ([models.md](models.md), `penstock plan --padded`) also hold all logits of a micro-batch, and their
 gradients.

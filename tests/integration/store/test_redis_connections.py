@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.v1 import policies_pb2
 from penstock_services.local.private_redis import find_redis_server
+from waiting import until
 
 
 async def round_trip(config: RedisConfig) -> None:
@@ -69,8 +71,14 @@ def redis_server(*options: str, port: int) -> Iterator[None]:
         process.wait(timeout=20)
 
 
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 async def test_unix_socket(tmp_path: Path) -> None:
     with redis_server("--unixsocket", str(tmp_path / "redis.sock"), port=free_port()):
+        until(lambda: _answers(tmp_path / "redis.sock"), "the socket, which Redis opens after its port")
         await round_trip(RedisConfig(url=f"unix://{tmp_path}/redis.sock"))
 
 

@@ -33,7 +33,7 @@ class UpdateReport:
     nonfinite: tuple[int, ...]
     """Indices of the micro-batches whose loss was not finite."""
     routers: RouterReport | None = None
-    """Of a mixture of experts whose routers are watched."""
+    """What the routers of a mixture of experts did. None if they are not watched."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
-import json
 import logging
 from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
+from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.start import is_cpu_build
 
@@ -53,7 +53,7 @@ def check_takes_updates(name: str, model_path: Path) -> None:
 
     vLLM reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders,
     into parameters that have no memory during a reload: nothing fails, and they keep their values."""
-    model_type = json.loads((model_path / "config.json").read_text()).get("model_type")
+    model_type = read_json(model_path / "config.json").get("model_type")
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
         raise ConfigError(
             f"model.path {model_path} is of type {model_type}, whose experts vLLM does not update; set "

@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock_services.local.supervisor import supervise
 
     config = load_config(arguments.config, overrides)
-    check_before_start(config)
     for doubt in doubts_about(config):
         print(f"warning: {doubt}", flush=True)
     if arguments.check:
+        check_before_start(config)
         asyncio.run(check_processes(config))
         print(f"{arguments.config}: ok")
         return 0

@@ -2,11 +2,11 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
-BENCHES := codec replay weights checkpoints loading rollout gateway metrics
+BENCHES := codec replay weights checkpoints loading rollout gateway agents metrics durable
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test lint unit integration bench chaos soak test-long setup setup-dev proto clean
+.PHONY: help demo test test-forking lint lint-types lint-style unit integration bench chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,14 +17,22 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
 
-test: setup-dev lint  ## lint, and at least one case of every feature (what CI checks)
+test: setup-dev  ## lint, and at least one case of every feature (what CI checks)
+	@$(MAKE) --no-print-directory -j 2 lint-types test-forking lint-style
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
+
+test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
 
 lint: setup-dev  ## ruff, mypy (strict), import-linter
+	@$(MAKE) --no-print-directory -j 2 lint-types lint-style
+
+lint-types:
+	$(VENV)/bin/mypy
+
+lint-style:
 	$(VENV)/bin/ruff check $(PYTHON_SOURCES)
 	$(VENV)/bin/ruff format --check $(PYTHON_SOURCES)
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
 unit: setup-dev  ## fast tests only
@@ -56,6 +64,21 @@ setup:
 
 setup-dev:
 	@deploy/python/setup.sh dev
+
+# Without PUSH, images are for this machine and are loaded into its docker. Attestations need a registry.
+IMAGES ?= default
+REGISTRY ?= penstock
+TAG ?= $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' penstock/__init__.py)
+HERE := $(if $(filter aarch64 arm64,$(shell uname -m)),linux/arm64,linux/amd64)
+
+images:  ## build the images; PUSH=1 REGISTRY=ghcr.io/me/penstock pushes them for amd64 and arm64 (IMAGES="default cpu")
+	mkdir -p dist
+	REGISTRY=$(REGISTRY) TAG=$(TAG) docker buildx bake --file deploy/docker/bake.json --metadata-file dist/images.json \
+		$(if $(PUSH),--push,--load --set '*.platform=$(HERE)' --set '*.attest=') $(IMAGES)
+
+chart:  ## package the chart into dist/ (TAG=1.2.3)
+	mkdir -p dist
+	PATH="$(VENV)/bin:$$PATH" helm package helm/penstock --version $(TAG) --app-version $(TAG) --destination dist
 
 clean:  ## remove the virtual environment, caches and runs
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

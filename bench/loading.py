@@ -2,8 +2,7 @@
 
 make bench-loading
 
-The naive way is `from_pretrained` in every rank, and then FSDP2. The peak of a gather is shown and not judged: gloo
-copies what it gathers. bench/gpu/loading.py judges it with NCCL.
+The naive way is `from_pretrained` in every rank, and then FSDP2. bench/gpu/loading.py measures the same with NCCL.
 """
 
 from __future__ import annotations

@@ -66,11 +66,15 @@ _LARGEST = {"read": "layer_bytes", "restore": "layer_bytes", "gather": "root_byt
 """The embedding and the head are gathered together, and are often larger than a layer."""
 
 
+_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+"""Ranks that share a GPU meet over the loopback, where one socket is slow."""
+
+
 def run_job(job: Job, timeout_s: float) -> Outcome | None:
     """Run a job. None if one of its ranks failed."""
     job.write()
     program = Path(__file__).with_name("loading_rank.py")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | _SOCKETS
     ranks = [
         subprocess.Popen([sys.executable, str(program), str(job.path), str(rank)], env=environment)
         for rank in range(job.num_ranks)

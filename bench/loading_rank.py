@@ -29,13 +29,13 @@ import torch.distributed as dist
 from loading_jobs import Job
 from penstock.config.loading import validate
 from penstock.weights.deadline import Deadline
-from penstock_learner.loop.advantage_step import denominators_of
+from penstock_learner.batches.partition import partition
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model import attention
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.packing import SequenceBatch, partition
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import prepare_for_training
@@ -43,6 +43,7 @@ from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.steps.advantages import denominators_of
 from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
 from penstock_learner.weights.publisher import WeightPublisher
 
@@ -149,17 +150,24 @@ class RankBench:
         require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
 
     def step(self) -> None:
-        """Two micro-batches: gradients are in memory when the second one begins."""
+        """Two micro-batches: gradients are in memory when the second one begins, and Adam's state from the start."""
         learner = self.config.learner
         batch = random_batch(self.job.num_ranks * 2 * learner.micro_batch_tokens, self.model.lm.config.vocab_size)
         shards = partition(batch, self.job.num_ranks, learner.micro_batch_tokens)
+        self.state()
+        self.optimizer.zero_grad(set_to_none=True)
         update = PolicyUpdate(self.model, self.optimizer, learner, self.device)
-        for number in (1, 2):
-            report = update.run(shards[self.rank], denominators_of(batch, learner.algorithm), number, 0, 0.0)
-            assert report.step is not None and not report.step.skipped
+        report = update.run(shards[self.rank], denominators_of(batch, learner.algorithm.loss), 1, 0, 0.0)
+        assert report.step is not None and not report.step.skipped
+
+    def state(self) -> None:
+        """Bring gradients and Adam's state into memory, as after a step, without its passes."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self.optimizer.step()
 
     def gather(self) -> None:
-        for _ in gathered_weights(self.model):
+        for _ in gathered_weights(self.model, compute_dtype_of(self.config)):
             pass
 
     def push(self) -> None:
@@ -167,7 +175,7 @@ class RankBench:
         publisher = WeightPublisher(self.config, "127.0.0.1", self.device) if self.rank == 0 else None
         for version in (1, 2):
             staged = publisher and publisher.begin(version, 1, pushed_shapes(self.model), keep=[1])
-            for name, weight in gathered_weights(self.model):
+            for name, weight in gathered_weights(self.model, compute_dtype_of(self.config)):
                 if staged is not None:
                     staged.put(name, weight)
             if staged is not None:

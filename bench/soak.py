@@ -207,7 +207,7 @@ class Soak:
                 await asyncio.to_thread(part.child.process.wait, 60)
         self.lineage.poll(time.monotonic())
         self.final = await self.queue.stat()
-        submitted = sum((await self.queue.feed_positions()).values())
+        submitted = sum(feed.position for feed in (await self.queue.feeds()).values())
         newest = CheckpointStore(self.config.folder / "checkpoints", 2).newest()
         assert newest is not None, "the run wrote no checkpoint"
         ledger = len(newest[1].make_ledger())

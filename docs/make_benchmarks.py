@@ -26,7 +26,8 @@ BENCHES = {
     "replay": ("The replay queue", "make bench-replay", "groups, compared with `redis-benchmark` and two other queues"),
     "codec": ("Encoding of groups", "make bench-codec", "compared with JSON"),
     "weights": ("The weight push, CPU", "make bench-weights", "compared with a memory copy, a TCP stream and a load"),
-    "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a device copy and vLLM's own load"),
+    "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a broadcast, a copy and a load"),
+    "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
     "loading": ("Loading", "make bench-loading", "peaks of memory with four ranks, and with whole models in each"),
     "loading_gpu": ("Loading, GPU", "bench/gpu/loading.py", "the same, with ranks that share one GPU"),
@@ -37,10 +38,18 @@ BENCHES = {
     ),
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
+    "sglang_gpu": ("SGLang", "bench/gpu/sglang_speed.py", "compared with bare SGLang, 256 requests at once"),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
+    "learner_ranks": (
+        "Training on several ranks", "bench/gpu/learner_ranks.py", "FSDP2 ranks on one GPU, compared with one rank",
+    ),
+    "loop_gpu": (
+        "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
+    ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
+    "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
     "attention_forms": (
         "Windows, caps and sinks",
         "bench/gpu/attention_forms.py",
@@ -53,6 +62,8 @@ BENCHES = {
     ),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
+FIGURES = {"learner_ranks": "", "loop_gpu": "", "sglang_gpu": "", "weights_gpu": ("host: ", "ranks: ")}
+"""Figures without a goal that are shown too, by file and the beginnings of their names."""
 
 
 def build() -> str:
@@ -61,8 +72,10 @@ def build() -> str:
 
 def _section(name: str) -> str:
     title, command, what = BENCHES[name]
-    bars = json.loads((RESULTS / f"{name}.json").read_text())["bars"]
-    rows = [_row(bar) for bar in bars]
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = [_row(bar) for bar in results["bars"]]
+    shown = [m for m in results.get("measurements", []) if name in FIGURES and m["name"].startswith(FIGURES[name])]
+    rows += [f"| {m['name']} | {_number(m['median'])} {m['unit']} | | |" for m in shown]
     return "\n".join(
         [f"## {title}", f"`{command}`: {what}.\n", "| | measured | goal | |", "|---|---|---|---|", *rows, ""]
     )

@@ -5,7 +5,7 @@ python docs/make_config_reference.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,7 +13,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
+from penstock.config.rewards import Reward
 from penstock.config.run import RunConfig
+from penstock_rollout.agents.registry import BUILT_IN as AGENTS
+from penstock_rollout.agents.tool_calls import TOOL_FORMATS
+from penstock_rollout.rewards.kinds import DATA_SOURCES
 
 REFERENCE_FILE = Path(__file__).parent / "config.md"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "pattern": "matches"}
@@ -30,8 +35,65 @@ Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` i
 """
 
 
+NAMES_HEADER = """
+## Names
+The names that these fields take. Where code of your own is possible, its path is a name too.
+
+| field | names |
+|---|---|
+"""
+CHOICES = (
+    "rollout.engine.name", "learner.placement", "learner.algorithm.loss.aggregation",
+    "learner.algorithm.correction.mode", "learner.algorithm.correction.weight",
+    "learner.algorithm.correction.rejection", "learner.algorithm.kl.placement", "learner.algorithm.kl.penalty",
+    "learner.lr_schedule", "learner.loggers", "weights.transport", "replay.stale_policy", "replay.selection",
+    "rollout.prompt.overlong", "model.dtype",
+)  # fmt: skip
+"""Fields whose names are in their type."""
+DESCRIBED_ELSEWHERE = (dict[str, Reward],)
+"""Mappings whose values are described at another field."""
+
+
 def build() -> str:
-    return HEADER + "".join(_section(path, model) for path, model in _models("", RunConfig))
+    return HEADER + _names() + "".join(_section(path, model) for path, model in _models("", RunConfig))
+
+
+def _names() -> str:
+    """The table of names. Those that are no part of a type come from the registries in which they are looked up."""
+    named: dict[str, Iterable[str]] = {
+        "learner.algorithm.advantage.name": ADVANTAGE_NAMES,
+        "learner.algorithm.loss.name": LOSS_NAMES,
+        **{path: _choices_in(_field(path).annotation) for path in CHOICES},
+        "`kind` of a reward": _choices_in(_field("rollout.reward.default").annotation),
+        "`kind` of a built-in tool": _choices_in(get_args(_field("rollout.agents.tools").annotation)[1]),
+        "rollout.agents.tool_format": TOOL_FORMATS,
+        "`agent_name` of a prompt": AGENTS,
+        "`data_source` of a prompt, with a built-in reward": DATA_SOURCES,
+    }
+    rows = [
+        f"| {path if ' ' in path else f'`{path}`'} | {', '.join(f'`{name}`' for name in names)} |"
+        for path, names in named.items()
+    ]
+    return NAMES_HEADER + "\n".join(rows) + "\n"
+
+
+def _field(path: str) -> FieldInfo:
+    model: type[BaseModel] = RunConfig
+    *sections, last = path.split(".")
+    for name in sections:
+        section = _model_of(model.model_fields[name])
+        assert section is not None, path
+        model = section
+    return model.model_fields[last]
+
+
+def _choices_in(annotation: Any) -> list[str]:
+    """The names of a `Literal`, also inside of lists and unions, and the kinds of a choice among models."""
+    if models := _models_in(annotation):
+        return [get_args(model.model_fields["kind"].annotation)[0] for model in models]
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [name for inner in get_args(annotation) for name in _choices_in(inner)]
 
 
 def _models(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -42,7 +104,8 @@ def _models(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseM
         if (inner := _model_of(field)) is not None:
             yield from _models(dotted, inner)
         for choice in _choices_of(field):
-            yield f"{dotted} of kind {get_args(choice.model_fields['kind'].annotation)[0]}", choice
+            place = f"{dotted}.<name>" if get_origin(field.annotation) is dict else dotted
+            yield f"{place} of kind {get_args(choice.model_fields['kind'].annotation)[0]}", choice
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -52,8 +115,17 @@ def _model_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _choices_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """The models that a field can choose from by `kind`; empty for other fields."""
+    """The models that a field can choose from by `kind`; empty for other fields, and for a mapping whose values are
+    described at another field."""
+    if get_origin(field.annotation) is dict and field.annotation not in DESCRIBED_ELSEWHERE:
+        return _models_in(get_args(get_args(field.annotation)[1])[0]) if _is_choice(field) else []
     return _models_in(field.annotation) if field.discriminator else []
+
+
+def _is_choice(field: FieldInfo) -> bool:
+    """Whether the values of a mapping are models that `kind` chooses."""
+    _, value = get_args(field.annotation)
+    return get_origin(value) is Annotated and any(getattr(extra, "discriminator", None) for extra in get_args(value))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -99,7 +171,7 @@ def _bounds(metadata: Sequence[Any]) -> list[str]:
 def _kind(annotation: Any) -> str:
     """A type in words, for example "list of integer" or "`a` or `b`"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if models := _models_in(annotation):
+    if (models := _models_in(annotation)) and all("kind" in model.model_fields for model in models):
         return "one of " + ", ".join(f"`{get_args(model.model_fields['kind'].annotation)[0]}`" for model in models)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
@@ -112,6 +184,8 @@ def _kind(annotation: Any) -> str:
         return ", ".join([_kind(arguments[0]), *_bounds([item for extra in arguments[1:] for item in extra.metadata])])
     if origin is dict:
         return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"mapping with {', '.join(f'`{name}`' for name in annotation.model_fields)}"
     names = {Path: "path", str: "text", bool: "true or false", int: "integer", float: "number"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 

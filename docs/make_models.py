@@ -40,8 +40,8 @@ forward pass, the plain forward takes them one at a time, and the largest differ
 model, with the numbers, if they differ by more than rounding. It also replaces the last token of each sequence, and
 refuses the model if an earlier token notices: it would be given the answers. You can ask beforehand:
 
-```
-$ penstock check-model ./Qwen2.5-0.5B
+```bash
+penstock check-model examples/arithmetic/model
 ```
 
 The tables show tiny random models in float32: *error* is the largest difference of any response token's log-prob, in

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.cli.plan import as_text
+from penstock.cli.plan_search import search_text
+from penstock.cli.plan_text import as_text
 from penstock.sizing.hardware import CONTEXT_BYTES, GPUS
 from penstock.sizing.memory import role_moments
 from penstock.sizing.memory_terms import (
@@ -22,7 +23,11 @@ from penstock.sizing.memory_terms import (
     total,
 )
 from penstock.sizing.models import KNOWN
-from penstock.sizing.plan import PLACEMENTS, Plan, Workload, make_plan
+from penstock.sizing.placement.candidates import Task
+from penstock.sizing.placement.search import search
+from penstock.sizing.plan import make_plan
+from penstock.sizing.planned import PLACEMENTS, Plan
+from penstock.sizing.workload import Workload
 
 PAGE = Path(__file__).parent / "sizing.md"
 GPU = GPUS["h100"]
@@ -52,12 +57,15 @@ then let `penstock simulate --run-dir` continue from its numbers.
 
 ```bash
 penstock plan --model 7b --gpu h100                      # both placements, with the arithmetic
-penstock plan --model /models/mine --gpu h200 --response-tokens 4096 --placement split-collocate
+penstock plan --model examples/arithmetic/model --gpu h200 --response-tokens 64 --placement split-collocate
 penstock plan --model 32b --lora-rank 32 --master-dtype bfloat16         # an adapter; the reference needs no memory
-penstock plan --config run.yaml --gpu h100               # memory of a configuration, and whether it fits
+penstock plan --config my-run.yaml --gpu h100            # memory of a configuration, and whether it fits
+penstock plan --gpus 64 --model 7b --gpu h100            # the deployment with the highest throughput on 64 GPUs
+penstock plan --gpus 8 --config my-run.yaml --write placed.yaml          # the same for a run, and write it
 penstock simulate --num-servers 10000 --concurrent-groups 16 --group-s 60 --groups-per-step 60000 --max-staleness 2 \\
   --train-s 20 --push-s 5 --server-mtbf-s 86400          # idle time and staleness of a large fleet
-penstock simulate --run-dir runs/demo --rollout-metrics metrics.txt    # prediction next to measurement
+curl -s http://127.0.0.1:PORT/metrics > metrics.txt       # PORT: metrics_port in runs/my-run/rollout-0.json
+penstock simulate --run-dir runs/my-run --rollout-metrics metrics.txt    # prediction next to measurement
 ```
 """
 
@@ -86,7 +94,10 @@ MOMENTS = (
         "step", "end of the backward pass",
         f"state, and the root's gradients before they are reduced, R x {REDUCED_BYTES} B",
     ),
-    ("gather", "unsharding the largest unit", "state, and the unit twice: as it arrives and as weights"),
+    (
+        "gather", "gathering the largest unit",
+        "state, and a layer twice (as it arrives and as weights), or the embedding once; the head comes after it",
+    ),
     (
         "push", "sending a version, gathering the next",
         f"the same, and {STAGED_VERSIONS} versions, P x 2 B each, on the device or on the host",
@@ -117,6 +128,38 @@ in `bench/results/loading_gpu.json`, with 1, 2 and 4 ranks.
 
 GPUs are counted in bundles, as Ray places them (`penstock/config/gpu_bundles.py`): the share of a rank is on one GPU.
 Four ranks of 0.75 need four GPUs.
+"""
+
+SEARCH = """
+## The search
+`penstock plan --gpus N` searches the deployment that trains on the most response tokens per second on at most N GPUs.
+It tries both placements, the ranks of each role, Ulysses (`sequence_parallel`), `cpu_offload`, the micro-batch, where
+versions are staged, and the servers with their tensor parallelism and concurrency. Everything that it proposes fits by
+the formulas above. Ranks are all numbers up to 8, then 12, then whole nodes. A server is on one node, and the number of
+attention heads must be divisible by its GPUs. On a single GPU, or if that is best, the server and the learner share it.
+
+The step time of a deployment is the largest of three:
+
+| limit | seconds of a step |
+|---|---|
+| learner | training and gather, without waiting; offload adds its copies, Ulysses its exchange |
+| servers | the groups of a step on all servers without waiting, and the pause |
+| staleness | generation, training and push of a group, divided by `max_staleness + 1` |
+
+Of equally fast deployments the search takes the one with the fewest GPUs, and of these the smallest staleness up to
+`--max-staleness`. So more GPUs never give less throughput. Each alternative is the best deployment with one decision
+made differently; *costs* is the share of the throughput that it loses, and *why* says what sets its pace and who waits.
+`fewer GPUs` is the smallest deployment with 95 % of the best throughput. Below the table is the plan of the best one,
+with a forecast by simulation, which agrees with these formulas within a quarter
+(`tests/unit/test_placement_search.py`). The costs of offload and Ulysses have not been measured.
+
+With `--config` the models, roles, batch and algorithm are the run's. A config knows only the longest prompt and
+response: give the means with `--prompt-tokens` and `--response-tokens`, or responses count as `max_tokens` / 1.8.
+`--write` writes the run with the chosen fields.
+
+```
+EXAMPLE
+```
 """
 
 TAIL = """
@@ -164,7 +207,10 @@ def build() -> str:
     example = make_plan(KNOWN["7b"], GPU, "split-collocate", WORKLOAD)
     arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(example)}\n```\n"
     plans_table = "\n".join([HEAD, load, header, *map(_row, plans)]) + "\n"
-    return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + TAIL
+    shape = KNOWN["7b"]
+    found = search(Task({"policy": shape, "reference": shape}, GPU, WORKLOAD), 8)
+    searched = SEARCH.replace("EXAMPLE", search_text(found))
+    return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + searched + TAIL
 
 
 def _memory_table() -> str:

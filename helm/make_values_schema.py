@@ -19,8 +19,10 @@ DECIDED_BY_CHART = {
     "RunConfig": ("run_dir", "launcher", "demo"),
     "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
-    "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
+    "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "http_port", "num_servers"),
     "WeightsConfig": ("cluster_key_file",),
+    "DatasetConfig": ("metrics_host", "metrics_port"),
+    "LauncherConfig": ("metrics_host", "metrics_port"),
     "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
 }
 """Config model: its fields that values.yaml must not contain."""
@@ -30,11 +32,14 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 AT_LEAST_ONE: Schema = {"type": "integer", "minimum": 1}
+NUMBER_TEXT: Schema = {"type": "string", "pattern": r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
 FREE: Schema = {"type": "object"}
 """A Kubernetes object. The API server checks it."""
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
+NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
+LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
 
@@ -43,12 +48,25 @@ def section(**properties: Schema) -> Schema:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def scheduling(**properties: Schema) -> Schema:
-    return section(nodeSelector=FREE, tolerations=LIST, affinity=FREE, priorityClassName=TEXT, **properties)
+IMAGE = section(repository=TEXT, tag=TEXT, digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"})
+
+
+POD_OPTIONS: Schema = {
+    "podLabels": LABELS, "podAnnotations": LABELS, "serviceAccountName": TEXT, "runtimeClassName": TEXT,
+    "schedulerName": TEXT, "priorityClassName": TEXT, "nodeSelector": LABELS, "tolerations": LIST, "affinity": FREE,
+    "topologySpreadConstraints": LIST, "env": LIST, "envFrom": LIST, "extraVolumes": LIST, "extraVolumeMounts": LIST,
+    "initContainers": NAMED, "sidecars": NAMED, "resourceClaims": NAMED,
+    "extraResources": section(requests=FREE, limits=FREE), "podSpec": FREE,
+}  # fmt: skip
+"""What every workload takes. templates/_workload.tpl applies them."""
+
+
+def workload(**properties: Schema) -> Schema:
+    return section(**POD_OPTIONS, **properties)
 
 
 def gateway() -> Schema:
-    return scheduling(
+    return workload(
         replicas=AT_LEAST_ONE,
         resources=FREE,
         service=section(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT),
@@ -63,10 +81,13 @@ def gateway() -> Schema:
     )
 
 
-def rollout() -> Schema:
-    return scheduling(
+def servers(**properties: Schema) -> Schema:
+    """Settings of rollout servers: those of `rollout`, and those of each of its pools."""
+    return workload(
         replicas=COUNT,
         gpus=COUNT,
+        nodes=AT_LEAST_ONE,
+        gpuResource=TEXT,
         resources=FREE,
         shmSize=QUANTITY,
         drainSeconds=AT_LEAST_ONE,
@@ -80,48 +101,73 @@ def rollout() -> Schema:
             pollingSeconds=AT_LEAST_ONE,
             cooldownSeconds=COUNT,
         ),
-        env=LIST,
         spreadOver=TEXTS,
+        **properties,
     )
 
 
+def rollout() -> Schema:
+    name: Schema = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?$"}
+    pool = servers(
+        name=name, spot=FLAG, image=IMAGE, engine={"$ref": "#/$defs/EngineConfig"}, maxConcurrentGroups=AT_LEAST_ONE
+    )
+    picker = section(name=TEXT, port=PORT, failureMode={"enum": ["FailOpen", "FailClose"]})
+    http = section(**{"enabled": FLAG, "from": LIST, "inferencePool": section(enabled=FLAG, endpointPicker=picker)})
+    return servers(http=http, pools={"type": "array", "items": pool | {"required": ["name"]}})
+
+
 def learner() -> Schema:
-    worker_group = scheduling(ranksPerPod=AT_LEAST_ONE, memory=QUANTITY, shmSize=QUANTITY)
+    worker_group = workload(ranksPerPod=AT_LEAST_ONE, memory=QUANTITY, shmSize=QUANTITY)
     schedulers = ["", "volcano", "yunikorn", "scheduler-plugins", "kai-scheduler", "kueue"]
     return section(
         kuberay=section(enabled=FLAG),
         gang=section(scheduler={"enum": schedulers}, queue=TEXT, priorityClassName=TEXT),
         protectFromEviction=FLAG,
         env=LIST,
-        driver=scheduling(
+        driver=workload(
             resources=FREE, stopSeconds=AT_LEAST_ONE, startSeconds=AT_LEAST_ONE, backoffLimit=COUNT, shmSize=QUANTITY
         ),
-        head=scheduling(resources=FREE, shmSize=QUANTITY),
+        head=workload(resources=FREE, shmSize=QUANTITY),
         rayVersion=TEXT,
         objectStoreBytes={"type": "string", "pattern": "^[0-9]+$"},
         groups=section(policy=worker_group, reference=worker_group, critic=worker_group, reward_model=worker_group),
     )
 
 
+def network_policy() -> Schema:
+    rules = section(gateway=LIST, rollout=LIST, learner=LIST, feed=LIST, modelDownload=LIST)
+    return section(enabled=FLAG, metricsFrom=LIST, egress=section(enabled=FLAG, dns=LIST, to=rules))
+
+
 def chart_values() -> Schema:
-    image = section(repository=TEXT, tag=TEXT)
     claim = {"existingClaim": TEXT, "storageClass": TEXT, "size": QUANTITY}
     return section(
         nameOverride=TEXT,
         fullnameOverride=TEXT,
         **{"global": FREE},
         images=section(
-            pullPolicy=PULL_POLICY, pullSecrets=LIST, services=image, rollout=image, learner=image, redis=image
+            registry=TEXT,
+            pullPolicy=PULL_POLICY,
+            pullSecrets=LIST,
+            services=IMAGE,
+            rollout=IMAGE,
+            learner=IMAGE,
+            redis=IMAGE,
         ),
         secretName=TEXT,
+        secretProviderClass=TEXT,
+        serviceAccount=section(create=FLAG, name=TEXT, annotations=LABELS),
+        huggingFace=section(tokenSecret=TEXT, tokenKey=TEXT),
+        podDefaults=section(**POD_OPTIONS),
+        kueue=section(queueName=TEXT, priorityClass=TEXT, wholeRun=FLAG, maxPodSets=AT_LEAST_ONE),
         securityContext=section(runAsUser=AT_LEAST_ONE, runAsGroup=AT_LEAST_ONE, fsGroup=AT_LEAST_ONE),
         gpuResource={"type": "string", "minLength": 1},
         gateway=gateway(),
-        certManager=section(enabled=FLAG, issuerRef=FREE),
+        certManager=section(enabled=FLAG, issuerRef=FREE, publicNamesOnly=FLAG),
         rollout=rollout(),
         learner=learner(),
-        feed=scheduling(resources=FREE, backoffLimit=COUNT),
-        redis=scheduling(
+        feed=workload(resources=FREE, backoffLimit=COUNT),
+        redis=workload(
             enabled=FLAG, maxMemory=QUANTITY, resources=FREE, storage=section(storageClass=TEXT, size=QUANTITY)
         ),
         externalRedis=section(
@@ -132,12 +178,22 @@ def chart_values() -> Schema:
             models=section(existingClaim=TEXT, mountPath=TEXT),
             data=section(existingClaim=TEXT, mountPath=TEXT),
         ),
-        networkPolicy=section(enabled=FLAG, metricsFrom=LIST),
+        modelDownload=workload(
+            **claim,
+            source=TEXT,
+            timeoutSeconds=AT_LEAST_ONE,
+            into={"enum": ["claim", "pod"]},
+            accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]},
+            resources=FREE,
+            backoffLimit=COUNT,
+        ),
+        networkPolicy=network_policy(),
         monitoring=section(
             enabled=FLAG,
             release=TEXT,
             interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
             rules=FLAG,
+            runbookUrl=TEXT,
             dashboards=FLAG,
         ),
     )
@@ -152,7 +208,21 @@ def run_config() -> tuple[Schema, dict[str, Schema]]:
             del (schema if model == "RunConfig" else definitions[model])["properties"][field]
     for name in ("DemoConfig", "LauncherConfig"):
         definitions.pop(name)
-    return schema, definitions
+    return take_number_texts(schema), {name: take_number_texts(model) for name, model in definitions.items()}
+
+
+def take_number_texts(schema: Any) -> Any:
+    """Allow texts such as `0.5` and `2e-4` for numbers: `helm --set` makes texts of all numbers that are not integers.
+    The processes read them as numbers, and check their bounds."""
+    if isinstance(schema, list):
+        return [take_number_texts(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number":
+        about = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+        bounds = {key: value for key, value in schema.items() if key not in about}
+        return about | {"anyOf": [bounds, NUMBER_TEXT]}
+    return {key: take_number_texts(value) for key, value in schema.items()}
 
 
 def build() -> str:

@@ -8,6 +8,7 @@ but those that it would misread, which it refuses:
 
     1   every group without the fields below
     2   trajectories with `sampling_segments`
+    3   trajectories that are one `episode` together
 
 Optional fields that an older reader may ignore, such as the routed experts, do not change the schema version.
 """
@@ -18,6 +19,8 @@ import json
 import math
 import struct
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -33,14 +36,17 @@ from penstock.trajectory import (
     Prompt,
     Sampling,
     SamplingSegment,
+    TokenReward,
     Trajectory,
     VersionSegment,
 )
 from penstock.v1 import groups_pb2, prompts_pb2
 
 MAGIC = b"PSK"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The newest schema version. All versions from 1 on can be read."""
+SAVED_MAGIC = b"PSP"
+SAVED_SCHEMA_VERSION = 1
 _HEADER = struct.Struct("<3sH")
 _MAX_GROUP_BYTES = 1 << 30
 _EXPERT_TYPES = {1: "<u1", 2: "<u2"}
@@ -61,7 +67,7 @@ _thread = threading.local()
 
 def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
     return prompts_pb2.Prompt(
-        messages=[prompts_pb2.Message(role=role, content=content) for role, content in prompt.messages],
+        messages=_messages_to_proto(prompt),
         token_ids=np.asarray(prompt.token_ids, dtype="<i4").tobytes(),
         sampling=sampling_to_proto(prompt.sampling),
         num_samples=prompt.num_samples,
@@ -75,13 +81,32 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
     )
 
 
+def _messages_to_proto(prompt: Prompt) -> list[prompts_pb2.Message]:
+    fields = {number: json.dumps(further) for number, further in prompt.message_fields.items()}
+    return [
+        prompts_pb2.Message(role=role, content=content, fields_json=fields.get(number, ""))
+        for number, (role, content) in enumerate(prompt.messages)
+    ]
+
+
+def messages_from_proto(
+    messages: Iterable[prompts_pb2.Message],
+) -> tuple[tuple[tuple[str, str], ...], dict[int, dict[str, Any]]]:
+    """Role and content of each message, and the further fields of those that have some, by their number."""
+    listed = list(messages)
+    fields = {number: json.loads(m.fields_json) for number, m in enumerate(listed) if m.fields_json}
+    return tuple((m.role, m.content) for m in listed), fields
+
+
 def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
+    messages, message_fields = messages_from_proto(message.messages)
     return Prompt(
-        messages=tuple((m.role, m.content) for m in message.messages),
+        messages=messages,
+        message_fields=message_fields,
         token_ids=tuple(np.frombuffer(message.token_ids, dtype="<i4").tolist()),
         sampling=sampling_from_proto(message.sampling),
         num_samples=message.num_samples,
-        agent_name=message.agent_name or "single_turn_agent",
+        agent_name=message.agent_name,
         data_source=message.data_source,
         ground_truth=json.loads(message.ground_truth_json or "null"),
         extra_info=json.loads(message.extra_info_json or "{}"),
@@ -106,6 +131,8 @@ def encode_group(group: Group) -> bytes:
 
 
 def _schema_version(group: Group) -> int:
+    if any(trajectory.episode for trajectory in group.trajectories):
+        return 3
     return 2 if any(trajectory.sampling_segments for trajectory in group.trajectories) else 1
 
 
@@ -118,18 +145,37 @@ def decode_group(data: bytes) -> Group:
         raise PoisonGroup("corrupt", "not a group: wrong magic bytes")
     if not 1 <= schema <= SCHEMA_VERSION:
         raise PoisonGroup("schema", f"schema version {schema} is not one of 1 to {SCHEMA_VERSION}; upgrade this side")
-    frame = data[_HEADER.size :]
     try:
-        # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
-        parameters = zstandard.get_frame_parameters(frame)
-        if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
-            raise PoisonGroup("corrupt", "the frame's header is damaged")
-        message = groups_pb2.Group.FromString(_decompressor().decompress(frame, allow_extra_data=False))
+        message = groups_pb2.Group.FromString(_decompressed(data[_HEADER.size :]))
     except (zstandard.ZstdError, DecodeError) as error:
         raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
     group = group_from_proto(message)
     check_group(group)
     return group
+
+
+def encode_saved(tokens: groups_pb2.SavedTokens) -> bytes:
+    """Encode saved tokens, as `SAVED_MAGIC + schema version + zstd frame`."""
+    return _HEADER.pack(SAVED_MAGIC, SAVED_SCHEMA_VERSION) + _compressor().compress(tokens.SerializeToString())
+
+
+def decode_saved(data: bytes) -> groups_pb2.SavedTokens:
+    """Decode saved tokens. Raises PoisonGroup if they are damaged, or those of another release."""
+    if data[: _HEADER.size] != _HEADER.pack(SAVED_MAGIC, SAVED_SCHEMA_VERSION):
+        raise PoisonGroup("schema", f"not saved tokens of schema version {SAVED_SCHEMA_VERSION}")
+    try:
+        return groups_pb2.SavedTokens.FromString(_decompressed(data[_HEADER.size :]))
+    except (zstandard.ZstdError, DecodeError) as error:
+        raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
+
+
+def _decompressed(frame: bytes) -> bytes:
+    # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
+    parameters = zstandard.get_frame_parameters(frame)
+    if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
+        raise PoisonGroup("corrupt", "the frame's header is damaged")
+    content: bytes = _decompressor().decompress(frame, allow_extra_data=False)
+    return content
 
 
 def check_group(group: Group) -> None:
@@ -155,6 +201,7 @@ def check_group(group: Group) -> None:
         if covered != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
         _check_sampling_segments(index, trajectory)
+        _check_token_rewards(index, trajectory)
         if not np.isfinite(trajectory.log_probs).all():
             raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
         experts = trajectory.routed_experts
@@ -166,6 +213,16 @@ def check_group(group: Group) -> None:
                 f"trajectory {index} of prompt {group.prompt_id}: the reward {trajectory.reward:g} is not a number "
                 f"{RANGE}",
             )
+
+
+def _check_token_rewards(index: int, trajectory: Trajectory) -> None:
+    last = -1
+    for given in trajectory.token_rewards:
+        if not last < given.index < len(trajectory.token_ids):
+            raise PoisonGroup("shape", f"trajectory {index}: token rewards are out of order or range at {given.index}")
+        if not is_reward(given.reward):
+            raise PoisonGroup("non_finite", f"trajectory {index}: the reward of token {given.index} is not {RANGE}")
+        last = given.index
 
 
 def _check_sampling_segments(index: int, trajectory: Trajectory) -> None:
@@ -198,7 +255,7 @@ def group_to_proto(group: Group) -> groups_pb2.Group:
         agent_name=group.agent_name,
         sampling=sampling_to_proto(group.sampling),
         prompt_token_ids=group.prompt_token_ids.astype("<i4").tobytes(),
-        trajectories=[_trajectory_to_proto(t) for t in group.trajectories],
+        trajectories=[trajectory_to_proto(t) for t in group.trajectories],
         finished_at_ms=group.finished_at_ms,
         trace_parent=group.trace_parent,
     )
@@ -214,13 +271,13 @@ def group_from_proto(message: groups_pb2.Group) -> Group:
         agent_name=message.agent_name,
         sampling=sampling_from_proto(message.sampling),
         prompt_token_ids=_int32(message.prompt_token_ids),
-        trajectories=tuple(_trajectory_from_proto(t) for t in message.trajectories),
+        trajectories=tuple(trajectory_from_proto(t) for t in message.trajectories),
         finished_at_ms=message.finished_at_ms,
         trace_parent=message.trace_parent,
     )
 
 
-def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
+def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
     return groups_pb2.Trajectory(
         token_ids=trajectory.token_ids.astype("<i4").tobytes(),
         loss_mask=trajectory.loss_mask.astype(np.uint8).tobytes(),
@@ -234,15 +291,20 @@ def _trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],
         is_baseline=trajectory.is_baseline,
         sampling_segments=[
-            groups_pb2.SamplingSegment(start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p)
+            groups_pb2.SamplingSegment(
+                start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p
+            )
             for s in trajectory.sampling_segments
         ],
+        episode=trajectory.episode,
         routed_experts=None if trajectory.routed_experts is None else _experts_to_proto(trajectory.routed_experts),
         reward_failed=trajectory.reward_failed,
+        token_rewards=[groups_pb2.TokenReward(index=t.index, reward=t.reward) for t in trajectory.token_rewards],
+        server_ids=trajectory.server_ids,
     )
 
 
-def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
+def trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
     return Trajectory(
         token_ids=_int32(message.token_ids),
         loss_mask=np.frombuffer(message.loss_mask, dtype=np.uint8),
@@ -253,10 +315,13 @@ def _trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         finish_reason=FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
         is_baseline=message.is_baseline,
         sampling_segments=tuple(
-            SamplingSegment(s.start, s.end, s.temperature, s.top_p) for s in message.sampling_segments
+            SamplingSegment(s.start, s.end, s.temperature, s.top_p, s.top_k, s.min_p) for s in message.sampling_segments
         ),
+        episode=message.episode,
         routed_experts=_experts_from_proto(message.routed_experts) if message.HasField("routed_experts") else None,
         reward_failed=message.reward_failed,
+        token_rewards=tuple(TokenReward(t.index, t.reward) for t in message.token_rewards),
+        server_ids=tuple(message.server_ids),
     )
 
 
@@ -279,8 +344,9 @@ def _experts_from_proto(message: groups_pb2.RoutedExperts) -> ExpertIds:
 
 def sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
     return prompts_pb2.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed
-    )
+        temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed,
+        top_k=sampling.top_k, min_p=sampling.min_p, ignore_eos=sampling.ignore_eos, stop=sampling.stop,
+    )  # fmt: skip
 
 
 def sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
@@ -289,6 +355,10 @@ def sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
         top_p=message.top_p,
         max_tokens=message.max_tokens,
         seed=message.seed if message.HasField("seed") else None,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
     )
 
 

@@ -5,6 +5,7 @@ PenstockError                INTERNAL             500
 ├── InvalidInput             INVALID_ARGUMENT     400   a request is wrong; carries the field's path
 │   └── PromptTooLong        INVALID_ARGUMENT     400   the prompt has more tokens than the servers accept
 ├── NotFound                 NOT_FOUND            404
+│   └── ModelNotFound        NOT_FOUND            404   no run or server here has the model that a generate call names
 ├── Unauthenticated          UNAUTHENTICATED      401
 ├── PermissionDenied         PERMISSION_DENIED    403   the key's role does not allow the call
 ├── RateLimited              RESOURCE_EXHAUSTED   429   the key has exceeded its rate limit
@@ -69,6 +70,11 @@ class NotFound(PenstockError):
     reason = "NOT_FOUND"
     grpc_code = "NOT_FOUND"
     http_status = 404
+
+
+class ModelNotFound(NotFound):
+    reason = "MODEL_NOT_FOUND"
+    field = "model"
 
 
 class Unauthenticated(PenstockError):
@@ -188,12 +194,21 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
+def described(error: BaseException) -> str:
+    """An error in one line. An error of Python's or of a library is named, because its text alone may be `'x'`."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if isinstance(error, PenstockError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 ERRORS_BY_REASON: dict[str, type[PenstockError]] = {
     cls.reason: cls
     for cls in (
-        ConfigError, InvalidInput, PromptTooLong, NotFound, Unauthenticated, PermissionDenied, RateLimited, Conflict,
-        Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, DiskFull, CheckpointDamaged,
-        TrainingDiverged, ProcessDied, RayDied,
+        ConfigError, InvalidInput, PromptTooLong, NotFound, ModelNotFound, Unauthenticated, PermissionDenied,
+        RateLimited, Conflict, Fenced, QueueFull, DeadlineExceeded, Unavailable, WeightPushFailed, DiskFull,
+        CheckpointDamaged, TrainingDiverged, ProcessDied, RayDied,
     )
 }  # fmt: skip
 """The errors that a process rebuilds from what a peer reported."""

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.disk_space import DiskWatch
-from penstock.errors import Unavailable
+from penstock.host_memory import measure_memory
 
 PREFIX = "penstock"
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -55,6 +55,23 @@ class DiskGauges:
         self._size.labels(name).set_function(lambda: watch.measure().size_bytes)
 
 
+class HostMemoryGauges(Collector):
+    """Memory of the machine or container that a process runs in, measured at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        memory = measure_memory()
+        if memory is None:
+            return
+        for name, text, value in (
+            ("available", "Memory that the process's machine or container can still give.", memory.available_bytes),
+            ("size", "Memory of the process's machine, or the limit of its container.", memory.size_bytes),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}_host_memory_{name}_bytes", text, value=value)
+
+
 class CountedHistogram(Collector):
     """A histogram that can observe many values in one call. prometheus_client's histogram takes one value per call,
     which would be most of the cost of all metrics. Only one thread may write to it."""
@@ -88,16 +105,6 @@ class CountedHistogram(Collector):
             cumulative += count
             buckets.append((edge, cumulative))
         yield HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._sum)
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serve /metrics from a daemon thread and return its port."""
-    try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise Unavailable(f"port {port} on {host} is in use; set metrics_port to a free one or 0") from error
-    bound: int = server.server_port
-    return bound
 
 
 def write_endpoint(folder: Path, component: str, **fields: object) -> None:

@@ -1,20 +1,29 @@
 """Checks that a process makes before it starts anything, also for `--check`.
 
-Each check_… raises ConfigError, and leaves nothing behind."""
+Each check_… raises ConfigError unless it says otherwise, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.config.agents import AgentsConfig
+from penstock.config.dataset import listed_files
 from penstock.config.learner import LearnerConfig
 from penstock.config.rewards import FunctionReward, RewardConfig
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
-from penstock.errors import ConfigError
+from penstock.config.tools import SearchTool
+from penstock.errors import ConfigError, InvalidInput
+from penstock.feed.datasets import RowFormat, read_prompts
+from penstock.feed.files import matching_files
+from penstock.trajectory import Sampling
+
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+"""Where a model folder may have its template, besides `tokenizer_config.json`."""
 
 
 def check_redis(config: RedisConfig) -> None:
@@ -33,6 +42,24 @@ def check_model(config: RunConfig) -> None:
     _check_model_folder("model.path", config.model.path)
 
 
+def check_chat_template(config: RunConfig) -> None:
+    """Check that the model folder has a chat template, which every row of a dataset needs."""
+    dataset, folder = config.dataset, config.model.path
+    if dataset.loader or (dataset.file is None and dataset.validation.file is None):
+        return
+    if any((folder / name).exists() for name in CHAT_TEMPLATES):
+        return
+    try:
+        described = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return  # the tokenizer's own error is clearer
+    if not described.get("chat_template"):
+        raise ConfigError(
+            f"model.path {folder} has no chat template, which the prompts of a dataset need; put one into "
+            f"{folder / CHAT_TEMPLATES[0]}"
+        )
+
+
 def check_roles(config: LearnerConfig) -> None:
     """Check the model folders of the roles that have one of their own."""
     if config.algorithm.kl.placement != "none" and config.reference.path is not None:
@@ -41,22 +68,19 @@ def check_roles(config: LearnerConfig) -> None:
         _check_model_folder("learner.critic.path", config.critic.path)
     if config.reward_model is not None:
         _check_model_folder("learner.reward_model.path", config.reward_model.path)
+    for name, role in config.roles.items():
+        if role.path is not None:
+            _check_model_folder(f"learner.roles.{name}.path", role.path)
 
 
 def _check_model_folder(name: str, path: Path) -> None:
     model_file = path / "config.json"
     if not model_file.is_file():
-        raise ConfigError(f"{name} {path} is not a model folder; give one with config.json in it{_hub_hint(path)}")
+        raise ConfigError(f"{name} {path} is not a model folder; give one with config.json in it")
     try:
         json.loads(model_file.read_text())
     except ValueError as error:
         raise ConfigError(f"{model_file} is not JSON: {error}") from error
-
-
-def _hub_hint(path: Path) -> str:
-    """Advice for a Hub name such as Qwen/Qwen2.5-0.5B, which other tools would download."""
-    is_hub_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
-    return f"; penstock downloads nothing: run `hf download {path} --local-dir FOLDER` first" if is_hub_name else ""
 
 
 def check_rewards(config: RewardConfig) -> None:
@@ -68,6 +92,21 @@ def check_rewards(config: RewardConfig) -> None:
             _check_function(f"rollout.reward.by_data_source.{source}.file", reward.file, reward.name)
     if isinstance(config.default, FunctionReward):
         _check_function("rollout.reward.default.file", config.default.file, config.default.name)
+
+
+def check_agent_packages(config: AgentsConfig) -> None:
+    """Check that the packages of the built-in tools and of MCP servers are installed. Does not import them."""
+    for name, tool in config.tools.items():
+        if isinstance(tool, SearchTool) and tool.index is not None:
+            check_package("bm25s", f"rollout.agents.tools.{name}")
+    for name in config.mcp_servers:
+        check_package("mcp", f"rollout.agents.mcp_servers.{name}")
+
+
+def check_package(package: str, place: str) -> None:
+    """Check that a package of the extra `[agents]`, which `place` needs, is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{place} needs the package {package}; install it with: pip install 'penstock[agents]'")
 
 
 def _check_function(field: str, file: Path, name: str) -> None:
@@ -117,18 +156,41 @@ def check_lengths(config: RunConfig) -> None:
 def doubts_about(config: RunConfig) -> list[str]:
     """What works but is probably not meant: one line each, with what to do."""
     doubts = []
-    if config.dataset.file is not None and config.dataset.top_p < 1:
-        doubts.append(
-            f"dataset.top_p is {config.dataset.top_p:g}: engines and learner then disagree on log-probs; train with 1"
-        )
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value = getattr(config.dataset, name)
+        if config.dataset.file is not None and value != neutral:
+            doubts.append(
+                f"dataset.{name} is {value:g}: engines and learner then disagree on log-probs; train with {neutral}"
+            )
     return doubts
 
 
 def check_datasets(config: RunConfig) -> None:
-    files: Iterable[Path | None] = (config.dataset.file, config.dataset.validation.file)
-    for file in files:
-        if file is not None and not file.exists():
-            raise ConfigError(f"dataset {file} does not exist")
+    """Check that the files are there, and that the files of loader and sampler define them. Runs neither."""
+    dataset = config.dataset
+    for files in (dataset.file, dataset.validation.file):
+        for entry in listed_files(files):
+            matching_files(entry.file)
+    for field, named in (("loader", dataset.loader), ("sampler", dataset.sampler)):
+        file, colon, name = named.rpartition(":")
+        if colon and file.endswith(".py"):
+            _check_function(f"dataset.{field}", Path(file), name)
+
+
+def check_first_rows(config: RunConfig) -> None:
+    """Check that there are rows, and that the first row of each file is a prompt. Raises InvalidInput. A loader's files
+    are not read."""
+    row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
+    if config.dataset.loader:
+        return
+    for files in (config.dataset.file, config.dataset.validation.file):
+        for entry in listed_files(files):
+            found = [
+                next(read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), row_format=row_format), None)
+                for path in matching_files(entry.file)
+            ]
+            if not any(prompt is not None for prompt in found):
+                raise InvalidInput(str(entry.file), "has no rows; write some, or name another file")
 
 
 def check_run_folder(config: RunConfig) -> None:
@@ -145,9 +207,8 @@ def make_run_folder(config: RunConfig) -> None:
     """Create the run's folder if it is missing. Raises ConfigError if it cannot be written to."""
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
-        probe = config.folder / ".check"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryDirectory(dir=config.folder, prefix=".check-"):  # processes start at the same time
+            pass
     except OSError as error:
         raise _unwritable(config, error) from error
 

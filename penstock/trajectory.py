@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Fields of a message besides role and content that reach the model's chat template."""
 FinishReason = Literal["stop", "length", "aborted"]
 ExpertIds = NDArray[Any]
 """[tokens, layers, top_k] of uint8, or of uint16 with more than 256 experts."""
@@ -23,6 +25,20 @@ class Sampling:
     max_tokens: int = 256
     seed: int | None = None
     """Sample i of a prompt is drawn with `seed + i`; None leaves the engine unseeded."""
+    top_k: int = 0
+    """Sample from this many of the most likely tokens. 0: from all."""
+    min_p: float = 0.0
+    """Sample from tokens that are at least this likely, compared with the most likely one. 0: from all."""
+    ignore_eos: bool = False
+    """Go on after a stop token, up to `max_tokens`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response. The text itself stays in the response."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether unlikely tokens are never sampled, by top-p, top-k or min-p. The log-probs of the others are then
+        higher than those of the whole distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -31,10 +47,13 @@ class Prompt:
 
     messages: tuple[tuple[str, str], ...] = ()
     """(role, content) pairs, rendered with the model's chat template."""
+    message_fields: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Further fields (MESSAGE_FIELDS) of the messages that have some, by the number of the message."""
     token_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     num_samples: int = 1
-    agent_name: str = "single_turn_agent"
+    agent_name: str = ""
+    """Name of the agent loop. Empty: `rollout.agents.default_agent`."""
     data_source: str = ""
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +62,14 @@ class Prompt:
     """Evaluation of a held-out prompt, whose samples are scored and never trained. Empty for a training prompt."""
     trace_parent: str = ""
     """W3C trace context; empty if the prompt is not traced."""
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them, with all their fields."""
+        return [
+            {"role": role, "content": content, **self.message_fields.get(number, {})}
+            for number, (role, content) in enumerate(self.messages)
+        ]
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,16 @@ class SamplingSegment:
     end: int
     temperature: float
     top_p: float
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenReward:
+    """The reward of one token of the response."""
+
+    index: int
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -80,12 +117,24 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_failed: bool = False
     """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
+    answer: str | None = None
+    """The answer that the reward function has read from the response, for the majority vote of a validation; None if
+    it does not say. It is not stored with the group."""
     is_baseline: bool = False
     """Whether this is the greedy sample that the others of its group are compared with (remax). It is scored and never
     trained."""
     sampling_segments: tuple[SamplingSegment, ...] = ()
     """Covers all tokens if they were sampled by calls with different parameters. Empty if the group's sampling holds
     for all of them."""
+    episode: int = 0
+    """Trajectories of a group with the same episode have one outcome, such as the paths of a session. They count as one
+    sample in the statistics of the group. 0: the trajectory is a sample of its own."""
+    token_rewards: tuple[TokenReward, ...] = ()
+    """Rewards of single tokens, such as those of turns, in ascending order. They are part of `reward`; the rest of it
+    belongs to the last trained token."""
+    server_ids: tuple[str, ...] = ()
+    """Servers that sampled it, in order, if another server than the group's sampled a part of it. Empty if the group's
+    server sampled it all."""
     routed_experts: ExpertIds | None = None
     """[tokens, layers, top_k] ids of the experts that the engine chose, for all tokens of prompt and response but the
     last, which no forward pass has read. Zeros in layers without experts. None if the engine reported none."""
@@ -117,6 +166,11 @@ class Trajectory:
     def min_top_p(self, sampling: Sampling) -> float:
         """The smallest top-p that a token was sampled with. `sampling` is that of the group."""
         return min((segment.top_p for segment in self.sampling_segments), default=sampling.top_p)
+
+    def has_top_k_or_min_p(self, sampling: Sampling) -> bool:
+        """Whether a token was sampled with top-k or min-p. `sampling` is that of the group."""
+        parameters = self.sampling_segments or (sampling,)
+        return any(each.top_k or each.min_p for each in parameters)
 
 
 @dataclass(frozen=True)

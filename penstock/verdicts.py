@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.replay.contract import QueueStat
 from penstock.run_state import RunState
@@ -19,11 +19,17 @@ from penstock.v1 import policies_pb2
 
 NEWEST_STEPS = 30
 """Steps that the trend of the reward is taken from."""
+LOOKED_BACK_VERSIONS = 50
+"""Versions whose metrics are read, since not every version has been made by a step."""
 FEW_STEPS = 6
 """Fewer steps than this show no trend."""
+ENOUGH_STEPS = 12
+"""From this many steps on, a reward that does not change significantly is flat. With fewer, noise may hide its rise."""
 MANY = 0.9
 """Share from which on a cause explains the whole step."""
 HALF = 0.5
+SOLVED = 0.95
+"""Share of the way from the lowest to the highest reward from which on a task counts as learned."""
 LOW_EFFECTIVE = 0.2
 SPEED_STEPS = 10
 """Steps that the times are taken from."""
@@ -35,11 +41,21 @@ FAR_KL_NATS = 0.5
 FULL_KV = 0.95
 
 Steps = Sequence[Mapping[str, float]]
+LearningCode = Literal[
+    "no_step", "few_steps", "rising", "flat", "falling", "solved", "rewards_fail", "truncated", "no_spread",
+    "skipped", "learning_rate", "weights", "stale", "collapsed", "kl",
+]  # fmt: skip
+SpeedCode = Literal[
+    "not_running", "servers", "failures", "learner", "weights", "prompts", "admission", "rewards", "kv_full", "engine",
+    "groups",
+]  # fmt: skip
+LEARNING_CODES: tuple[LearningCode, ...] = get_args(LearningCode)
+SPEED_CODES: tuple[SpeedCode, ...] = get_args(SpeedCode)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    code: str
+    code: LearningCode | SpeedCode
     """The cause in one word, for programs."""
     text: str
     level: Literal["ok", "warn", "fail"] = "ok"
@@ -82,14 +98,14 @@ def learning_verdict(situation: Situation) -> Verdict:
     if not steps:
         return Verdict("no_step", "no step yet")
     rewards = [step["reward_mean"] for step in steps]
-    reward, trend = f"reward {fmean(rewards):.3g} over {len(steps)} steps", _trend(rewards)
+    reward, trend = f"reward {fmean(rewards):.3g} over {_count(len(steps), 'step')}", _trend(rewards)
     failed = _mean(steps, "reward_failed_ratio")
     if failed < MANY and trend == "rising":
         return Verdict("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
     if cause := next(_causes(situation, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
         return replace(cause, text=f"{reward}{known}: {cause.text}")
-    if trend == "unknown":
+    if trend == "unknown" or (trend == "flat" and len(steps) < ENOUGH_STEPS):
         return Verdict("few_steps", f"{reward}: too few steps to tell")
     numbers = (
         f"{1 - _mean(steps, 'zero_advantage_group_ratio'):.0%} of the groups have spread, learning rate "
@@ -110,6 +126,8 @@ def _causes(situation: Situation, steps: Steps) -> Iterator[Verdict]:
         yield failures
     if truncated >= MANY:
         yield Verdict("truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it")
+    if _is_solved(steps):
+        yield Verdict("solved", "almost all samples get the highest reward, so there is little left to learn")
     if (flat := _mean(steps, "zero_advantage_group_ratio")) >= MANY:
         text = f"{flat:.0%} of the groups have no spread in reward, so they train nothing"
         yield Verdict("no_spread", text, "fail", "give easier or harder prompts, or a reward with more steps")
@@ -144,10 +162,11 @@ def speed_verdict(situation: Situation) -> Verdict:
     """What the run waits for most."""
     steps = situation.steps[-SPEED_STEPS:]
     if situation.state != "RUNNING":
-        return Verdict("not_running", f"the run is {situation.state.lower()}")
+        waits = " for its learner or its servers to start" if situation.state == "WAITING" else ""
+        return Verdict("not_running", f"the run is {situation.state.lower()}{waits}")
     if not situation.serving:
         advice = "see docs/runbooks.md#rolloutserversdown"
-        return Verdict("servers", f"none of {len(situation.servers)} servers serves", "fail", advice)
+        return Verdict("servers", f"no server serves, of {len(situation.servers)} in the list", "fail", advice)
     if situation.num_paused_servers == len(situation.servers):
         text = "no server leases a prompt, because everything that they tried failed"
         return Verdict("failures", text, "fail", "see docs/runbooks.md#leasingpaused")
@@ -156,7 +175,16 @@ def speed_verdict(situation: Situation) -> Verdict:
         return _learner_verdict(steps, step_s, wait_s)
     waits = f"the learner waits {wait_s / step_s:.0%} of {step_s:.3g} s a step" if step_s else "no step yet"
     cause = _producer_verdict(situation)
+    if not step_s and cause.code in ("admission", "groups"):
+        return _start_verdict(situation)
     return replace(cause, text=f"{waits}: {cause.text}")
+
+
+def _start_verdict(situation: Situation) -> Verdict:
+    """What is under way before the first step. It says nothing yet about the speed of the run."""
+    stat = situation.stat
+    text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"
+    return Verdict("groups", text)
 
 
 def _learner_verdict(steps: Steps, step_s: float, wait_s: float) -> Verdict:
@@ -174,11 +202,12 @@ def _producer_verdict(situation: Situation) -> Verdict:
     groups, scoring = sum(s.running_groups for s in serving), sum(s.scoring_groups for s in serving)
     running, waiting = sum(s.running_requests for s in serving), sum(s.waiting_requests for s in serving)
     kv_usage = max(server.kv_cache_usage for server in serving)
-    where = f"{groups} groups on {len(serving)} servers"
+    where = f"{_count(groups, 'group')} on {_count(len(serving), 'server')}"
     if not stat.pending_prompts and not groups:
         return Verdict("prompts", "no prompts are pending", advice="submit some, or feed a dataset")
     if not groups and stat.admission_room <= 0:
-        text = f"no prompt is admitted, because {stat.queued} groups are queued and the staleness bound is reached"
+        ready = stat.queued - stat.delivered
+        text = f"no prompt is admitted, because the staleness bound is reached; {ready} groups are ready"
         return Verdict("admission", text, "warn", "raise replay.max_staleness")
     if groups and scoring >= HALF * groups:
         text = f"rewards take long: {scoring} of {where} are being scored"
@@ -191,6 +220,19 @@ def _producer_verdict(situation: Situation) -> Verdict:
         return Verdict("engine", text, "warn", "add servers")
     advice = "add servers, or raise rollout.max_concurrent_groups"
     return Verdict("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
+
+
+def _is_solved(steps: Steps) -> bool:
+    """Whether the mean reward is close to the highest one that samples get. False while all rewards are equal: nobody
+    knows then whether they are high."""
+    highest = max((step["reward_max"] for step in steps if "reward_max" in step), default=0.0)
+    lowest = min((step["reward_min"] for step in steps if "reward_min" in step), default=0.0)
+    mean = _mean(steps, "reward_mean")
+    return highest > lowest and (mean - lowest) / (highest - lowest) >= SOLVED
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _mean(steps: Iterable[Mapping[str, float]], name: str, default: float = 0.0) -> float:

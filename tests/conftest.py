@@ -24,14 +24,39 @@ settings.register_profile("penstock", deadline=None)  # a busy machine must not 
 settings.load_profile("penstock")
 
 
-pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results")
+pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures")
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
+SLOW_FILES = (
+    "test_learner_crashes.py",
+    "test_learner_run.py",
+    "test_live_run.py",
+    "test_rolling_upgrade.py",
+    "test_demo.py",
+    "test_weight_push_faults.py",
+    "test_doc_commands.py",
+    "test_step_variants.py",
+    "test_weight_transports.py",
+    "test_gateway_fuzz.py",
+    "test_generate.py",
+    "test_replay_chaos.py",
+    "test_learner_going_back.py",
+    "test_created_runs.py",
+    "test_sglang_engine.py",
+    "test_sft_training.py",
+)
+"""Files that take longest in `make test`, the slowest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests that start vLLM first. vLLM on CPU forks its engine from this process, and the fork does not
-    survive threads that torch has started."""
-    items.sort(key=lambda item: (item.path.name not in STARTS_VLLM, "vllm" not in item.name))
+    survive threads that torch has started. The slow files follow, so that no worker is left with one at the end."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        name = item.path.name
+        slow = SLOW_FILES.index(name) if name in SLOW_FILES else len(SLOW_FILES)
+        return name not in STARTS_VLLM, name in STARTS_VLLM and "vllm" not in item.name, slow
+
+    items.sort(key=place)
 
 
 class RedisProcess:

@@ -26,9 +26,9 @@ def one_rank_world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_rank(worker: type[RankT], config: RunConfig) -> RankT:
+def make_rank(worker: type[RankT], config: RunConfig, name: str = "") -> RankT:
     """Make a loaded rank. This needs `one_rank_world`, and a config with `learner.publish_host`."""
-    rank: Any = worker(config, 0, 1)
+    rank: Any = worker(config, 0, 1, name=name)
     rank.device = torch.device("cpu")
     rank.load()
     loaded: RankT = rank

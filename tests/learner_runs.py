@@ -64,7 +64,7 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
                 "checkpoint": {"every_steps": 2},
                 "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
                 "batch_timeout_s": 60,
-                "rank_timeout_s": 60,
+                "rank_timeout_s": 180,
                 "max_logprob_mismatch_nats": 0,  # the groups are made up, and so are their log-probs
                 **learner,
             },
@@ -81,7 +81,7 @@ def ppo(classifier: Path, num_ranks: int = 2) -> dict[str, Any]:
         "critic": {"num_ranks": num_ranks, "lr": 1e-3},
         "reward_model": {"path": str(classifier), "combine": "add", "coefficient": 0.1},
         "policy": {"num_ranks": num_ranks},
-        "critic_warmup_steps": 1,
+        "critic_warmup_steps": 2,
         "minibatches_per_step": 2,
     }
 
@@ -159,6 +159,16 @@ def ranks_of(worker: str, processes: list[psutil.Process]) -> list[psutil.Proces
             if f"ray::{worker}" in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+def queue_stat(config: RunConfig) -> QueueStat:
+    async def ask() -> QueueStat:
+        client = connect(config.redis)
+        stat = await RedisReplayQueue(client, config.run, config.replay).stat()
+        await client.aclose()
+        return stat
+
+    return asyncio.run(ask())
 
 
 def outcome(config: RunConfig) -> Outcome:

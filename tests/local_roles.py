@@ -12,11 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
-from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.roles.dispatch import declarations
 from penstock_learner.roles.role_recovery import RoleRecovery
-from penstock_learner.roles.workers import WORKERS
+from penstock_learner.roles.trained import trained_roles
+from penstock_learner.roles.workers import worker_of
+from penstock_learner.steps.skipped_updates import SkippedSteps
 
 
 class LocalRole:
@@ -29,6 +31,7 @@ class LocalRole:
         self.name = name
         self.rank = rank
         self.gates = gates
+        self.declarations = declarations(type(rank))
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         if gate := self.gates.get("update" if method == "update" else "forward"):
@@ -40,7 +43,10 @@ class LocalRole:
 def make_step(models: dict[str, Path], gates: dict[str, asyncio.Barrier] | None = None, **learner: Any) -> TrainingStep:
     config = validate(with_model({"learner": learner}, models["policy"]), "test")
     roles: Any = {
-        name: LocalRole(name, make_rank(WORKERS[name], config), gates or {}) for name in config.learner.needed_roles
+        name: LocalRole(name, make_rank(worker_of(config.learner, name), config, name), gates or {})
+        for name in config.learner.needed_roles
     }
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    return TrainingStep(config.learner, roles, RoleRecovery(0, metrics), metrics, SkippedSteps(0, models["policy"]))
+    trained = trained_roles(config.learner)
+    skipped = SkippedSteps(0, models["policy"])
+    return TrainingStep(config.learner, roles, trained, RoleRecovery(0, metrics), metrics, skipped)

@@ -1,7 +1,8 @@
 """A stand-in for NCCL over gloo, with the interface of `NcclLibrary`, for ranks in one or many processes.
 
 A unique id contains the address of rank 0. A communicator waits for ever for a missing rank. A broadcast runs on its
-stream. If a peer hangs, the broadcast hangs until `abort`. If a connection breaks, the ranks at both of its ends see an
+stream. It ends on the root when the bytes are in a buffer, from which they are sent later. If a peer hangs, all other
+operations that need it hang until `abort`. If a connection breaks, the ranks at both of its ends see an
 asynchronous error. `tests/gpu` holds the stand-in and NCCL to the same behaviour.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -73,6 +76,11 @@ class NcclStandIn:
         tensor = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pointer)))
         self.runtime.enqueue(stream, lambda: found.broadcast(tensor, root))
 
+    def all_reduce(self, communicator: int, pointer: int, num_bytes: int, stream: int) -> None:
+        found = self._communicators[communicator]
+        assert found.is_idle(), "NCCL refuses a call while another one is in progress"
+        self.runtime.enqueue(stream, found.all_reduce)
+
     def abort(self, communicator: int) -> None:
         self.num_aborts += 1
         self._communicators.pop(communicator).abort()
@@ -90,6 +98,8 @@ class _Communicator:
         self._aborted = threading.Event()
         self._failure = ""
         self._group: Any = None
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="send")
+        """Sends what is in the root's buffer."""
         self._starting = threading.Thread(target=self._start, args=(num_ranks, unique_id), daemon=True)
         self._starting.start()
 
@@ -103,28 +113,37 @@ class _Communicator:
         self._starting.join()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Run on the stream. A GPU's kernel would spin here too."""
+        """Run on the stream."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        if self._rank == root:
+            buffer = tensor.clone()
+            self._sending.submit(self._run, self._group.broadcast, [buffer], options)
+        else:
+            self._run(self._group.broadcast, [tensor], options)
+
+    def all_reduce(self) -> None:
+        """Run on the stream, after everything in the root's buffer. Gloo's barrier waits for all ranks to begin it."""
+        self._sending.submit(self._run, self._group.barrier).result()
+
+    def _run(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        """Run an operation of gloo. A GPU's kernel would spin here too."""
         if self._rank in self._nccl.silent_ranks:
             self._aborted.wait()
         if self._aborted.is_set():
             return
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
         try:
-            # Gloo lets a rank go on when its own part is done. NCCL's root waits until its peers take the bytes.
-            if self._wait_for(self._group.broadcast([tensor], options)):
-                self._wait_for(self._group.barrier())
+            self._wait_for(operation(*arguments))
         except RuntimeError:
             self._fail()
 
-    def _wait_for(self, work: Any) -> bool:
-        """Wait for gloo. Returns False if the communicator was aborted meanwhile."""
+    def _wait_for(self, work: Any) -> None:
+        """Wait for gloo, or for the abort."""
         while not work.is_completed():
             if self._aborted.wait(POLL_S):
                 break_connections(self._group, [work])
-                return False
+                return
         work.wait()
-        return True
 
     def _start(self, num_ranks: int, unique_id: bytes) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.config.agents import AgentsConfig
+from penstock.errors import InvalidInput
 from penstock.trajectory import FinishReason, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.interactions import Interaction
@@ -94,6 +95,8 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         assert request.request_id not in self.running
+        if request.constraint is not None:
+            raise InvalidInput("response_format", "a script cannot be constrained")
         self.requests.append(request)
         self.running.add(request.request_id)
         turn = int(request.request_id.rpartition(".")[2])

@@ -240,7 +240,7 @@ def random_batch() -> Any:
     """A `SequenceBatch` of random tokens, with a temperature for each sequence."""
     import numpy as np
 
-    from penstock_learner.model.packing import SequenceBatch
+    from penstock_learner.batches.sequence_batch import SequenceBatch
 
     num_responses = sum(LENGTHS) - sum(_PROMPT_LENGTHS)
     return SequenceBatch(

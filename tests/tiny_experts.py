@@ -15,8 +15,8 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID, "bos_token_id": 0, "sliding_window": None,
 }  # fmt: skip
 _LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
-    "v_head_dim": 64, "head_dim": None, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "head_dim": None, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
 }  # fmt: skip
 """The sizes of DeepSeek's latent attention that GPU kernels are built for."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"moe_intermediate_size": None},
     "gpt_oss": {"head_dim": 64, "moe_intermediate_size": None, "sliding_window": 128},
     "glm4_moe": {"first_k_dense_replace": 1},
-    "deepseek_v3": _LATENT,
+    "deepseek_v3": _LATENT | {"scoring_func": "sigmoid"},
 }
 
 

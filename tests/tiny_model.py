@@ -59,6 +59,25 @@ def _write(folder: Path, seed: int, kind: Any, **settings: Any) -> Path:
     return folder
 
 
+def write_qwen2(folder: Path, seed: int = 5) -> None:
+    """Write a random Qwen2 beside the tokenizer of a folder, whose config.json has the size of the vocabulary and whose
+    generation_config.json has the stop tokens."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    stop_ids = (folder / "generation_config.json").read_text()
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=EOS_TOKEN_ID,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(stop_ids)
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A tokenizer with one word per token: `w2`, `w3` and so on."""
     words = {"<bos>": 0, "<eos>": EOS_TOKEN_ID} | {f"w{index}": index for index in range(2, vocab_size)}

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 from groups import make_group
 from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.config.loading import validate
-from penstock_learner.loop.advantage_step import denominators_of, with_advantages
+from penstock_learner.batches.partition import partition, unpermute
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import open_model
 from penstock_learner.model.loading.tensor_files import TensorFiles
 from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.sharding import full_weight, prepare_for_training
@@ -36,6 +36,7 @@ from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.steps.advantages import denominators_of, with_advantages
 
 CPU = torch.device("cpu")
 POISONED = 5
@@ -82,7 +83,7 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
     own = shards[rank // share]
     log_probs: list[Any] = [None] * num_ranks
     dist.all_gather_object(log_probs, update.log_probs(own))
-    report = update.run(own, denominators_of(batch, config.learner.algorithm), 1, 0, 0.0)
+    report = update.run(own, denominators_of(batch, config.learner.algorithm.loss), 1, 0, 0.0)
     reports: list[Any] = [None] * num_ranks
     dist.all_gather_object(reports, report)
     losses = [each.loss for each in reports]

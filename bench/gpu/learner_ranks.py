@@ -29,18 +29,19 @@ from weights_results import Results, say
 
 from penstock.config.learner import LearnerConfig
 from penstock.ports import free_port
-from penstock_learner.loop.advantage_step import denominators_of
+from penstock_learner.batches.partition import partition, unpermute
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model import attention
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.packing import SequenceBatch, partition, unpermute
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.steps.advantages import denominators_of
 
 NAME = "learner_ranks"
 IS_CUDA = torch.cuda.is_available()
@@ -127,7 +128,7 @@ class TrainingRank:
         for step in range(1, NUM_STEPS + 1):
             dist.barrier()
             started = time.perf_counter()
-            report = update.run(own, denominators_of(batch, learner.algorithm), step, 0, 0.0)
+            report = update.run(own, denominators_of(batch, learner.algorithm.loss), step, 0, 0.0)
             if IS_CUDA:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)

@@ -14,15 +14,16 @@ from learner_models import Setting, Shape
 from torch import Tensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.loop.advantage_step import denominators_of
+from penstock_learner.batches.partition import partition
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model import attention
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.packing import SequenceBatch, partition
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.steps.advantages import denominators_of
 
 GIB = 2**30
 LR = 1e-6
@@ -151,7 +152,7 @@ class Ours:
     def step(self, batch: SequenceBatch) -> None:
         (shard,) = partition(batch, 1, self.learner.micro_batch_tokens)
         self.num_steps += 1
-        report = self.update.run(shard, denominators_of(batch, self.learner.algorithm), self.num_steps, 0, 0.0)
+        report = self.update.run(shard, denominators_of(batch, self.learner.algorithm.loss), self.num_steps, 0, 0.0)
         assert not report.step.skipped
 
     def log_probs(self, batch: SequenceBatch) -> Tensor:

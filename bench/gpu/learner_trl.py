@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from penstock_learner.model.packing import SequenceBatch
+from penstock_learner.batches.sequence_batch import SequenceBatch
 
 
 class Trl:

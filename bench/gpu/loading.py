@@ -6,7 +6,8 @@ It needs one GPU, torch, transformers, peft and pydantic, and neither Ray nor Re
 NCCL. The models are random, with the shapes of Qwen2.5, in bfloat16 files. Master weights are float32. Those of 7B are
 bfloat16 in all phases but loading and gathering, because four ranks with float32 masters do not fit on one GPU. The
 naive way loads the whole model in every rank, and then shards it; it is measured for comparison. Rows are written to
-`bench/results/loading_gpu.json` as they are measured. `--models tiny` runs on any machine, to try the script.
+`bench/results/loading_gpu.json` as they are measured, beside those of other models and numbers of ranks. `--models
+tiny` runs on any machine, to try the script.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from harness import RESULTS, Bar, Measurement, report
 from loading_jobs import Job, Outcome, run_job
 
 NAME = "loading_gpu"
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 MICRO_BATCH_TOKENS = 8192
 PHASES = {"load": ("read", "check"), "step": ("step",), "gather": ("gather",), "push": ("push",)}
 """What is measured for each phase of the plan. Loading ends with the self-check."""
@@ -35,8 +36,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--models", default="0.5b,1.5b,7b")
     parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--without-step", action="store_true", help="only load, gather and push")
     arguments = parser.parse_args()
-    bench = LoadingBench()
+    bench = LoadingBench(takes_step=not arguments.without_step)
     for model in arguments.models.split(","):
         with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=_memory_folder()) as work:
             write_model(model, Path(work) / "model")
@@ -46,16 +48,24 @@ def main() -> int:
 
 
 class LoadingBench:
-    """The rows so far."""
+    """The rows so far, with those of earlier runs."""
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.bars: list[Bar] = []
+    def __init__(self, *, takes_step: bool) -> None:
+        self.takes_step = takes_step
+        path = RESULTS / f"{NAME}.json"
+        earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "bars": []}
+        self.rows: list[dict[str, Any]] = earlier["rows"]
+        self.bars = [Bar(bar["name"], bar["value"], bar["goal"], bar["at_most"]) for bar in earlier["bars"]]
 
     def measure(self, model: str, num_ranks: int, work: str) -> None:
+        kept = () if self.takes_step else ("step",)
+        self.rows = [r for r in self.rows if (r["model"], r["ranks"]) != (model, num_ranks) or r["phase"] in kept]
+        measured = f"{model}, {num_ranks} ranks: "
+        self.bars = [b for b in self.bars if not b.name.startswith(measured) or (kept and "naive" in b.name)]
         masters = "bfloat16" if model == "7b" else "float32"
         job = Job(
-            f"{work}/model", work, f"{num_ranks}-ranks", num_ranks, ("check", "step", "gather", "push"),
+            f"{work}/model", work, f"{num_ranks}-ranks", num_ranks,
+            ("check", "step" if self.takes_step else "state", "gather", "push"),
             master_dtype=masters, micro_batch_tokens=MICRO_BATCH_TOKENS,
         )  # fmt: skip
         self._add_rows(model, job, run_job(job, TIMEOUT_S))
@@ -63,7 +73,7 @@ class LoadingBench:
         outcome = run_job(bounded, TIMEOUT_S)
         if outcome is not None:
             self._judge(model, num_ranks, outcome)
-        if num_ranks == 4 and model != "7b":
+        if num_ranks == 4 and model != "7b" and self.takes_step:
             naive = run_job(Job(f"{work}/model", work, "naive", num_ranks, (), way="naive"), TIMEOUT_S)
             if naive is not None and outcome is not None:
                 ratio = naive.peak("read", "device") / max(1, outcome.peak("read", "device"))
@@ -82,6 +92,8 @@ class LoadingBench:
             print(f"{model}, {job.num_ranks} ranks failed", flush=True)
             return
         for phase, measured in PHASES.items():
+            if not set(measured) <= {"read", *job.phases}:
+                continue
             row = {
                 "model": model,
                 "ranks": job.num_ranks,

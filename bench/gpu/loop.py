@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/loop.py [--parts standalone,faults]
 
-It trains examples/presets/ppo.yaml with two FSDP2 ranks of the policy and pushes weights by nccl. It reports where the
+It trains examples/arithmetic/ppo.yaml with two FSDP2 ranks of the policy and pushes weights by nccl. It says where the
 time of a step goes, the use of the GPU, and the time from the start of the engines to the first step. The part `faults`
 kills a server, a rank of the policy and the controller, each in the middle of a push. It needs vLLM, Ray, Redis and
 what penstock needs. Each part takes about 3 minutes, most of it the start of vLLM. `--engine torch` tries the script

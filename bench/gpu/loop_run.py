@@ -32,7 +32,7 @@ from soak_lineage import Lineage
 from soak_parts import Part
 
 ROOT = Path(__file__).parents[2]
-PRESET = ROOT / "examples" / "presets" / "ppo.yaml"
+PRESET = ROOT / "examples" / "arithmetic" / "ppo.yaml"
 SERVERS = ("rollout-0", "rollout-1")
 HOST_ID = """import os
 
@@ -49,6 +49,7 @@ SAMPLE_S = 1.0
 def settings_of(placement: str, folder: Path, num_steps: int, engine: str) -> dict[str, str]:
     """The preset with several ranks of every role on the GPU, and two servers."""
     gpus = "0.05" if engine == "vllm" else "0"
+    kv_cache = {"rollout.engine.extra": '{"kv_cache_memory_bytes": 2147483648}'} if engine == "vllm" else {}
     roles = {"policy": 2, "reference": 1, "critic": 2, "reward_model": 1}
     return {
         "run": f"loop-{placement}",
@@ -57,6 +58,7 @@ def settings_of(placement: str, folder: Path, num_steps: int, engine: str) -> di
         "rollout.num_servers": str(len(SERVERS)),
         "rollout.engine.name": engine,
         "rollout.engine.gpu_memory_utilization": "0.15",
+        **kv_cache,
         "weights.transport": "nccl" if engine == "vllm" else "auto",
         "weights.ready_timeout_s": "5",
         "weights.push_timeout_s": "20",

@@ -1,4 +1,4 @@
-"""Measures the weight push on one GPU: cuda_ipc, NCCL with several ranks, and pushes to a vLLM that is decoding.
+"""Measures the weight push on one GPU: cuda_ipc, NCCL with several ranks, and pushes to an engine that is decoding.
 
     PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,ranks,host,vllm-0.5b,vllm-7b]
 
@@ -7,11 +7,11 @@
 | ipc   | cuda_ipc against a copy of the same bytes inside the GPU                                          |
 | ranks | nccl to three members against a raw broadcast among the same ranks; a member is killed or stopped |
 | host  | nccl against gloo when the weights are staged in host memory                                      |
-| vllm  | pushes to a vLLM that is decoding                                                                 |
+| vllm  | pushes to a vLLM that is decoding; the same for `sglang-0.5b` and SGLang                           |
 
-The first three parts need torch, CuPy, pydantic and grpcio; `vllm` also needs vLLM and transformers. Every part runs in
-its own processes with a deadline. If a part fails, only its own figures are lost. Results of parts that are not run
-stay in the file. It takes about 11 minutes with a 7B model.
+The first three parts need torch, CuPy, pydantic and grpcio; `vllm` also needs vLLM and transformers, and `sglang-0.5b`,
+which is not among the defaults, SGLang. Every part runs in its own processes with a deadline. If a part fails, only its
+own figures are lost. Results of parts that are not run stay in the file. It takes about 11 minutes with a 7B model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from weights_results import Results
 
 NAME = "weights_gpu"
 PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
-TIMEOUTS_S = {"ipc": 150.0, "ranks": 120.0, "host": 180.0, "vllm-tiny": 200.0, "vllm-0.5b": 200.0, "vllm-7b": 260.0}
+TIMEOUTS_S = {
+    "ipc": 150.0,
+    "ranks": 120.0,
+    "host": 180.0,
+    "vllm-tiny": 200.0,
+    "vllm-0.5b": 200.0,
+    "vllm-7b": 260.0,
+    "sglang-0.5b": 260.0,
+}
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> Results:
@@ -42,9 +50,12 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
         from weights_ranks import bench_host
 
         return bench_host(arguments.host_gigabytes)
-    from weights_vllm import bench_vllm
+    from weights_engine import bench_engine
 
-    return bench_vllm(name.removeprefix("vllm-"), arguments.graphs, json.loads(arguments.extra))
+    engine, _, shape = name.partition("-")
+    return bench_engine(
+        "sglang" if engine == "sglang" else "vllm", shape, arguments.graphs, json.loads(arguments.extra)
+    )
 
 
 def main() -> int:
@@ -54,7 +65,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
     parser.add_argument("--rank-gigabytes", type=float, default=2.0, help="size of the pushes in part ranks")
     parser.add_argument("--host-gigabytes", type=float, nargs="+", default=[1, 4, 14], help="the same of part host")
-    parser.add_argument("--graphs", action="store_true", help="use CUDA graphs in vLLM, which is slower to start")
+    parser.add_argument("--graphs", action="store_true", help="use CUDA graphs, which is slower to start")
     parser.add_argument("--extra", default="{}", help="additional engine arguments, as JSON")
     arguments = parser.parse_args()
     parts = [part for part in arguments.parts.split(",") if not (arguments.no_7b and part == "vllm-7b")]

@@ -1,7 +1,9 @@
 # The learner: its driver, and the Ray nodes that run the roles. Build from the repository's root:
 #   docker build -f deploy/docker/learner.Dockerfile -t penstock/learner:0.1.0 .
 #   … --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t penstock/learner-cpu:0.1.0 .
-FROM python:3.11.13-slim-bookworm AS build
+ARG PYTHON=python:3.11.13-slim-bookworm
+
+FROM ${PYTHON} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ARG TORCH_VERSION=2.13.0
 ARG RAY_VERSION=2.60.0
@@ -16,12 +18,12 @@ COPY learner learner
 COPY services services
 # KubeRay's probes call the dashboard agent, which only ray[default] installs.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
-    ".[learner,cuda]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}" \
+    ".[learner,cuda,objectstore]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}" \
     "transformers==${TRANSFORMERS_VERSION}" "peft==${PEFT_VERSION}"
 COPY deploy/python/requirements-cuda.txt .
 RUN /opt/penstock/bin/pip install --no-cache-dir --no-deps -r requirements-cuda.txt
 
-FROM python:3.11.13-slim-bookworm
+FROM ${PYTHON}
 # KubeRay's probes use wget. The links are needed because KubeRay starts Ray in a login shell, which resets PATH.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \
@@ -33,6 +35,6 @@ ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001
 EXPOSE 9100
 HEALTHCHECK --start-period=120s --interval=10s --timeout=5s \
-  CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9100/metrics', timeout=4)"]
+  CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:9100/healthz', timeout=4)"]
 ENTRYPOINT ["penstock"]
 CMD ["learner", "--config", "/etc/penstock/run.yaml"]

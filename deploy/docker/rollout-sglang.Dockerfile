@@ -21,7 +21,7 @@ COPY deploy/python/requirements-cuda.txt /requirements-cuda.txt
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -m pip freeze | grep -E '^(torch|torchvision|torchaudio|sglang-kernel|transformers|numpy)==' > /constraints.txt \
-  && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout,cuda]" \
+  && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout,agents,cuda,objectstore]" \
   && python3 -m pip install --no-cache-dir --no-deps -r /requirements-cuda.txt \
   && rm -rf /wheels \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
@@ -29,6 +29,6 @@ ENV PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001
 EXPOSE 7070 9100
 HEALTHCHECK --start-period=1200s --interval=10s --timeout=5s \
-  CMD ["python3", "-c", "import socket; socket.create_connection((socket.gethostname(), 7070), 4)"]
+  CMD ["python3", "-c", "import socket, urllib.request as r; r.urlopen('http://%s:9100/healthz' % socket.gethostname(), timeout=4)"]
 ENTRYPOINT ["penstock"]
 CMD ["rollout", "--config", "/etc/penstock/run.yaml"]

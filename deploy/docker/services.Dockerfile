@@ -1,6 +1,8 @@
 # The gateway, and the `penstock` client commands. Build from the repository's root:
 #   docker build -f deploy/docker/services.Dockerfile -t penstock/services:0.1.0 .
-FROM python:3.11.13-slim-bookworm AS build
+ARG PYTHON=python:3.11.13-slim-bookworm
+
+FROM ${PYTHON} AS build
 WORKDIR /src
 RUN python -m venv /opt/penstock
 COPY pyproject.toml README.md LICENSE ./
@@ -8,9 +10,9 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
-RUN /opt/penstock/bin/pip install --no-cache-dir ".[services]"
+RUN /opt/penstock/bin/pip install --no-cache-dir ".[services,objectstore]"
 
-FROM python:3.11.13-slim-bookworm
+FROM ${PYTHON}
 RUN useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 COPY --from=build /opt/penstock /opt/penstock
 COPY examples/arithmetic /opt/examples/arithmetic

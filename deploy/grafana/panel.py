@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-WINDOW = "[$__rate_interval]"
+WINDOW = "[$window]"
+"""Range of all rates: a variable of the dashboard. A step may take minutes, so Grafana's own `$__rate_interval`, which
+follows the scrape interval, would show gaps between steps."""
+NOT_IN_SIGHT_S = 7 * 86400
+"""Longest time to exhaustion that is shown."""
 
 
 @dataclass(frozen=True)
 class Query:
     expr: str
-    """PromQL over `penstock_` metrics, without the label of the run, which `make_dashboards.py` adds. The expression
-    must return something for a healthy run: a series that exists only after a fault ends in `or vector(0)`."""
+    """PromQL, without the label of the run, which `make_dashboards.py` adds. The expression must return something for a
+    healthy run: a series that exists only after a fault ends in `or vector(0)`."""
     legend: str = ""
 
 
@@ -21,9 +27,20 @@ class Panel:
     about: str
     """Description that Grafana shows in the panel's corner."""
     queries: tuple[Query, ...]
-    unit: str = "short"
-    is_number: bool = False
-    """Shows one large number instead of lines."""
+    unit: str
+    """Id of a unit of Grafana, or `suffix:` and a text."""
+    look: Literal["lines", "number", "name", "bars"] = "lines"
+    """Lines over time; the newest values, large; the names of the newest series; or the newest values as bars."""
+    limits: Mapping[float, str] = field(default_factory=dict)
+    """Color from a value on. Values below the lowest are green."""
+    colors: Mapping[str, str] = field(default_factory=dict)
+    """Color by the last word of a series' legend."""
+    opens: tuple[str, ...] = ()
+    """Panels with more detail, each as `board/title`."""
+    alerts: tuple[str, ...] = ()
+    """Alerts about the same thing. The panel links to their runbooks."""
+    width: int = 8
+    height: int = 8
 
 
 @dataclass(frozen=True)
@@ -39,14 +56,28 @@ class Board:
     sections: tuple[Section, ...]
 
 
-def lines(title: str, about: str, *queries: tuple[str, str], unit: str = "short") -> Panel:
+@dataclass(frozen=True)
+class Mark:
+    """Events that all panels of a dashboard show as vertical lines, or as regions while the expression has a value."""
+
+    name: str
+    expr: str
+    text: str
+    color: str
+
+
+def lines(
+    title: str,
+    about: str,
+    *queries: tuple[str, str],
+    unit: str,
+    limits: Mapping[float, str] | None = None,
+    opens: tuple[str, ...] = (),
+    alerts: tuple[str, ...] = (),
+) -> Panel:
     """One line for each series of the queries, which are pairs of expression and legend."""
-    return Panel(title, about, tuple(Query(*query) for query in queries), unit)
-
-
-def number(title: str, about: str, expr: str, unit: str = "short") -> Panel:
-    """The newest value of the expression, large."""
-    return Panel(title, about, (Query(expr),), unit, is_number=True)
+    found = tuple(Query(*query) for query in queries)
+    return Panel(title, about, found, unit, limits=limits or {}, opens=opens, alerts=alerts)
 
 
 def rate(metric: str, by: str = "") -> str:
@@ -55,17 +86,51 @@ def rate(metric: str, by: str = "") -> str:
     return f"{grouped}(rate({metric}{WINDOW}))"
 
 
+def run_wide(expr: str, by: str = "") -> str:
+    """PromQL: an expression over series that every gateway reports of the whole run, summed over runs. Replicas of a
+    gateway report the same, so they must not be summed."""
+    labels = f"run, {by}" if by else "run"
+    return f"sum by ({by}) (max by ({labels}) ({expr}))" if by else f"sum(max by ({labels}) ({expr}))"
+
+
 def quantile(share: float, histogram: str, by: str = "") -> str:
-    """PromQL: quantile of a histogram over the panel's rate window."""
+    """PromQL: quantile of a histogram over the panel's window."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) (rate({histogram}_bucket{WINDOW})))"
 
 
-def mean(histogram: str) -> str:
-    """PromQL: mean of a histogram over the panel's rate window."""
-    return f"{rate(histogram + '_sum')} / {rate(histogram + '_count')}"
+def mean(histogram: str, by: str = "") -> str:
+    """PromQL: mean of a histogram over the panel's window."""
+    return f"{rate(histogram + '_sum', by)} / {rate(histogram + '_count', by)}"
 
 
-def spread(title: str, about: str, histogram: str, unit: str = "s") -> Panel:
+def spread(
+    title: str, about: str, histogram: str, unit: str = "s", opens: tuple[str, ...] = (), alerts: tuple[str, ...] = ()
+) -> Panel:
     """Median and 95th percentile of a histogram."""
-    return lines(title, about, (quantile(0.5, histogram), "p50"), (quantile(0.95, histogram), "p95"), unit=unit)
+    queries = ((quantile(0.5, histogram), "p50"), (quantile(0.95, histogram), "p95"))
+    return lines(title, about, *queries, unit=unit, opens=opens, alerts=alerts)
+
+
+SERVER = "run, instance"
+"""Labels that every series of one rollout server has in common."""
+
+
+def by_server(expr: str) -> str:
+    """PromQL: add the label `server` to an expression that has the labels SERVER."""
+    return f"({expr}) * on ({SERVER}) group_left (server) max by ({SERVER}, server) (penstock_rollout_info)"
+
+
+def since(timestamp: str) -> str:
+    """PromQL: seconds since a timestamp, for each run. Nothing before the event has happened for the first time."""
+    return f"time() - (max by (run) ({timestamp}) > 0)"
+
+
+def time_left(left: str, measured: str, sign: str) -> str:
+    """PromQL: seconds until `left` is 0, at most NOT_IN_SIGHT_S. `sign` is `-` if `measured` falls when `left` does.
+
+    Takes the slower of the trends of an hour and of the newest minutes, and none while `measured` is young: a process
+    that starts uses a lot at once, and then no more."""
+    long, short = f"{sign}deriv({measured}[1h])", f"{sign}deriv({measured}[10m])"
+    trend = f"clamp_max({left} / clamp_min(({long} < {short}) or {short}, 1e-6), {NOT_IN_SIGHT_S})"
+    return f"({trend} and {measured} offset 15m) or (0 * {measured} + {NOT_IN_SIGHT_S})"

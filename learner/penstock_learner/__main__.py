@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.errors import PenstockError, RayDied
 from penstock.logs import setup_logging
 
@@ -23,11 +24,16 @@ logger = logging.getLogger("penstock_learner")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock learner", description="Run the learner of a configured run.")
+    parser = Parser(
+        prog="penstock learner",
+        description="Run the learner, which trains on the sampled groups. `penstock up` starts it with the others.",
+        epilog="Any config field can be overridden: --learner.lr 1e-6",
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
+    from penstock.hub import with_local_models
     from penstock.private_files import keep_files_private
     from penstock.start_checks import make_run_folder
     from penstock.weights.cluster_key import ClusterKey
@@ -35,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, overrides)
         setup_logging("learner", config.run)
+        config = with_local_models(config)
         if arguments.check:
             from penstock_learner.start_check import check
 
@@ -59,10 +66,12 @@ async def serve(config: RunConfig) -> None:
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
-    from penstock.metrics import serve_metrics, write_endpoint
+    from penstock.metrics import write_endpoint
+    from penstock.process_endpoint import Readiness, process_endpoint
     from penstock.replay.redis_queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
     from penstock.store.heartbeats import LEARNER, Heartbeats
+    from penstock.store.leaving import Leaving
     from penstock.store.phases import Phases
     from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
@@ -77,31 +86,33 @@ async def serve(config: RunConfig) -> None:
     learner = config.learner
     check_loggers(learner.loggers)
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
-    port = serve_metrics(metrics.registry, learner.metrics_host, learner.metrics_port)
-    write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=port)
-    roles = learner.needed_roles
+    roles, stopping = learner.needed_roles, asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        tracing = open_tracing(config.tracing, "learner", config.run)
-        stack.callback(tracing.close)
+        endpoint = stack.enter_context(process_endpoint(metrics.registry, learner.metrics_host, learner.metrics_port))
+        write_endpoint(config.folder, "learner", host=learner.metrics_host, metrics_port=endpoint.port)
+        tracing = stack.enter_context(contextlib.closing(open_tracing(config.tracing, "learner", config.run)))
         client = connect(config.redis, patient=True)
         stack.push_async_callback(client.aclose)
-        silence_s = await stack.enter_async_context(Heartbeats(client, config.run).beating(LEARNER))
-        phases = Phases(client, config.run)
+        await stack.enter_async_context(Leaving(client, config.run, LEARNER).holding(stopping))
+        heartbeats, phases = Heartbeats(client, config.run), Phases(client, config.run)
+        silence_s = await stack.enter_async_context(heartbeats.beating(LEARNER))
+        endpoint.readiness = lambda: Readiness("loading", phases.newest)
         await asyncio.to_thread(remove_abandoned_folders)
         await phases.enter(LEARNER, "starting or joining Ray", is_first=True)
-        stack.enter_context(ray_cluster(config, roles))
+        with heartbeats.beating_in_thread(LEARNER, lambda: connect(config.redis)):  # Ray's start blocks this thread
+            stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
         await phases.enter(LEARNER, f"placing the ranks of {', '.join(roles)}")
 
         async def train() -> None:
             groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)
-            queue = RedisReplayQueue(client, config.run, config.replay)
-            fleet = Fleet(client, config.run)
+            queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
             controller = LearnerController(config, queue, fleet, groups, metrics, silence_s, tracing)
-            loop = asyncio.get_running_loop()
+            endpoint.readiness = controller.readiness
+            controller.stopping = stopping
             for name in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(name, controller.stopping.set)
-            await run_with_ranks(controller.run(), groups.values(), controller.stopping)
+                asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+            await run_with_ranks(controller.run(), groups.values(), stopping)
 
         await run_while_ray_lives(train())
         logger.info("finished")

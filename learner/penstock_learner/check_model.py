@@ -9,19 +9,23 @@ right
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.parser import Parser
+
 _EXIT_WRONG = 1
+_DESCRIPTION = "Check that the learner computes a model as Hugging Face does, and say on which path: packed or padded."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock check-model", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
+    parser = Parser(prog="penstock check-model", description=_DESCRIPTION)
+    parser.add_argument("folder", type=Path, help="a Hugging Face model folder, or a Hub id")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type to compute in")
     arguments = parser.parse_args(argv)
-    return check_model(arguments.folder, arguments.dtype)
+    from penstock.hub import local_model
+
+    return check_model(local_model(arguments.folder, "the model"), arguments.dtype)
 
 
 def check_model(folder: Path, dtype_name: str) -> int:

@@ -2,7 +2,7 @@
 
 | name | process |
 |---|---|
-| one of NAMES or TAKE_OVER_NAMES | the controller |
+| one of NAMES, TAKE_OVER_NAMES or UPLOAD_NAMES | the controller |
 | ROLE.RANK, for example critic.1 | a rank: in each update of a trained role, in each forward pass of a frozen one |
 """
 
@@ -17,6 +17,8 @@ TAKE_OVER_NAMES = ("before_go_back", "after_go_back")
 """The places in the controller process while it goes back to a checkpoint."""
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
 """The places in the controller process, in the order in which a group passes them."""
+UPLOAD_NAMES = ("mid_upload", "after_upload")
+"""The places in the controller process while a checkpoint is uploaded: before its manifest, and after it."""
 _passed: Counter[str] = Counter()
 
 

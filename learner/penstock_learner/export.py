@@ -1,50 +1,104 @@
 """`penstock export`: writes a checkpoint's policy as a Hugging Face folder that vLLM, SGLang and transformers can load.
 
-One process reads the shards, however many ranks wrote them. An adapter is merged into the weights that it changes.
+One process reads the shards, however many ranks wrote them. An adapter is merged into the weights that it changes. With
+`--adapter` it is written alone, as peft does.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.config.run import RunConfig
+    from penstock_learner.model.causal_lm import CausalLM
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json", "config.json")
 """Files of the model's folder that the export writes itself. All others, such as the tokenizer's, are copied."""
+LATEST = (None, Path("latest"), Path("current"))
+ADAPTER_PREFIX = "base_model.model."
+"""What peft puts before the names of the base model's modules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock export", description="Write a checkpoint as a Hugging Face folder.")
+    parser = Parser(
+        prog="penstock export",
+        description="Write a checkpoint of a run as a Hugging Face folder, which vLLM and transformers load.",
+        epilog="Example: penstock export --config my-run.yaml --out my-model",
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint (default: the run's newest)")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint (default: `latest`, the run's newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: model.dtype of the run")
-    arguments, overrides = parser.parse_known_args(argv)
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, for peft and engines")
+    arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
 
     config = load_config(arguments.config, overrides)
-    checkpoint = _intact(arguments.checkpoint) if arguments.checkpoint else _newest_intact(config)
-    export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype)
+    checkpoint = _newest_intact(config) if arguments.checkpoint in LATEST else _intact(arguments.checkpoint)
+    export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype, adapter=arguments.adapter)
     print(f"exported {checkpoint} to {arguments.out}")
     return 0
 
 
-def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str) -> None:
-    """Write the policy of a checkpoint, which is not verified here, to `out`."""
+def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str, *, adapter: bool = False) -> None:
+    """Write the policy of a checkpoint, which is not verified here, to `out`, or with `adapter` its adapter alone."""
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
-    write_folder(_load(config, checkpoint), config.model.path, out, dtype)
+    if adapter and config.learner.lora is None:
+        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; leave --adapter out")
+    model = _load(config, checkpoint)
+    if adapter:
+        write_adapter(model.lm, config.model.path, out, dtype)
+    else:
+        write_folder(_without_adapter(config, model), config.model.path, out, dtype)
+
+
+def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
+    """Write the adapter of a model as `adapter_config.json` and `adapter_model.safetensors`, for the model in `base`.
+
+    `peft.PeftModel.from_pretrained` loads the folder, and so do vLLM and SGLang. The folder is complete or does not
+    exist."""
+    import peft
+    from safetensors.torch import save_file
+
+    from penstock_learner.model.precision import DTYPES
+
+    matrices = {
+        f"{ADAPTER_PREFIX}{name}": matrix.to(DTYPES[dtype]).contiguous()
+        for name, matrix in peft.get_peft_model_state_dict(lm, save_embedding_layers=False).items()
+    }
+    _require_finite(matrices.items(), dtype, out)
+    described = lm.peft_config["default"]
+    described.base_model_name_or_path, described.task_type = str(base), peft.TaskType.CAUSAL_LM
+    described.target_modules = _shortest_targets(lm)
+    described.inference_mode = True
+    with _written_whole(out) as folder:
+        folder.mkdir(parents=True)
+        described.save_pretrained(str(folder))
+        save_file(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _shortest_targets(lm: Any) -> list[str]:
+    """The last parts of the adapted modules' names, as engines expect, or the whole names if others end like them."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {name for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    ends = {name.rpartition(".")[2] for name in adapted}
+    inner = tuple(f"{name}." for name in adapted)
+    others = (name for name, _ in lm.named_modules() if name not in adapted and not name.startswith(inner))
+    return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
 
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
@@ -52,18 +106,33 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
 
     The folder is written under a temporary name and then renamed, so `out` is complete or does not exist. Raises
     TrainingDiverged, and writes nothing, if a weight is not finite in `dtype`."""
-    from penstock_learner.model.finite import first_nonfinite
+    from transformers.utils.logging import disable_progress_bar
+
     from penstock_learner.model.precision import DTYPES
 
+    disable_progress_bar()  # it would be the only line on stderr of a command that goes well
     for parameter in lm.parameters():  # not the buffers: routers' biases stay in float32
         parameter.data = parameter.data.to(DTYPES[dtype])
-    if name := first_nonfinite(lm.named_parameters()):
-        raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")
+    _require_finite(lm.named_parameters(), dtype, out)
+    with _written_whole(out) as folder:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+        lm.save_pretrained(folder)
+
+
+@contextmanager
+def _written_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder to make and fill. It becomes `out` if nothing was raised."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
-    lm.save_pretrained(partial)
+    yield partial
     partial.rename(out)
+
+
+def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out: Path) -> None:
+    from penstock_learner.model.finite import first_nonfinite
+
+    if name := first_nonfinite(tensors):
+        raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")
 
 
 def _intact(checkpoint: Path) -> Path:
@@ -90,27 +159,18 @@ def _newest_intact(config: RunConfig) -> Path:
     raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
-def _load(config: RunConfig, checkpoint: Path) -> Any:
-    """The Hugging Face model with the checkpoint's weights, on the CPU."""
-    import torch
+def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
+    """The model with the checkpoint's weights, and with its adapter beside them if it has one, on the CPU."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
     from penstock_learner.checkpoints.checkpoint import shards_folder
     from penstock_learner.model.adapter import add_adapter
-    from penstock_learner.model.causal_lm import CausalLM, load_model
-    from penstock_learner.model.published_layout import fit_to_folder
 
-    def load() -> CausalLM:
-        loaded = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
-        fit_to_folder(loaded.lm, config.model.path, "model.path")
-        return loaded
-
-    lora = config.learner.lora
-    model = load()
-    if lora is not None:
-        add_adapter(model, lora)
+    model = _load_plain(config)
+    if config.learner.lora is not None:
+        add_adapter(model, config.learner.lora)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns that only one process loads
@@ -121,9 +181,26 @@ def _load(config: RunConfig, checkpoint: Path) -> Any:
             "config that the run was trained with"
         ) from error
     set_model_state_dict(model, state["model"])
-    if lora is None:
+    return model
+
+
+def _load_plain(config: RunConfig) -> CausalLM:
+    """The model of `model.path`."""
+    import torch
+
+    from penstock_learner.model.causal_lm import load_model
+    from penstock_learner.model.published_layout import fit_to_folder
+
+    loaded = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
+    fit_to_folder(loaded.lm, config.model.path, "model.path")
+    return loaded
+
+
+def _without_adapter(config: RunConfig, model: CausalLM) -> Any:
+    """The Hugging Face model, with its adapter merged in if it has one."""
+    if config.learner.lora is None:
         return model.lm
-    plain = load().lm
+    plain = _load_plain(config).lm
     plain.load_state_dict(_merged(model.lm))
     return plain
 

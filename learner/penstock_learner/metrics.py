@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
-from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges
+from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
 from penstock_learner.agreement.check import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push_report import PushReport
@@ -94,6 +94,7 @@ class LearnerMetrics:
         self._declare_algorithm(registry, name("algo"))
         self._declare_weights(registry, name("weight"))
         self.disk = DiskGauges(registry)
+        HostMemoryGauges(registry)
         self.checkpoint_success = Gauge(
             name("checkpoint_last_success_timestamp_seconds"), "Last durable checkpoint.", registry=registry
         )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.config.algorithms import AlgorithmConfig
+from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
-from penstock_learner.algorithms.advantages import ADVANTAGES
-from penstock_learner.algorithms.losses import LOSSES
+from penstock_learner.algorithms.trial import try_functions
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.going_back import read_going_back
+from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loggers.opening import check_loggers
 from penstock_learner.model.architectures import path_of, require_causal, require_parallel
 from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
 from penstock_learner.model.routers import find_routers, require_routers
+from penstock_learner.steps.program import load_program
 
 
 def check(config: RunConfig) -> str:
@@ -27,8 +27,9 @@ def check(config: RunConfig) -> str:
     check_roles(config.learner)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
-            require_causal(own_folder, f"learner.{name}.path")
-    check_functions(config.learner.algorithm)
+            require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
+    try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
+    check_step(config.learner)
     _check_gpus(config)
     check_run_folder(config)
     ClusterKey.of(config).check()
@@ -38,16 +39,21 @@ def check(config: RunConfig) -> str:
     known = read_going_back(folder)
     gone_back = known.gone_back if known is not None and known.is_done else None
     found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, gone_back)
+    uploads = CheckpointUploads.of(config)
+    newest = uploads.newest_first()[:1] if uploads is not None and checkpoint.resume != "off" else []
+    if uploads is not None and newest > [path.name for path in found[:1]]:
+        return f"from {newest[0]} of {uploads.store.url}"
     return f"from {found[0].name}" if found else "from the model folder"
 
 
-def check_functions(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError if the advantage or the loss cannot be imported."""
-    try:
-        ADVANTAGES.get(algorithm.advantage.name)
-        LOSSES.get(algorithm.loss.name)
-    except ValueError as error:
-        raise ConfigError(f"learner.algorithm: {error}") from error
+def check_step(learner: LearnerConfig) -> None:
+    """Raise ConfigError if a step or a worker of the user's cannot be loaded."""
+    load_program(learner)
+    for name, role in learner.roles.items():
+        if role.is_own_class:
+            from penstock_learner.roles.workers import worker_of
+
+            worker_of(learner, name)
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import socket
 import urllib.parse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.interruption import interruptible
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.client import SyncPenstockClient
     from penstock.client.address import GatewayAddress
+    from penstock.config.run import RunConfig
 
 RUNS_FOLDER = Path("runs")
 PROBE_S = 1.0
@@ -46,7 +50,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 def only_gateway() -> GatewayAddress:
     """Return the gateway of the only run in `runs/` that is up. Raises ConfigError if there is none, or several."""
-    from penstock.client.address import GatewayAddress
+    from penstock.client.address import GatewayAddress, is_supervised
 
     folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
     found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
@@ -55,6 +59,10 @@ def only_gateway() -> GatewayAddress:
         return up.popitem()[1]
     if up:
         raise ConfigError(f"several runs are up ({', '.join(map(str, up))}); give --run-dir with one of them")
+    starting = sorted(path.parent for path in RUNS_FOLDER.glob("*/lock") if is_supervised(path.parent))
+    if starting:
+        named = f"run in {starting[0]} is" if len(starting) == 1 else f"runs in {', '.join(map(str, starting))} are"
+        raise ConfigError(f"the {named} starting or stopping, and no gateway is up; try again in a moment")
     raise ConfigError(f"no run is up in {RUNS_FOLDER}/; start one with `penstock up`, or give --run-dir or --url")
 
 
@@ -69,14 +77,39 @@ def _answers(url: str) -> bool:
 
 
 def newest_config() -> Path:
-    """Return the config of the run in `runs/` that was started last."""
+    """Return the config of the newest run in `runs/`. Runs that are up come before those that are not."""
     configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")
-    return configs[-1]
+    up = [path for path in configs if _is_up(path.parent)]
+    return (up or configs)[-1]
 
 
-def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClient:
+def _is_up(folder: Path) -> bool:
+    from penstock.client.address import GatewayAddress
+
+    try:
+        return _answers(GatewayAddress.from_run_dir(folder).url)
+    except ConfigError:
+        return False
+
+
+def load_started_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load the config of a run. If it names no Redis, take the private one that `penstock up` has started for it."""
+    from penstock.config.loading import load_config
+
+    config = load_config(path, overrides)
+    if config.redis.url:
+        return config
+    written = config.folder / "config.yaml"
+    if not written.is_file():
+        raise ConfigError(f"{path} has no redis.url; set it, or start the run on this machine: `penstock up {path}`")
+    return config.model_copy(update={"redis": load_config(written).redis})
+
+
+@contextmanager
+def open_client(args: argparse.Namespace, deadline_s: float) -> Iterator[SyncPenstockClient]:
+    """A client of the gateway that the options name, within the block."""
     from penstock.client import SyncPenstockClient
     from penstock.client.address import CONFIGURED_RUN, GatewayAddress
 
@@ -85,7 +118,9 @@ def open_client(args: argparse.Namespace, deadline_s: float) -> SyncPenstockClie
     if not url:
         address = GatewayAddress.from_run_dir(args.run_dir) if args.run_dir else only_gateway()
         url, run, api_key = address.url, address.run, api_key or address.api_key
-    return SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
+    client = SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
+    with interruptible(f"while it waited for the gateway at {url}"), client:
+        yield client
 
 
 def _read_tls(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.connection import newest_config
+from penstock.cli.connection import load_started_config, newest_config
+from penstock.cli.interruption import run_interruptible
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.doctor import Finding
@@ -19,24 +21,29 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock doctor",
         description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
         epilog="Any config field can be overridden: --redis.url redis://…",
+        allow_abbrev=False,  # --run is a field of the config
     )
-    parser.add_argument("--config", type=Path, help="YAML file of the run (default: that of the newest run in runs/)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--config",
+        type=Path,
+        help="YAML file of the run (default: that of the run that is up in runs/, else the newest)",
+    )
+    which.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of a run on this machine")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_with_overrides(parser, argv)
 
-    from penstock.config.loading import load_config
     from penstock.doctor import examine
-    from penstock.errors import ConfigError
 
-    path = args.config or newest_config()
-    config = load_config(path, overrides)
-    if not config.redis.url:
-        raise ConfigError(f"{path} has no redis.url; use the config.yaml that `penstock up` writes to the run's folder")
-    findings = asyncio.run(examine(config))
+    written = None if args.run_dir is None else args.run_dir / "config.yaml"
+    if written is not None and not written.is_file():
+        raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
+    config = load_started_config(args.config or written or newest_config(), overrides)
+    findings = run_interruptible(examine(config), "while it examined the run")
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

@@ -6,7 +6,6 @@ it for the runs of this machine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -14,41 +13,49 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.interruption import run_interruptible
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
+
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM. It is not 0, because not everything was submitted."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock feed",
         description="Submit the dataset of a config file to its run, epoch by epoch. Safe to stop and start again.",
         epilog="Any config field can be overridden: --dataset.epochs 3",
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
-    args, overrides = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--watch", action="store_true", help="stay until the run has finished, and pause it if its prompts are buried"
+    )
+    args, overrides = parse_with_overrides(parser, argv)
 
-    from penstock.config.loading import load_config
-    from penstock.errors import ConfigError
+    from penstock.cli.connection import load_started_config
     from penstock.logs import setup_logging
     from penstock.private_files import keep_files_private
-    from penstock.start_checks import check_datasets
+    from penstock.start_checks import check_datasets, check_first_rows
 
-    config = load_config(args.config, overrides)
-    if not config.redis.url:
-        raise ConfigError("redis.url is not set; for a run with a private Redis use `penstock up`, which also feeds it")
+    config = load_started_config(args.config, overrides)
     from penstock.feed.feed_process import check_fed, feed_run
+    from penstock.hub import with_local_datasets
 
+    check_fed(config)
+    config = with_local_datasets(config)
     if args.check:
-        check_fed(config)
         check_datasets(config)
+        check_first_rows(config)
         print(f"{args.config}: ok (feed)")
         return 0
     setup_logging("feed", config.run)
     keep_files_private()
 
     try:
-        asyncio.run(_until_terminated(feed_run(config)))
+        feeding = _until_terminated(feed_run(config, watch=args.watch))
+        run_interruptible(feeding, "while it fed the run; the same command continues")
     except asyncio.CancelledError:
         return TERMINATED
     return 0

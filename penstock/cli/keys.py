@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.api_keys import ROLES, make_key, read_keys
+from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, InvalidInput
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock keys", description="Make and list the API keys of a gateway.")
+    parser = Parser(
+        prog="penstock keys",
+        description="Make and list the API keys of a gateway.",
+        epilog="Example: penstock keys make --name alice --role submit --file keys.txt",
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     make = actions.add_parser("make", help="make a key, print it, and add its hash to the file")
     make.add_argument("--name", required=True, help="who uses the key; appears in the audit log")

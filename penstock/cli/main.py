@@ -1,7 +1,8 @@
 """The `penstock` command.
 
-It imports only the module of the chosen subcommand, so that `--help` is fast. Errors are one line on stderr. Exit
-codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130 interrupted.
+It imports only the module of the chosen subcommand, so that `--help` is fast. Errors are one line on stderr; a wrong
+configuration has a line for each field. Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
+    "init": ("penstock.cli.init", "write the configuration of a new run"),
+    "import-verl": ("penstock.cli.import_verl", "write our configuration from a verl script or command line"),
     "up": ("penstock_services.local.up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.feed", "submit the dataset of a config file to its run, and run its validations"),
@@ -32,8 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "queue": ("penstock.cli.queue", "inspect, record, replay and repair the replay queue of a run"),
     "plan": ("penstock.cli.plan", "estimate GPUs, memory, throughput and staleness of a run"),
     "simulate": ("penstock.cli.simulate", "predict idle time and staleness by simulation"),
+    "fetch-model": ("penstock.cli.fetch_model", "fetch a model once into a folder: from the Hub, S3 or a folder"),
     "evaluate": ("penstock_rollout.offline.evaluate", "score a Parquet file of responses"),
     "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
+    "search-index": ("penstock_rollout.agents.builtin.search_index", "index passages for the built-in search tool"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "launcher": ("penstock_services.local.launcher", "start runs that are created through the gateway"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
@@ -82,8 +87,13 @@ def _run(name: str, argv: list[str]) -> int:
         if extra is None:
             raise
         return _fail(f"`penstock {name}` needs the extra [{extra}] ({error}): pip install 'penstock[all]'", 1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(f"penstock {name}: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return 130
+    except SystemExit as exit:  # --help, and mistakes on the command line
+        if isinstance(exit.code, str):
+            raise
+        return exit.code or 0
 
 
 def _help() -> str:
@@ -105,15 +115,17 @@ def _help() -> str:
 
 
 def _unknown(name: str) -> str:
-    import difflib
+    from penstock.cli.parser import did_you_mean
 
-    nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean `{nearest[0]}`?" if nearest else f"commands: {', '.join(COMMANDS)}"
-    return f"unknown command {name!r}; {hint}"
+    kind = "option" if name.startswith("-") else "command"
+    known = ("--help", "--version") if kind == "option" else COMMANDS
+    hint = did_you_mean(name, known, cutoff=0.5) or f"commands: {', '.join(COMMANDS)}"
+    return f"unknown {kind} {name!r}; {hint}"
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"penstock: error: {message}", file=sys.stderr)
+    for line in message.splitlines():
+        print(f"penstock: error: {line}", file=sys.stderr)
     return code
 
 

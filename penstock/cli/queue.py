@@ -6,7 +6,6 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.connection import RUNS_FOLDER, newest_config
+from penstock.cli.connection import RUNS_FOLDER, load_started_config, newest_config
+from penstock.cli.interruption import run_interruptible
+from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ WAIT_S = 600.0
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    return asyncio.run(_run(args))
+    return run_interruptible(_run(args), "while it waited for Redis")
 
 
 async def _run(args: argparse.Namespace) -> int:
@@ -51,8 +52,8 @@ async def _run(args: argparse.Namespace) -> int:
 # ── options ──
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="penstock queue",
         description="Inspect a run's replay queue, export and import groups, and requeue dead letters.",
     )
@@ -100,13 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(
     commands: Any, name: str, function: Callable[..., Awaitable[int]], text: str, *, can_json: bool = False
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+) -> Parser:
+    parser: Parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     # Only the outermost parser has defaults: those of an inner one would overwrite options given to an outer one.
     where = parser.add_argument_group("which queue")
     where.add_argument(
         "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS,
-        help=f"config of the run (default: config.yaml of the newest run in {RUNS_FOLDER}/)",
+        help=f"config of the run (default: config.yaml of the run that is up in {RUNS_FOLDER}/, else of the newest)",
     )  # fmt: skip
     where.add_argument("--redis-url", metavar="URL", default=argparse.SUPPRESS, help="instead of --config; needs --run")
     where.add_argument("--run", metavar="NAME", default=argparse.SUPPRESS, help="run (default: that of the config)")
@@ -116,7 +117,7 @@ def _command(
     return parser
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
+def _add_selection(parser: Parser) -> None:
     parser.add_argument("ids", nargs="*", metavar="ID", help="dead letters, as `penstock queue dlq` names them")
     parser.add_argument("--reason", default="", help="all dead letters with this reason, such as `corrupt`")
     parser.add_argument("--all", action="store_true", help="all dead letters")
@@ -140,26 +141,20 @@ def _target(args: argparse.Namespace) -> _Target:
         if args.config is not None or args.run is None:
             raise ConfigError("--redis-url needs --run NAME, and cannot be combined with --config")
         return _Target(_redis_at(args.redis_url), args.run, None)
-    from penstock.config.loading import load_config
-
-    path = args.config or newest_config()
-    config = load_config(path)
-    if not config.redis.url:
-        raise ConfigError(
-            f"{path} has no redis.url; give the config that `penstock up` wrote, {config.folder / 'config.yaml'}"
-        )
+    config = load_started_config(args.config or newest_config())
     return _Target(config.redis, args.run or config.run, config.replay, config.model.path)
 
 
 def _redis_at(url: str) -> RedisConfig:
     from pydantic import ValidationError
 
+    from penstock.config.explanation import explain
     from penstock.config.service import RedisConfig
 
     try:
         return RedisConfig(url=url)
     except ValidationError as error:
-        raise ConfigError(f"--redis-url: {error.errors()[0]['msg']}") from error
+        raise ConfigError(f"--redis-url: {explain(error, RedisConfig)[0].text}") from error
 
 
 # ── commands ──

@@ -16,7 +16,7 @@ from penstock.token_text import TokenText
 from penstock.trajectory import Group, Prompt
 
 _HEADLINE = ("step", "policy_version", "term")
-_PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes")
+_PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes", "saved_bytes")
 """Fields of QueueStat that the table of places already shows."""
 
 

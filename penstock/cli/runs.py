@@ -11,13 +11,14 @@ penstock runs metrics                 show the metrics of the newest steps
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser, RawHelpFormatter
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 DEADLINE_S = 5.0
 _EPILOG = (__doc__ or "").partition("\n\n")[2]
 """The table of actions above."""
-_SHOWN = ("reward_mean", "staleness_mean", "loss", "tokens_per_second")
+_SHOWN = {"reward_mean": "reward", "staleness_mean": "staleness", "loss": "loss", "tokens_per_second": "tokens/s"}
 _ACTIONS = ("show", "list", "create", "metrics", "pause", "resume", "stop")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock runs",
         description="Create, show, pause, resume and stop runs.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
     )
     parser.add_argument("action", nargs="?", default="show", choices=_ACTIONS)
     parser.add_argument(
@@ -50,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
         "--limit", type=int, default=20, metavar="N", help="show the metrics of N steps (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_with_overrides(parser, argv)
     if (args.action == "create") != (args.config is not None):
         raise InvalidInput("config", "`create` needs a config file, and the other actions take none")
     if overrides and args.action != "create":
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+        parser.error(f"unexpected {overrides[0]!r}: only `create` takes overrides of the config")
     with open_client(args, DEADLINE_S) as client:
         if args.action == "metrics":
             steps = client.metrics(args.limit)
@@ -94,8 +95,11 @@ def _print_metrics(steps: Sequence[StepMetrics]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for name in ("step", "version", *_SHOWN):
+    if not steps:
+        Console().print("no step yet")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("step", "version", *_SHOWN.values()):
         table.add_column(name, justify="right")
     for step in steps:
         values = (step.metrics.get(name) for name in _SHOWN)

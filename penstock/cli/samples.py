@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import RUNS_FOLDER
+from penstock.cli.parser import Parser, RawHelpFormatter
 from penstock.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="penstock samples",
         description="Show prompts, responses and rewards of trained samples, the newest first. Ranges are written as "
         "A:B, A:, :B, or one number. A negative number needs an equals sign: --reward=-1:0.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR",

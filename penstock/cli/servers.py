@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
+from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.client.responses import Server
 
 DEADLINE_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock servers",
         description="List, drain and undrain rollout servers. A drained server leases no prompts.",
     )
@@ -33,13 +37,29 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(to_json(servers))
         return 0
-    for server in servers:
-        drained = "  drained" if server.is_drained else ""
-        paused = f"  leasing paused: {server.breaker_reason}" if server.breaker_reason else ""
-        off = f"{server.logprob_mismatch_nats:.3g} nats"
-        quarantined = f"  quarantined: log-probs off by {off}" if server.is_quarantined else ""
-        print(
-            f"{server.server_id}  {server.state}  version {server.policy_version}  "
-            f"{server.running_groups} groups  {server.engine}  {server.address}{drained}{paused}{quarantined}"
-        )
+    _print(servers)
     return 0
+
+
+def _print(servers: Sequence[Server]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.cli.status import paused_servers, quarantined_servers
+
+    console = Console()
+    if not servers:
+        console.print("no rollout server has joined; see `penstock status`")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("server", "state", "version", "groups", "engine", "address"):
+        table.add_column(name, overflow="fold")
+    for server in servers:
+        state = ", ".join([server.state, *(["drained"] if server.is_drained else [])])
+        table.add_row(
+            server.server_id, state, str(server.policy_version), str(server.running_groups), server.engine,
+            server.address,
+        )  # fmt: skip
+    console.print(table)
+    for line in (*paused_servers(servers), *quarantined_servers(servers)):
+        console.print(line)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
     from penstock.sizing.fleet_model import Forecast
@@ -33,7 +34,7 @@ _REQUIRED = ("num_servers", "concurrent_groups", "group_s", "groups_per_step", "
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock simulate",
         description="Predict a run's idle time and staleness. --run-dir takes the inputs from a run.",
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
+from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
     from penstock.client.responses import Metrics, Notice, Run, Server
@@ -18,12 +18,11 @@ _STEP_METRICS = {
     "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
 }  # fmt: skip
 _DIGEST_LENGTH = 8
+COLUMNS = 80
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="penstock status", description="Show the state of a run: step, version, queue, servers."
-    )
+    parser = Parser(prog="penstock status", description="Show the state of a run: step, version, queue, servers.")
     add_gateway_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -68,15 +67,24 @@ def headline(run: Run) -> Any:
 
 
 def alarms(run: Run) -> list[Any]:
-    """A line for everything that keeps the run from learning: its pause, servers that do not count, and notices."""
+    """A line for everything that keeps the run from learning: its pause, what its processes do until they have started,
+    servers that do not count, and notices."""
     from rich.text import Text
 
     state = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
+    parts = run.parts if run.state in ("WAITING", "RUNNING") else ()
+    starting = [Text(f"{part.component}: {part.phases[-1].name}") for part in parts if part.is_starting]
     failed = run.metrics.get("reward_failed_ratio") or 0.0
     share = [Text(f"the reward failed on {failed:.0%} of the samples of the newest step", style="bold red")]
     servers = [*paused_servers(run.servers), *quarantined_servers(run.servers)]
     notices = [Text(notice_text(notice), style="yellow") for notice in run.notices]
-    return [*state, *(share if failed else []), *servers, *notices]
+    return [*state, *_held(run), *starting, *(share if failed else []), *servers, *notices]
+
+
+def _held(run: Run) -> list[Any]:
+    from rich.text import Text
+
+    return [Text(run.roll_back_text, style="bold yellow")] if run.roll_back_text else []
 
 
 def notice_text(notice: Notice) -> str:
@@ -127,7 +135,7 @@ def step_numbers(metrics: Metrics) -> Any:
     from rich.text import Text
 
     shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
-    return Text("  ".join(f"{label} {value:.4g}" for label, value in shown) or "no step yet")
+    return Text(_lines([f"{label} {value:.4g}" for label, value in shown]) or "no step yet")
 
 
 def queue_numbers(run: Run) -> Any:
@@ -146,7 +154,20 @@ def queue_numbers(run: Run) -> Any:
         "dead-lettered": queue.dead_lettered,
         "reclaimed": queue.reclaimed,
     }
-    return Text.assemble(("groups  ", "dim"), "  ".join(f"{name} {value}" for name, value in numbers.items()))
+    lines = _lines(["groups", *(f"{name} {value}" for name, value in numbers.items())])
+    return Text.assemble(("groups", "dim"), lines.removeprefix("groups"))
+
+
+def _lines(items: Sequence[str]) -> str:
+    """The items side by side, on lines of at most 80 columns that break between two items."""
+    lines = [""]
+    for item in items:
+        longer = f"{lines[-1]}  {item}" if lines[-1] else item
+        if len(longer) > COLUMNS:
+            lines.append(item)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
 
 def server_table(servers: Sequence[Server]) -> Any:

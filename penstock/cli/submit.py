@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.interruption import interruptible
+from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ DEADLINE_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="penstock submit", description="Submit the prompts of a dataset file to a run."
-    )
+    parser = Parser(prog="penstock submit", description="Submit the prompts of a dataset file to a run.")
     parser.add_argument(
         "file", type=Path, help="Parquet or JSONL file with verl's columns, or a Hugging Face dataset folder"
     )
@@ -38,6 +38,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens (default: %(default)s, all)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best token's")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a response after this text")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="maximum tokens of a response (default: %(default)s)"
     )
@@ -55,10 +59,12 @@ def main(argv: Sequence[str]) -> int:
 
     prompts = _read(args)
     with open_client(args, DEADLINE_S) as client:
-        num_replayed, ids = submit_all(client, prompts, args.epoch)
+        with interruptible("while it submitted prompts; run it again: nothing is submitted twice"):
+            num_replayed, ids = submit_all(client, prompts, args.epoch)
         print(submitted_line(len(prompts), num_replayed, min(ids), max(ids)))
         if args.wait is not None:
-            wait_all(client, ids, args.wait)
+            with interruptible(f"while it waited for {len(ids)} prompts, which stay submitted"):
+                wait_all(client, ids, args.wait)
     return 0
 
 
@@ -126,7 +132,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
 
     if args.limit is not None and args.limit < 1:
         raise InvalidInput("--limit", "must be at least 1")
-    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
+    sampling = Sampling(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, top_k=args.top_k, min_p=args.min_p,
+        ignore_eos=args.ignore_eos, stop=tuple(args.stop),
+    )  # fmt: skip
     rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling)
     prompts = list(islice(rows, args.limit))
     if not prompts:

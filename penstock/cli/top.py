@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.interruption import interruptible
+from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ HISTORY = 60
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock top", description="Watch a run: steps, queue, servers and components. Press Ctrl-C to end."
     )
     add_gateway_arguments(parser)
@@ -38,12 +40,17 @@ def main(argv: Sequence[str]) -> int:
     from rich.live import Live
 
     with open_client(args, DEADLINE_S) as client:
+        console = Console()
         if args.once:
-            Console().print(draw(look(client)))
+            console.print(draw(look(client)))
             return 0
-        with Live(screen=True, auto_refresh=False) as live:
+        screen = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
+        with interruptible("after it watched the run"), screen as live:
             while True:
-                live.update(draw(look(client)), refresh=True)
+                if live is None:  # a file or a pipe, which has no screen to draw on
+                    console.print(draw(look(client)))
+                else:
+                    live.update(draw(look(client)), refresh=True)
                 time.sleep(max(args.interval, 0.1))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.interruption import interruptible
 from penstock.cli.json_output import to_json
+from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
     from penstock.client.responses import Result
@@ -16,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock watch", description="Print the results of a run as they arrive. Press Ctrl-C to end."
     )
     add_gateway_arguments(parser)
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, metavar="N", help="stop after N results")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the groups")
     args = parser.parse_args(argv)
-    with open_client(args, DEADLINE_S) as client:
+    with open_client(args, DEADLINE_S) as client, interruptible("while it waited for results"):
         for number, result in enumerate(client.results(args.cursor, with_groups=True), 1):
             print(to_json(result, indent=None) if args.json else _line(result), flush=True)
             if number == args.limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -33,6 +34,9 @@ class GatewayAddress:
             fields = json.loads(path.read_text())
             host, port, scheme = fields["host"], fields["rest_port"], fields.get("scheme", "http")
         except FileNotFoundError as error:
+            if is_supervised(path.parent):
+                text = f"the run in {path.parent} is starting or stopping, and its gateway is not up; try again soon"
+                raise ConfigError(text) from error
             raise ConfigError(f"{path} does not exist; is the run up? Otherwise give --run-dir or --url") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error
@@ -55,3 +59,12 @@ class GatewayAddress:
         """
         path = "/".join(["/v1/runs", *(quote(str(part), safe="") for part in (self.run, *parts))])
         return f"{path}:{verb}" if verb else path
+
+
+def is_supervised(folder: Path) -> bool:
+    """Whether the `penstock up` that has locked the run's folder is alive. The lock contains its process id."""
+    try:
+        os.kill(int((folder / "lock").read_text()), 0)
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True

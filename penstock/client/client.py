@@ -24,20 +24,23 @@ from penstock.client.prompt_body import prompt_body
 from penstock.client.responses import (
     Group,
     GroupPage,
+    LeasedTask,
     Policy,
     PolicyComparison,
     PolicyPage,
     PromptPage,
     PromptRecord,
     Result,
+    RewardedSession,
     Run,
     SamplePage,
     Server,
     StepMetrics,
+    Task,
     read_response,
 )
 from penstock.client.retries import connection_failure, response_failure
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, NotFound
 from penstock.replay.contract import Evaluation, Submission
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FINISHED_STATES = ("QUEUED", "TRAINED", "DEAD_LETTERED", "CANCELLED")
 EVALUATION_POLL_S = 0.5
+POLICY_POLL_S = 0.5
 LONG_POLL_S = 30.0
 """Longest time that one request waits in the gateway for a prompt to finish."""
 STREAM_SILENCE_S = 30.0
@@ -191,6 +195,24 @@ class PenstockClient(GatewayConnection):
         """Return the registry's record of a version, or of the latest one."""
         return await self._call("GET", self.address.path("policies", _policy_name(version)), Policy)
 
+    async def wait_for_policy(self, timeout_s: float, version: int = 0) -> Policy:
+        """Return the latest policy once its version is at least `version`. A run that has just been started has none.
+
+        Raises DeadlineExceeded after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                latest = await self.policy()
+                if latest.policy_version >= version:
+                    return latest
+                state = f"version {latest.policy_version} is the latest"
+            except NotFound:
+                state = "the run has no policy"
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(f"{state} after {timeout_s:g} s; `penstock status` says what the run waits for")
+            await sleep(min(POLICY_POLL_S, remaining_s))
+
     async def compare_policies(self, version: int, other: int) -> PolicyComparison:
         query = {"policy_version": version, "other_version": other}
         return await self._call("GET", self.address.path("policies", verb="compare"), PolicyComparison, query=query)
@@ -202,6 +224,49 @@ class PenstockClient(GatewayConnection):
     async def roll_back_policy(self, version: int) -> Policy:
         """Hold every rollout server at a version, loaded from its snapshot, until `release_policy`."""
         return await self._change_policy(version, "rollback")
+
+    async def submit_tasks(
+        self, payloads: Sequence[Any], num_sessions: int = 1, *, task_ids: Sequence[str] = (), deadline_s: float = 0.0,
+        data_source: str = "", idempotency_key: str | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Submit a task for each payload, which can be any JSON value; return their ids. All are accepted, or none.
+
+        A task becomes one group of `num_sessions` rewarded sessions, or `deadline_s` after its first lease of those
+        that it has then. Repeating a call with the same `idempotency_key` or the same `task_ids` submits nothing."""
+        fields = {"num_sessions": num_sessions, "deadline_s": deadline_s, "data_source": data_source}
+        tasks = [{"payload": payload, **fields} for payload in payloads]
+        for task, task_id in zip(tasks, task_ids, strict=False):
+            task["task_id"] = task_id
+        body = {"tasks": tasks, "idempotency_key": idempotency_key or uuid.uuid4().hex, "run": self.address.run}
+        return await self._call("POST", "/v1/tasks", list[str], part="task_ids", body=body)
+
+    async def get_task(self, task_id: str) -> Task:
+        return await self._call("GET", f"/v1/tasks/{task_id}", Task, query={"run": self.address.run})
+
+    async def lease_tasks(self, worker: str, max_tasks: int = 1, wait_s: float = 0.0) -> list[LeasedTask]:
+        """Get places of tasks to work on, each with the id of its session. Waits up to `wait_s` for one, at most 30."""
+        body = {"worker": worker, "max_tasks": max_tasks, "wait_s": wait_s, "run": self.address.run}
+        return await self._call("POST", "/v1/tasks:lease", list[LeasedTask], part="tasks", body=body)
+
+    async def heartbeat_tasks(self, session_ids: Sequence[str]) -> list[str]:
+        """Renew the leases of sessions; return those that are lost. Generate calls of a session renew its lease too."""
+        body = {"session_ids": list(session_ids), "run": self.address.run}
+        return await self._call("POST", "/v1/tasks:heartbeat", list[str], part="lost_session_ids", body=body)
+
+    async def return_task(self, session_id: str, failure: str = "") -> bool:
+        """Give a place back for another worker; return whether the session held its lease."""
+        body = {"session_id": session_id, "failure": failure, "run": self.address.run}
+        return await self._call("POST", "/v1/tasks:return", bool, part="returned", body=body)
+
+    async def reward_session(
+        self, session_id: str, reward: float, reward_parts: Mapping[str, float] | None = None, task_id: str = ""
+    ) -> RewardedSession:
+        """Turn the recorded calls of a session into training data. Repeating it changes nothing. `task_id` is the task
+        of a session that was not leased with one."""
+        body = {
+            "reward": reward, "reward_parts": dict(reward_parts or {}), "task_id": task_id, "run": self.address.run,
+        }  # fmt: skip
+        return await self._call("POST", f"/v1/sessions/{session_id}/reward", RewardedSession, body=body)
 
     async def release_policy(self) -> Policy:
         """End a roll back: the servers follow the newest version again."""

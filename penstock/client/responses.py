@@ -9,11 +9,17 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
+FIRST_BATCH = "waiting for the first batch"
+"""Phase of a learner that is ready to train."""
+LAST_VALIDATION = "waiting for the validation of the last policy"
+"""The last phase of a learner, after its last step."""
+READY_PHASES = ("serving", "training", LAST_VALIDATION)
+"""Phases of a process that has started."""
 
 
 def read_response(response: httpx.Response, kind: type[T], part: str = "") -> T:
@@ -62,6 +68,8 @@ class QueueStat(ResponseBody):
     """Prompts that may be admitted now."""
     inserted: int
     """Groups that rollout servers have appended."""
+    saved_bytes: int = 0
+    """Bytes of the saved tokens of samples whose groups are not finished."""
 
 
 class Server(ResponseBody):
@@ -94,7 +102,7 @@ class Notice(ResponseBody):
     """What the processes of a run want its users to know. Equal events are one notice with a count."""
 
     kind: str
-    """reward_failed, default_reward or prompt_failed."""
+    """reward_failed, default_reward, prompt_failed, process_restarted, server_failed or server_lost."""
     text: str
     """One line about the first of the events."""
     detail: str
@@ -115,6 +123,23 @@ class Part(ResponseBody):
     component: str
     """`learner`, or the id of a rollout server."""
     phases: tuple[Phase, ...]
+
+    @property
+    def is_starting(self) -> bool:
+        return self.phases[-1].name not in READY_PHASES
+
+
+class Verdict(ResponseBody):
+    """One judgement about a run."""
+
+    code: str
+    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.verdicts."""
+    level: str
+    """OK, WARN or FAIL."""
+    text: str
+    """The judgement, with the numbers behind it."""
+    advice: str
+    """What to do about it; empty if there is nothing to do."""
 
 
 class Run(ResponseBody):
@@ -142,10 +167,24 @@ class Run(ResponseBody):
     """Whether the reward rises, and if not, the most likely cause."""
     speed: str = ""
     """What the run waits for most."""
+    learning_verdict: Verdict | None = None
+    """The parts of `learning`. None for a created run that is not up, and from an older gateway."""
+    speed_verdict: Verdict | None = None
+    """The parts of `speed`."""
     parts: tuple[Part, ...] = ()
     """How far the learner and the rollout servers are with their start."""
     notices: tuple[Notice, ...] = ()
     """Newest first."""
+
+    @property
+    def roll_back_text(self) -> str:
+        """What a roll back means, and what ends it. Empty if there is none."""
+        if self.held_version is None:
+            return ""
+        return (
+            f"a roll back holds the servers at version {self.held_version}, so staleness grows with each step; "
+            "`penstock policies release` ends it"
+        )
 
 
 class StepMetrics(ResponseBody):
@@ -191,6 +230,15 @@ class PolicyComparison(ResponseBody):
 class Message(ResponseBody):
     role: str
     content: str
+    name: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_sent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields that the message has, as the gateway sends them."""
+        return {name: value for name, value in serialize(self).items() if value or name in ("role", "content")}
 
 
 class Sampling(ResponseBody):
@@ -198,6 +246,10 @@ class Sampling(ResponseBody):
     top_p: float
     max_tokens: int
     seed: int | None
+    top_k: int = 0
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
 
 class SubmittedPrompt(ResponseBody):
@@ -335,3 +387,36 @@ class Result(ResponseBody):
     reason: str
     attempt: int
     group: Group | None
+
+
+class LeasedTask(ResponseBody):
+    """A place of a task that a worker may work on. Send `session_id` as X-Penstock-Session with its calls."""
+
+    task_id: str
+    session_id: str
+    attempt: int
+    payload: Any
+    lease_s: float
+
+
+class Task(ResponseBody):
+    """A task of workers: PENDING, OPEN, COMPLETE, FINISHED or FAILED."""
+
+    task_id: str
+    state: str
+    num_sessions: int
+    num_rewarded: int
+    num_failed: int
+    payload: Any
+    data_source: str
+    session_ids: tuple[str, ...]
+    prompt_ids: tuple[int, ...]
+    failure: str
+
+
+class RewardedSession(ResponseBody):
+    """What a reward did. `is_waiting`: the session waits for the other sessions of its task."""
+
+    prompt_ids: tuple[int, ...]
+    replayed: bool
+    is_waiting: bool

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from penstock.config.base import Config
+from penstock.config.tools import BuiltInTool, McpServer
 
 
 class AgentsConfig(Config):
     """Tools, interactions, custom agents, and the limits of multi-turn samples."""
 
+    default_agent: str = Field(default="single_turn_agent", min_length=1)
+    """Agent of prompts without `agent_name`: a built-in one or one of `custom`."""
     tools_file: Path | None = None
     """YAML file of the tools that `tool_agent` offers. Each entry has class_name, config and tool_schema, in verl's
     format. None: no tools."""
+    tools: dict[str, BuiltInTool] = {}
+    """Built-in tools that `tool_agent` offers, by the name that the model calls: `{code_interpreter: {kind: python}}`.
+    They are offered together with those of `tools_file`."""
+    mcp_servers: dict[str, McpServer] = {}
+    """MCP servers whose tools `tool_agent` offers too, by a name for messages."""
     interactions_file: Path | None = None
     """YAML file of the interactions. Each entry has name, class_name and config, in verl's format. None: no
     interactions."""
@@ -27,23 +35,33 @@ class AgentsConfig(Config):
     `package.module:function` or `path/file.py:function`."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of assistant turns in one sample. A sample that reaches it ends with finish reason `length`."""
+    max_user_turns: int | None = Field(default=None, ge=1)
+    """Maximum number of replies to the model in one sample: the results of the calls of one turn, or a reply of the
+    interaction. The sample ends with the assistant turn after the last one. None: only `max_turns` limits them."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in one assistant turn. None: whatever the response's `max_tokens` has left."""
     max_calls_per_turn: int = Field(default=8, ge=1)
-    """Maximum number of tool calls that are executed in one turn. The model is told that further calls were not."""
+    """Maximum number of tool calls that are executed in one turn, all at the same time; verl's `max_parallel_calls`.
+    The model is told that further calls were not executed."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline, in seconds, of each call into a tool or an interaction."""
+    """Deadline, in seconds, of each call into a tool or an interaction. Built-in tools have deadlines of their own."""
+    tool_timeouts_s: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Deadlines, in seconds, of single tools, by their names. They replace `tool_timeout_s`."""
     max_tool_response_chars: int = Field(default=4096, ge=1)
-    """Maximum length of a tool response in characters. A longer one is cut, with a note in the text."""
+    """Maximum length of a tool response in characters; verl's `max_tool_response_length`. A longer one is cut, with a
+    note in the text."""
     tool_response_keep: Literal["head", "tail", "both"] = "head"
-    """Part that is kept of a tool response that is too long: its start, its end, or both."""
+    """Part that is kept of a tool response that is too long: its start, its end, or both. verl's
+    `tool_response_truncate_side` has other words for the same: `left` is `head`, `right` is `tail`, `middle` is
+    `both`."""
     scored_text: Literal["response", "last_turn"] = "response"
     """Text that the reward function receives: the whole response including tool output, or only the last assistant
     turn."""
-    turn_rewards: Literal["sum", "replace", "last"] = "sum"
+    turn_rewards: Literal["sum", "replace", "last", "record"] = "sum"
     """How the rewards of tools and interactions are combined with the reward function's. `sum` adds all of them.
     `replace` adds the rewards of tools and interactions and ignores the function. `last` takes the final reward only,
-    or the last turn's if there is no final one."""
+    or the last turn's if there is no final one. `record` changes nothing: the rewards are only kept in `reward_parts`,
+    as in verl, where the reward function decides with `extra_info.tool_rewards` and `turn_scores`."""
 
 
 class AdaptiveConcurrencyConfig(Config):

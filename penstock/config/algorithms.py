@@ -10,13 +10,20 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.config.base import Config
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 WeightName = Literal["none", "token_truncation", "sequence_truncation", "band"]
 RejectionName = Literal["none", "token", "sequence"]
 PenaltyName = Literal["k1", "abs", "k2", "k3"]
 
-ADVANTAGE_NAMES = ("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "remax", "opo")
-LOSS_NAMES = ("ppo", "gspo", "cispo", "reinforce")
+ADVANTAGE_NAMES = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "remax", "opo", "grpo_passk", "gpg",
+    "gdpo",
+)  # fmt: skip
+LOSS_NAMES = (
+    "ppo", "gspo", "cispo", "reinforce", "gpg", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
+)  # fmt: skip
+_OF_SEQUENCES = ("gspo", "geo_mean", "sapo")
+"""Losses that are averaged within each sequence first."""
 _SEQUENCE_CLIP = (3e-4, 4e-4)
 _TOKEN_CLIP = (0.2, 0.2)
 
@@ -29,7 +36,8 @@ def check_name(kind: str, name: str, known: Collection[str]) -> str:
     nearest = get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(
-        f"unknown {kind} {name!r}: {hint}known names: {', '.join(known)}; give your own as 'package.module:function'"
+        f"unknown {kind} {name!r}: {hint}known names: {', '.join(known)}; give your own as path/file.py:function"
+        " or package.module:function"
     )
 
 
@@ -38,13 +46,20 @@ class AdvantageConfig(Config):
 
     name: str = "grpo"
     """Advantage estimator: `gae`, `grpo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `rloo`, `remax`,
-    `opo`, or your own as `package.module:function` with the signature (AdvantageInputs, AdvantageConfig)."""
+    `opo`, `grpo_passk`, `gpg`, `gdpo`, or a function of your own as `path/file.py:function` or
+    `package.module:function`: see docs/algorithms.md#your-own-advantage-or-loss."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per trained token. Used by `gae` and `reinforce_plus_plus`."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Trace decay of `gae`: 1 is the Monte Carlo return minus the value, 0 is the one-step error."""
     normalize_by_std: bool = True
-    """Let `grpo` divide by the standard deviation of the group's rewards. False is Dr.GRPO."""
+    """Let `grpo`, `grpo_passk` and `gdpo` divide by the standard deviation of the group's rewards. False is
+    Dr.GRPO."""
+    reward_keys: tuple[str, ...] = ()
+    """Parts of the reward that `gdpo` normalizes one by one: names in the mapping that the reward function returns. A
+    custom advantage gets them as `reward_parts`."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weights of `reward_keys` in the sum of `gdpo`. None: 1 for each."""
     greedy_baseline: bool | None = None
     """Add one greedy sample to each group, which is scored but not trained on. None: only for `remax`."""
 
@@ -61,6 +76,16 @@ class AdvantageConfig(Config):
             raise ValueError(f"advantage {self.name} does not use a greedy sample: leave greedy_baseline out")
         return self
 
+    @model_validator(mode="after")
+    def _reward_keys_are_used(self) -> Self:
+        if self.name == "gdpo" and not self.reward_keys:
+            raise ValueError("advantage gdpo needs reward_keys: the parts of the reward that it normalizes")
+        if self.reward_keys and self.name in ADVANTAGE_NAMES and self.name != "gdpo":
+            raise ValueError(f"advantage {self.name} does not use reward_keys: leave them out, or choose gdpo")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_keys):
+            raise ValueError("reward_weights needs one number for each of reward_keys")
+        return self
+
     @property
     def has_baseline(self) -> bool:
         """`greedy_baseline`, or the estimator's default."""
@@ -71,23 +96,44 @@ class LossConfig(Config):
     """The policy loss and how it is averaged over tokens."""
 
     name: str = "ppo"
-    """Policy loss: `ppo`, `gspo`, `cispo`, `reinforce`, or your own as `package.module:function` with the signature
-    (LossInputs, LossConfig)."""
+    """Policy loss: `ppo`, `gspo`, `cispo`, `reinforce`, `gpg`, `geo_mean`, `sapo`, `clip_cov`, `kl_cov`, `dppo_tv`,
+    `dppo_kl`, `dro`, or a function of your own as `path/file.py:function` or `package.module:function`: see
+    docs/algorithms.md#your-own-advantage-or-loss."""
     clip_low: float | None = Field(default=None, ge=0)
-    """The importance ratio is clipped from below at 1 - clip_low. None: 3e-4 for `gspo`, 0.2 for the others."""
+    """The importance ratio is clipped from below at 1 - clip_low. None: 3e-4 for `gspo`, 0.2 for the others. For
+    `dppo_tv` and `dppo_kl`, the largest divergence of a token whose probability falls."""
     clip_high: float | None = Field(default=None, ge=0)
     """The importance ratio is clipped from above at 1 + clip_high. None: 4e-4 for `gspo`, 0.2 for the others. DAPO's
-    clip-higher is 0.28."""
+    clip-higher is 0.28. For `dppo_tv` and `dppo_kl`, the largest divergence of a token whose probability rises."""
     dual_clip: float | None = Field(default=3.0, gt=1)
-    """`ppo` bounds the loss of a negative advantage A at -dual_clip * A. None: no bound."""
+    """`ppo` bounds the loss of a negative advantage A at -dual_clip * A. `dppo_tv` and `dppo_kl` bound the ratio at it.
+    None: no bound."""
     ratio_cap: float = Field(default=2.0, gt=0)
     """Upper bound that `reinforce` puts on the ratio of the current to the behaviour policy."""
+    tau_positive: float = Field(default=1.0, gt=0)
+    """How steeply `sapo` closes its gate for tokens with a positive advantage."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same for tokens with a negative advantage."""
+    cov_share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of a micro-batch's tokens that `clip_cov` leaves out and `kl_cov` penalises, at least one token."""
+    cov_low: float = 1.0
+    """`clip_cov` leaves out tokens whose covariance of advantage and log-prob is above this."""
+    cov_high: float = 5.0
+    """`clip_cov` leaves out tokens whose covariance is below this."""
+    cov_kl_coefficient: float = Field(default=0.1, ge=0)
+    """Weight of the penalty |lp - old| that `kl_cov` adds to tokens with the largest covariance."""
+    dro_beta: float | None = Field(default=None, gt=0)
+    """Weight of the penalty (lp - old)^2 / 2 of `dro`, which needs it."""
     aggregation: Aggregation | None = None
-    """How the losses of tokens are reduced to one number. None: `seq-mean-token-mean` for `gspo`, `token-mean` for the
-    others."""
+    """How the losses of tokens are reduced to one number. None: `seq-mean-token-mean` for `gspo`, `geo_mean` and
+    `sapo`, `token-mean` for the others."""
     constant_length: int | None = Field(default=None, ge=1)
     """Number of tokens that `seq-mean-token-sum-norm` divides by, usually the longest allowed response. Only needed for
     that aggregation."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus: the mean entropy of the policy at trained tokens, by `aggregation`, is multiplied by
+    it and subtracted from the loss. 0: no bonus."""
 
     @field_validator("name")
     @classmethod
@@ -98,6 +144,8 @@ class LossConfig(Config):
     def _constant_length_is_given(self) -> Self:
         if self.aggregation == "seq-mean-token-sum-norm" and self.constant_length is None:
             raise ValueError("aggregation seq-mean-token-sum-norm needs constant_length, in tokens")
+        if self.name == "dro" and self.dro_beta is None:
+            raise ValueError("loss dro needs dro_beta, the weight of its penalty")
         return self
 
     @property
@@ -113,7 +161,7 @@ class LossConfig(Config):
     @property
     def aggregation_mode(self) -> Aggregation:
         """`aggregation`, or the loss's default."""
-        return self.aggregation or ("seq-mean-token-mean" if self.name == "gspo" else "token-mean")
+        return self.aggregation or ("seq-mean-token-mean" if self.name in _OF_SEQUENCES else "token-mean")
 
     @property
     def _default_clip(self) -> tuple[float, float]:
@@ -166,19 +214,44 @@ class CorrectionConfig(Config):
 class KLConfig(Config):
     """The penalty for moving away from the reference policy."""
 
-    placement: Literal["none", "reward", "loss"] = "none"
+    placement: Literal["none", "reward", "loss", "both"] = "none"
     """`none`: no penalty, and no reference model is loaded. `reward`: subtracted from token rewards. `loss`: added to
-    the policy loss."""
+    the policy loss. `both`: subtracted from token rewards and added to the loss."""
     penalty: PenaltyName = "k3"
     """Estimator of a token's KL divergence from the log-probs of the sampled token."""
     coefficient: float = Field(default=1e-3, ge=0)
     """Weight of the penalty; the adaptive controller starts from it."""
+    loss_penalty: PenaltyName | None = None
+    """With placement `both`: the estimator in the loss. None: `penalty`."""
+    loss_coefficient: float | None = Field(default=None, ge=0)
+    """With placement `both`: weight of the penalty in the loss, which no controller changes. None: the weight in the
+    reward."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` changes the coefficient so that the measured KL approaches `target`."""
     target: float = Field(default=0.1, gt=0)
     """KL divergence per token that the adaptive controller aims for."""
     horizon: int = Field(default=10000, ge=1)
     """Number of sequences over which the adaptive controller corrects an error. A larger number reacts more slowly."""
+
+    @property
+    def in_reward(self) -> bool:
+        return self.placement in ("reward", "both")
+
+    @property
+    def in_loss(self) -> bool:
+        return self.placement in ("loss", "both")
+
+    def loss_factor(self, coefficient: float) -> float:
+        """The weight of the penalty in the loss. `coefficient` is the controller's."""
+        return coefficient if self.loss_coefficient is None else self.loss_coefficient
+
+    @model_validator(mode="after")
+    def _loss_has_its_own_only_in_both(self) -> Self:
+        if self.placement != "both" and (self.loss_penalty is not None or self.loss_coefficient is not None):
+            raise ValueError(
+                "kl.loss_penalty and kl.loss_coefficient need kl.placement both; else use penalty, coefficient"
+            )
+        return self
 
 
 class ValueLossConfig(Config):
@@ -235,4 +308,11 @@ class AlgorithmConfig(Config):
     def _corrects_once(self) -> Self:
         if self.loss.name == "reinforce" and self.correction.weight_name != "none":
             raise ValueError("loss reinforce weights with current / behaviour already: set correction.mode to bypass")
+        return self
+
+    @model_validator(mode="after")
+    def _shapes_rewards_that_are_used(self) -> Self:
+        shaped = "kl.placement" if self.kl.in_reward else "overlong" if self.overlong is not None else ""
+        if self.advantage.name == "gdpo" and shaped:
+            raise ValueError(f"advantage gdpo uses reward_keys alone, so {shaped} would not change it: leave it out")
         return self

@@ -1,13 +1,39 @@
-"""The base of every config model: frozen, with unknown keys refused."""
+"""The base of every config model: frozen, with unknown keys and absurd numbers refused."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+LARGEST_NUMBERS = {"_s": 10**9, "_bytes": 2**60, "seed": 2**63 - 1, "_flops_per_rank": 10**18}
+"""The largest value of a number, by the ending of its field's name. Redis keeps whole numbers in 64 bits."""
+LARGEST_COUNT = 10**9
+"""The largest value of every other whole number: tokens, steps, samples. A larger one is a slip of the keyboard, and
+what is sized by it would fill the memory."""
 
 
 class Config(BaseModel):
     """Base of all config models. Validators check and never mutate; derived values are properties."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _number_is_plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return value
+        name = info.field_name or ""
+        largest = next((limit for ending, limit in LARGEST_NUMBERS.items() if name.endswith(ending)), None)
+        if largest is None and isinstance(value, int):
+            largest = LARGEST_COUNT
+        if largest is not None and abs(value) > largest:
+            raise ValueError(f"must be at most {largest:g}, not {value:g}")
+        return value

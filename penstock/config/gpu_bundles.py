@@ -3,6 +3,9 @@
     standalone         policy | reference | critic | reward model     one resource group each
     split-collocate    policy + reference | critic + reward model     two groups
 
+A role of the user's own is in a group of its own in the first placement. In the second its `shares_gpus_of` says in
+which one it is.
+
 Rank i of every role of a resource group is in bundle i of the group. Ray places a bundle as a whole: whole GPUs first,
 and a fraction on one GPU. So four bundles of 0.75 need four GPUs, and four of 0.5 need two.
 """
@@ -37,7 +40,15 @@ R = TypeVar("R", bound=RoleShares)
 
 def active_resource_groups(placement: str, roles: Mapping[str, R]) -> list[dict[str, R]]:
     """The resource groups of the placement, with the roles that a run needs. Empty groups are left out."""
-    groups = [{name: roles[name] for name in names if name in roles} for names in RESOURCE_GROUPS[placement]]
+    listed = [set(names) for names in RESOURCE_GROUPS[placement]]
+    for name in roles.keys() - {name for names in listed for name in names}:
+        shared = getattr(roles[name], "shares_gpus_of", "none") if placement == "split-collocate" else "none"
+        group = next((names for names in listed if shared in names), None)
+        if group is None:
+            listed.append({name})
+        else:
+            group.add(name)
+    groups = [{name: role for name, role in roles.items() if name in names} for names in listed]
     return [group for group in groups if group]
 
 

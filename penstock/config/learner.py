@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,16 +14,18 @@ from penstock.config.gpu_bundles import find_unplaceable
 from penstock.config.loggers import LoggerName, ProfileConfig, SamplesConfig, WandbConfig
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
+OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
+"""Workers that a role of the user's own can have by name."""
 
 
 class RoleConfig(Config):
     """Processes and devices of one model of the learner."""
 
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=16384)
     """Number of processes that share the model by FSDP2. Usually one per GPU."""
-    cpus_per_rank: float = Field(default=1.0, ge=0)
+    cpus_per_rank: float = Field(default=1.0, ge=0, le=4096)
     """CPUs that Ray reserves for each rank."""
-    gpus_per_rank: float = Field(default=0.0, ge=0)
+    gpus_per_rank: float = Field(default=0.0, ge=0, le=4096)
     """GPUs that Ray reserves for each rank: 1 on GPUs, 0 on a machine without any."""
 
 
@@ -40,7 +43,7 @@ class CriticConfig(RoleConfig):
     path: Path | None = None
     """Model folder of the backbone. None: `model.path`. A sequence classifier with one label keeps its head; any other
     model gets a new head of zeros."""
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=10)
     """Learning rate of the critic's AdamW. It shares betas, weight decay, warm-up and clipping with the policy."""
 
 
@@ -59,8 +62,10 @@ class RewardModelConfig(RoleConfig):
     """A model in the learner that scores every sample before it is trained on."""
 
     path: Path
-    """Folder of a sequence classifier with one label or, with `judge`, of a causal language model. It must use the
-    policy's tokenizer."""
+    """Folder of a sequence classifier with one label or, with `judge`, of a causal language model."""
+    tokenizer: Literal["policy", "own"] = "policy"
+    """`policy`: it reads exactly the tokens of a sample, and must have the policy's tokenizer. `own`: it reads the text
+    of a sample, in its own chat template and tokens."""
     judge: JudgeConfig | None = None
     """Score by question: the probability of `yes` against `no` as the next token. None: score by the classifier's
     head."""
@@ -70,6 +75,44 @@ class RewardModelConfig(RoleConfig):
     """Factor by which the score is multiplied."""
     data_sources: tuple[str, ...] = ()
     """Data sources that it scores, as names or patterns such as `chat*`. Empty: all."""
+
+    def scores_source(self, data_source: str) -> bool:
+        return any(fnmatchcase(data_source, pattern) for pattern in self.data_sources or ("*",))
+
+
+class OwnRoleConfig(RoleConfig):
+    """A role of your own, which your step calls by its name in `learner.roles`."""
+
+    worker: str = Field(min_length=1)
+    """Its worker: `critic`, `reference` or `reward_model` for another model of that kind, or a class of your own as
+    `folder/file.py:Class` or `package.module:Class`."""
+    path: Path | None = None
+    """Model folder. None: `model.path`."""
+    lr: float = Field(default=1e-5, gt=0, le=10)
+    """Learning rate, if the worker is trained. It shares betas, weight decay, warm-up and clipping with the policy."""
+    judge: JudgeConfig | None = None
+    """With the worker `reward_model`: score by question instead of by a classifier's head."""
+    tokenizer: Literal["policy", "own"] = "policy"
+    """With the worker `reward_model`: read the policy's tokens, or the text in the model's own tokens."""
+    shares_gpus_of: Literal["policy", "critic", "none"] = "critic"
+    """Whose GPUs it shares in the placement `split-collocate`: those of policy and reference, those of critic and
+    reward model, or `none` for GPUs of its own. In the placement `standalone` every role has its own."""
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Settings for a worker class of your own, which it reads as `self.settings.settings`."""
+
+    @property
+    def is_own_class(self) -> bool:
+        return self.worker not in OWN_ROLE_WORKERS
+
+    @model_validator(mode="after")
+    def _worker_can_be_found(self) -> Self:
+        module, _, name = self.worker.replace(":", ".").rpartition(".")
+        if self.is_own_class and not (module and name):
+            known = ", ".join(OWN_ROLE_WORKERS)
+            raise ValueError(f"unknown worker {self.worker!r}: give {known}, or your own as folder/file.py:Class")
+        if self.worker == "reward_model" and self.path is None:
+            raise ValueError("worker reward_model needs path, the folder of a classifier or, with judge, of any model")
+        return self
 
 
 class LoraConfig(Config):
@@ -110,6 +153,15 @@ class CheckpointConfig(Config):
     a checkpoint covers them."""
     keep: int = Field(default=2, ge=1)
     """Number of checkpoints to keep. Older ones are deleted."""
+    upload: str = Field(default="", pattern=r"^([a-z][a-z0-9+.-]*://.+)?$")
+    """Object store that also gets every checkpoint, as `s3://bucket/prefix`; the run's name is added. Groups are then
+    acknowledged only when their checkpoint is complete there, and a learner whose folder is empty or older fetches the
+    newest one. Needs `penstock[objectstore]`. Empty: the run's folder is the only place."""
+    keep_uploaded: int = Field(default=2, ge=1)
+    """Number of uploaded checkpoints to keep. Older ones are deleted."""
+    upload_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for which the object store may fail to answer one call. Then the learner ends with an error. It continues
+    at its next start."""
     resume: str = Field(default="auto", min_length=1)
     """`auto` continues from the newest checkpoint in the run's folder, `off` ignores checkpoints. A path continues from
     that checkpoint once: a later restart continues from the checkpoints made since. A checkpoint that does not cover
@@ -142,6 +194,14 @@ class LearnerConfig(Config):
     reward_model: RewardModelConfig | None = None
     """Reward model that scores samples in the learner, besides the rewards of the rollout servers. None: no such
     model."""
+    roles: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")], OwnRoleConfig] = Field(default_factory=dict)
+    """Roles of your own by name, for a step of your own."""
+    step: str = ""
+    """The function that trains on a batch, as `folder/file.py:function` or `package.module:function`. Empty: PPO if
+    there is a critic, GRPO otherwise."""
+    ahead: str = ""
+    """The function that has the frozen roles compute fields of a batch while the batch before it is trained, named as
+    `step` is. Empty: the reward model's scores and the reference's log-probs."""
     max_role_restarts: int = Field(default=3, ge=0)
     """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
     spare_ranks: bool = False
@@ -154,13 +214,14 @@ class LearnerConfig(Config):
     """Address at which rollout servers reach the weight publisher. Empty: the address of the Ray node that the
     publisher runs on."""
     metrics_host: str = "127.0.0.1"
-    """Address that /metrics listens on. Use 0.0.0.0 to let Prometheus scrape it from another machine."""
+    """Address that /metrics and the probes listen on. Use 0.0.0.0 to let Prometheus scrape it from another machine."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics. 0: take a free port and write it to `learner.json` in the run's folder."""
-    num_steps: int = Field(default=100, ge=0)
-    """Number of training steps. Each trains on one batch and makes one policy version. 0: train until stopped."""
+    """Port of /metrics and the probes. 0: take a free port and write it to `learner.json` in the run's folder."""
+    num_steps: int = Field(default=0, ge=0)
+    """Number of training steps. Each trains on one batch and makes one policy version. The run also finishes when its
+    dataset has ended. 0: train until then, or until stopped."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, le=10)
     """Learning rate of the policy's AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
@@ -169,11 +230,13 @@ class LearnerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps over which the learning rate grows linearly to `lr`."""
+    """Number of steps over which the learning rate grows linearly from 0, in the first step, to `lr`, as in verl."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Number of first steps in which only the critic learns and the policy keeps its weights."""
+    """First step in which the policy learns, as `trainer.critic_warmup` of verl. Before it only the critic does. The
+    policy's learning rate schedule begins with this step. 0 and 1: both learn from the first step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up. `linear` and `cosine` fall to `min_lr_share` of `lr` at step `num_steps`."""
+    """Learning rate after the warm-up. `linear` and `cosine` would reach `min_lr_share` of `lr` in the step after
+    `num_steps`."""
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     """Share of `lr` that is left at the end of a `linear` or `cosine` schedule."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -192,6 +255,12 @@ class LearnerConfig(Config):
     epochs_per_step: int = Field(default=1, ge=1)
     """Number of passes over a batch. With one pass and one part the policy has not moved when a sample is trained on,
     so clipping has no effect except in correction mode `bypass`."""
+    shuffle_minibatches: bool = False
+    """Split the batch of a step into parts at random, anew in each of its epochs. False: parts are made of neighbouring
+    samples and trained in the batch's order, as verl does by default."""
+    shuffle_seed: int = Field(default=42, ge=0, lt=2**32)
+    """Seed of `shuffle_minibatches`. The parts also depend on the number of the step, so that a step which is repeated
+    after a crash has the same ones."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Maximum number of tokens in one forward and backward pass. Lower it if a rank runs out of GPU memory."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
@@ -229,7 +298,7 @@ class LearnerConfig(Config):
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
     """Peak FLOP/s of one policy rank's device, for the metric `penstock_learner_mfu_ratio`. 0: use the dense bfloat16
     rate of a known GPU; for other devices the metric stays 0."""
-    threads_per_rank: int = Field(default=1, ge=1)
+    threads_per_rank: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads that torch uses in each rank."""
     loggers: tuple[LoggerName, ...] = ("jsonl",)
     """Where the metrics of each step are written, besides Prometheus. `jsonl` writes `metrics.jsonl` in the run's
@@ -249,7 +318,7 @@ class LearnerConfig(Config):
             "critic": self.critic,
             "reward_model": self.reward_model,
         }
-        return {name: role for name, role in roles.items() if role is not None}
+        return {name: role for name, role in roles.items() if role is not None} | self.roles
 
     @property
     def policy_is_reference(self) -> bool:
@@ -261,12 +330,22 @@ class LearnerConfig(Config):
         name = self.algorithm.advantage.name
         if name == "gae" and self.critic is None:
             raise ValueError("advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage")
-        if self.critic is not None and name != "gae" and name in ADVANTAGE_NAMES:
+        if self.critic is not None and name != "gae" and name in ADVANTAGE_NAMES and not self.step:
             raise ValueError(
                 f"advantage {name} does not use a critic: leave learner.critic out, or choose advantage gae"
             )
         if self.critic_warmup_steps and self.critic is None:
             raise ValueError("critic_warmup_steps needs a critic: add `learner.critic: {}`, or set it to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _own_roles_are_used(self) -> Self:
+        if taken := sorted(self.roles.keys() & {"policy", "reference", "critic", "reward_model"}):
+            raise ValueError(f"learner.roles.{taken[0]}: the name is taken by learner.{taken[0]}; choose another one")
+        if self.roles and not self.step and not self.ahead:
+            raise ValueError(
+                "learner.roles needs a step of your own that calls them: set learner.step or learner.ahead"
+            )
         return self
 
     @model_validator(mode="after")
@@ -280,7 +359,7 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _ranks_form_whole_groups(self) -> Self:
         if self.policy.num_ranks % self.sequence_parallel:
-            raise ValueError("policy.num_ranks must be a multiple of sequence_parallel")
+            raise ValueError("policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel")
         return self
 
     @model_validator(mode="after")

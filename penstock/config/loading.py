@@ -1,20 +1,21 @@
 """Load a run's configuration: a YAML file, then `--section.field value` overrides with the same names.
 
-Every mistake is reported in one line: an unknown key with the nearest known one, a wrong value with its field's path.
+Every mistake is reported in one line: an unknown key with the nearest known one, a wrong value with its field's path
+and what is expected (explanation.py).
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from penstock.config.explanation import Mistake, explain
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 
@@ -34,6 +35,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_overrides(_read(path), overrides, str(path))
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The data of a file as it is written, without defaults."""
+    return _read(path)
+
+
+def parse_config(text: str, source: str) -> RunConfig:
+    """Like `load_config`, for the text of a file. `source` is its name in errors."""
+    return validate(_parse(text, source), source)
+
+
 def _refuse_visible_password(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a URL of Redis with a password: every user of the machine can read command lines."""
     for keys, value in parse_overrides(overrides):
@@ -47,25 +58,37 @@ def _refuse_visible_password(overrides: Sequence[str]) -> None:
 
 def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:
     """Like `load_config`, for data that is already parsed."""
-    for keys, value in parse_overrides(overrides):
+    given = parse_overrides(overrides)
+    for keys, value in given:
         _assign(data, keys, value)
-    return validate(data, source)
+    return validate(data, source, [keys for keys, _ in given])
 
 
-def validate(data: dict[str, Any], source: str) -> RunConfig:
+def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[str]] = ()) -> RunConfig:
+    """`overridden` are the keys that are from the command line and not from `source`. ConfigError has a line for each
+    wrong field."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from error
+        lines = [f"{_origin(found, source, overridden)}: {found.line}" for found in explain(error, RunConfig)]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def validate_field(data: dict[str, Any], field: str) -> RunConfig:
-    """Like `validate`, for a config that arrived as the field of a request: raises InvalidInput with the full path."""
+    """Like `validate`, for a config that arrived as the field of a request: raises InvalidInput with the full path of
+    the first wrong field."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        path = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise InvalidInput(f"{field}.{path}".rstrip("."), _explain(error).removeprefix(f"{path}: ")) from error
+        first, *others = explain(error, RunConfig)
+        more = f" (and {len(others)} more)" if others else ""
+        raise InvalidInput(f"{field}.{first.dotted}".rstrip("."), first.text + more) from error
+
+
+def _origin(mistake: Mistake, source: str, overridden: Sequence[Sequence[str]]) -> str:
+    path = list(mistake.path)
+    is_flag = any(path[: len(keys)] == list(keys)[: len(path)] for keys in overridden)
+    return "command line" if is_flag else source
 
 
 def dump_config(config: RunConfig) -> str:
@@ -83,32 +106,41 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[list[str], Any]]:
             raise ConfigError(f"{word!r} is not an override; write --section.field value")
         name, has_value, text = word[2:].partition("=")
         if not has_value:
-            if not remaining:
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
             text = remaining.pop(0)
         try:
-            value = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+            value = parse_value(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"--{name}: {text!r} is not a value: {_one_line(error)}") from error
         pairs.append((name.replace("-", "_").split("."), value))
     return pairs
 
 
+def parse_value(text: str) -> Any:
+    """A value in YAML, in which `1e-4` is a number. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except FileNotFoundError as error:
-        raise ConfigError(f"config file {path} does not exist; examples are in examples/") from error
+        raise ConfigError(f"config file {path} does not exist; write one with `penstock init {path}`") from error
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: it is not a text file; give the run's YAML file") from error
+    return _parse(text, str(path))
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+        data = parse_value(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{source} is not YAML: {_one_line(error)}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a mapping with at least the key `model:`")
+        raise ConfigError(f"{source} must be a mapping with at least the key `model:`")
     return data
 
 
@@ -119,48 +151,6 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
             raise ConfigError(f"--{'.'.join(keys)}: {'.'.join(keys[: depth + 1])} is not a section")
         data = inner
     data[keys[-1]] = value
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    dotted = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        known = _fields_at(path[:-1])
-        nearest = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
-        message = f"unknown key {dotted!r}; {hint}"
-    elif first["type"] == "missing":
-        message = f"{dotted} is missing"
-    else:
-        message = f"{dotted}: {first['msg']} (given: {first['input']!r})" if dotted else first["msg"]
-    others = error.error_count() - 1
-    return _one_line(message) + (f" (and {others} more)" if others else "")
-
-
-def _fields_at(path: Sequence[str]) -> list[str]:
-    """Field names of the model at `path`. The path may pass through sections, mappings and choices by `kind`."""
-    annotation: Any = RunConfig
-    for part in path:
-        models = _models_in(annotation)
-        chosen = [model for model in models if part in _kinds_of(model)]
-        if get_origin(annotation) is dict:
-            annotation = get_args(annotation)[1]
-        elif chosen:
-            annotation = chosen[0]
-        elif models and part in models[0].model_fields:
-            annotation = models[0].model_fields[part].annotation
-    return list((_models_in(annotation) or [RunConfig])[0].model_fields)
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
-
-
-def _kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
-    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _one_line(message: object) -> str:

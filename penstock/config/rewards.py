@@ -69,12 +69,32 @@ class MathReward(RewardSettings):
     """Score of a wrong or missing answer. DAPO's recipe uses -1."""
 
 
+class SearchQaReward(RewardSettings):
+    """1 if the text in the response's last `<answer>` tag equals one of the wanted answers, ignoring case, punctuation
+    and articles; otherwise 0. The ground truth is an answer, a list, or `{target: ...}`, as in Search-R1."""
+
+    kind: Literal["search_qa"]
+
+
+class VerlReward(RewardSettings):
+    """The number that verl's built-in reward gives."""
+
+    kind: Literal["verl"]
+    rule: Literal["gsm8k", "math", "math_dapo", "geometry3k", "search_qa"]
+    """Which of verl's rules: `gsm8k` (1 or 0), `math` (1 or 0, by normalised text), `math_dapo` (1 or -1), `geometry3k`
+    (0.9 for the answer, 0.1 for the format) or `search_qa` (1 or 0)."""
+
+
 class CodeReward(RewardSettings):
     """Runs the last fenced Python block of the response against tests, in a sandboxed process."""
 
     kind: Literal["code"] = "code"
     partial_credit: bool = True
     """Score the share of tests that pass. False: 1 if all pass, otherwise 0."""
+    compat: Literal["none", "verl"] = "none"
+    """`verl`: only a block that is fenced as "```python" counts, and outputs are compared as verl does: as text, and as
+    numbers if every line is one number. Tests that call a function give 1 or 0. With `max_tests: 10` and
+    `test_timeout_s: 10`, this is the score of verl's `prime_code`."""
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum number of tests to run, from the first on. None: all."""
     test_timeout_s: float = Field(default=5.0, gt=0)
@@ -105,9 +125,12 @@ class FunctionReward(RewardSettings):
     """Python file that defines the function."""
     name: str = "compute_score"
     """Name of the function. It has verl's signature: data_source, solution_str, ground_truth and extra_info, passed by
-    name."""
+    name. It may also be a class: each reward process makes one object of it, with `kwargs`, and calls that."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments, like verl's reward_kwargs."""
+    batch: bool = False
+    """Call it once for all samples of a prompt, as verl's `batch` manager does: data_sources, solution_strs,
+    ground_truths and extra_infos are lists, and so is the result."""
 
     def __hash__(self) -> int:
         return hash((self.file, self.name))
@@ -131,7 +154,8 @@ class RemoteReward(RewardSettings):
 
 class RewardModelReward(RewardSettings):
     """No reward from the rollout server: the sample gets 0, and the learner's reward model scores it before it is
-    trained on. Samples of evaluations keep the 0, because the learner never sees them."""
+    trained on. The scores of a validation under `reward` have the 0 of its samples, those under `combined_reward` the
+    model's score."""
 
     kind: Literal["reward_model"]
 
@@ -141,6 +165,8 @@ Reward = Annotated[
     | RegexReward
     | Gsm8kReward
     | MathReward
+    | SearchQaReward
+    | VerlReward
     | CodeReward
     | FunctionReward
     | RemoteReward
@@ -163,10 +189,14 @@ class RewardConfig(Config):
     name."""
     function_kwargs: dict[str, Any] = {}
     """Further keyword arguments, like verl's reward_kwargs."""
+    function_batch: bool = False
+    """Call the function once for all samples of a prompt, with lists, as verl's `batch` manager does."""
+    compat: Literal["none", "verl"] = "none"
+    """`verl`: the built-in table gives verl's numbers, with its format scores and DAPO's -1."""
     default: Reward = ExactMatchReward()
     """Reward of data sources that are neither configured here nor in the built-in table. The server logs once for each
     of them."""
-    num_processes: int = Field(default=4, ge=1)
+    num_processes: int = Field(default=4, ge=1, le=1024)
     """Maximum number of processes that compute rewards for one server. Each is started when it is first needed."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one reward in seconds, from when a process starts on it. The process is then killed and replaced."""
@@ -175,4 +205,5 @@ class RewardConfig(Config):
     `penstock_reward_errors_total`."""
     max_failed_share: float | None = Field(default=1.0, gt=0, le=1)
     """Share of failed rewards, over the samples of one step, at which the run pauses with the reason. 1: when every one
-    of them failed. None: the run never pauses for that."""
+    of them failed. None: the run never pauses for that. Below the share, failed samples are trained with `error_value`.
+    Once it is reached, groups with a failed sample are not trained: their prompts are sampled again."""

@@ -12,6 +12,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import DemoConfig, GatewayConfig, LauncherConfig, RedisConfig, ReplayConfig
+from penstock.config.sft import SftConfig
 from penstock.config.tracing import TracingConfig
 from penstock.config.weights import WeightsConfig
 
@@ -20,8 +21,9 @@ class ModelConfig(Config):
     """The model that is trained."""
 
     path: Path
-    """Local folder with a Hugging Face checkpoint: config.json, safetensors files and tokenizer. Nothing is
-    downloaded."""
+    """Folder with a Hugging Face checkpoint (config.json, safetensors files and tokenizer), or a Hub id such as
+    `Qwen/Qwen2.5-0.5B-Instruct`, with a revision if you like (`…@main`). A path that exists is never looked up on the
+    Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type in which the engines compute and in which weights are pushed."""
 
@@ -35,6 +37,10 @@ class RunConfig(Config):
     """Folder of all runs. The checkpoints, logs and private Redis of run NAME are in run_dir/NAME."""
     seed: int = 1
     """Seed of sampling, data order and the learner."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How many times `penstock up` starts a rollout server or the feed again that was killed, or that died after it was
+    ready, before it ends the run. It waits 1 s, then 2 s, 4 s and so on. A process that has run for 10 minutes has all
+    its restarts again. 0: the run ends."""
     model: ModelConfig
     dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()
@@ -44,6 +50,7 @@ class RunConfig(Config):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()
+    sft: SftConfig = SftConfig()
     tracing: TracingConfig = TracingConfig()
     demo: DemoConfig = DemoConfig()
 
@@ -60,10 +67,11 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _spread_is_of_the_reward_that_trains(self) -> Self:
         reward_model = self.learner.reward_model
-        if self.replay.dynamic_sampling and reward_model is not None and reward_model.combine == "replace":
+        compares = self.replay.dynamic_sampling or self.replay.group_filter.looks_at_rewards
+        if compares and reward_model is not None and reward_model.combine == "replace":
             raise ValueError(
-                "replay.dynamic_sampling compares the rewards of the rollout servers, which learner.reward_model "
-                "replaces: turn one of them off"
+                "replay.dynamic_sampling and group_filter compare the rewards of the rollout servers, which "
+                "learner.reward_model replaces: turn one of them off"
             )
         return self
 

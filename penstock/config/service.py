@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -65,6 +65,32 @@ class BreakerConfig(Config):
     version is tried at once. The first success ends the pause."""
 
 
+class GroupFilterConfig(Config):
+    """Which groups are trained, by their rewards and lengths. Others are discarded: their prompts are finished, and
+    other prompts are admitted in their place."""
+
+    min_spread: float = Field(default=0.0, ge=0)
+    """Least difference between the best and the worst reward of a group. 0: no limit; see `dynamic_sampling`."""
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1)
+    """Least share of a group's samples that pass. Above 0, prompts that are too hard are left out."""
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1)
+    """Largest share of a group's samples that pass. Below 1, prompts that are too easy are left out."""
+    pass_reward: float = 1.0
+    """A sample passes with this reward or more."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens of a group's longest response. None: no limit."""
+
+    @model_validator(mode="after")
+    def _lets_something_through(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError("min_pass_rate is above max_pass_rate, so no group would be trained")
+        return self
+
+    @property
+    def looks_at_rewards(self) -> bool:
+        return self.min_spread > 0 or self.min_pass_rate > 0 or self.max_pass_rate < 1
+
+
 class ReplayConfig(Config):
     """The replay queue between rollout servers and learner: batch size, staleness, capacity, leases."""
 
@@ -84,6 +110,7 @@ class ReplayConfig(Config):
     dynamic_sampling: bool = False
     """Discard groups whose samples all have the same reward, which carry no learning signal (DAPO). Their prompts are
     finished, and other prompts are admitted in their place."""
+    group_filter: GroupFilterConfig = GroupFilterConfig()
     capacity_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Upper bound on the bytes of ready groups; rollout servers wait while it is reached. Redis needs more memory than
     this: it also holds the waiting prompts and the groups taken since the last checkpoint."""
@@ -145,6 +172,31 @@ class GatewayLimits(Config):
     """Largest number of connections to Redis for requests. Streams and scrapes have as many of their own."""
 
 
+class SessionLimits(Config):
+    """Bounds what sessions take of Redis and of the gateway's memory, and chooses their servers."""
+
+    max_calls: int = Field(default=2000, ge=1)
+    """Maximum number of calls of one session. A further one is refused."""
+    max_bytes: int = Field(default=32 * 2**20, ge=1024)
+    """Largest size of the recorded calls of one session in Redis. A call takes about 8 bytes for each new token of its
+    prompt and its answer."""
+    max_total_bytes: int = Field(default=2**30, ge=1024)
+    """Largest size of the recorded calls of all sessions of a run in Redis."""
+    cache_bytes: int = Field(default=256 * 2**20, ge=0)
+    """About how much memory a gateway uses to remember sessions between their calls. Others are read from Redis."""
+    sticky: bool = True
+    """Send the calls of a session to the server that answered its earlier ones, which has their prefix cached."""
+    max_extra_calls: int = Field(default=16, ge=0)
+    """A session leaves its server if that has more than this many calls above the server with the fewest."""
+    task_lease_s: float = Field(default=60.0, gt=0, le=86400)
+    """Seconds after which a worker that sends no call of its session and no heartbeat is assumed dead, and its place of
+    a task is given to another worker."""
+    task_max_failures: int = Field(default=3, ge=1, le=1000)
+    """Failures and lost leases after which a place of a task is given up. The task goes on without it."""
+    max_task_places: int = Field(default=100_000, ge=1, le=10**7)
+    """Largest number of places of tasks that wait for a worker. Further tasks are refused."""
+
+
 class GatewayConfig(Config):
     """The gateway, which serves clients over REST and gRPC."""
 
@@ -184,8 +236,13 @@ class GatewayConfig(Config):
     """Maximum number of prompts in one submission."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline, in seconds, of one generate call up to its last token."""
+    samples_dir: Path | None = None
+    """Folder of all runs from which trained samples are read, if the learner does not write to the gateway's `run_dir`.
+    The chart mounts the learner's volume there, read-only. None: `run_dir`."""
     session_ttl_s: float = Field(default=24 * 3600.0, gt=0)
     """Seconds for which the calls of a session are kept while no reward arrives."""
+    sessions: SessionLimits = SessionLimits()
+    """Limits of sessions, and how their calls are routed."""
     limits: GatewayLimits = GatewayLimits()
     """Limits on headers, times and connections."""
 
@@ -201,10 +258,14 @@ class GatewayConfig(Config):
 class LauncherConfig(Config):
     """The launcher, which starts runs that are created through the gateway on this machine."""
 
-    max_runs: int = Field(default=0, ge=0)
+    max_runs: int = Field(default=0, ge=0, le=1024)
     """Maximum number of created runs at the same time. 0: none, and `penstock up` starts no launcher."""
     launcher_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
     """Name of the launcher. A restarted launcher of the same name continues its runs. Empty: the host's name."""
+    metrics_host: str = "127.0.0.1"
+    """Address that /metrics and the probes listen on."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of /metrics and the probes. 0: take a free port and write it to `_launcher/launcher.json` in `run_dir`."""
 
 
 class DemoConfig(Config):
@@ -219,7 +280,7 @@ class DemoConfig(Config):
     """Number of samples per training prompt, which is the size of a group."""
     heldout_samples: int = Field(default=2, ge=1)
     """Number of samples per held-out prompt."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature."""
     max_tokens: int = Field(default=16, ge=1)
     """Maximum number of tokens in a response."""

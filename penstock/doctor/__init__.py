@@ -4,6 +4,7 @@
 |---|---|
 | `redis.py` | version, durability, memory and clock of Redis |
 | `run.py` | what the run stored in Redis: conservation, heartbeats, weights, log-probs |
+| `stopped.py` | what the next start of a stopped run needs |
 | `machine.py` | ports, disk and GPUs of this machine |
 
 The checks only read. They use the rights of the config's Redis user: what that user may not read becomes a warning.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,18 +13,20 @@ from penstock.config.rewards import CodeReward
 from penstock.config.run import RunConfig
 from penstock.disk_space import folder_bytes, measure_disk
 from penstock.doctor.finding import Finding, Level
+from penstock.doctor.stopped import is_stopped
+from penstock.gpus import gpu_names, nvidia_smi
 from penstock.ports import port_is_free
 
 CONNECT_TIMEOUT_S = 2.0
 MIN_FREE_BYTES = 5 * 2**30
-NVIDIA_SMI_TIMEOUT_S = 20.0
 SANDBOX_TIMEOUT_S = 60.0
 
 
 def check_ports(config: RunConfig) -> list[Finding]:
     """Check that the processes of a run listen where they said. If the run is not up, check that its ports are free."""
     findings = []
-    for path in sorted(config.folder.glob("*.json")):
+    files = [] if is_stopped(config) else sorted(config.folder.glob("*.json"))
+    for path in files:
         fields = json.loads(path.read_text())
         if isinstance(fields, dict) and "host" in fields:
             ports = [value for name, value in fields.items() if name.endswith("port")]
@@ -88,7 +89,7 @@ def check_sandbox(config: RunConfig) -> list[Finding]:
 def check_gpus(config: RunConfig) -> list[Finding]:
     """Compare the GPUs of this machine with what the learner needs, and check that NVLink connects them."""
     wanted = num_gpus(config.learner.placement, config.learner.needed_roles)
-    names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    names = gpu_names()
     if not names:
         if wanted and not config.learner.ray_address:
             advice = "install the driver, or set learner.*.gpus_per_rank to 0"
@@ -100,25 +101,9 @@ def check_gpus(config: RunConfig) -> list[Finding]:
     if len(names) == 1:
         return [Finding("gpus", "ok", found)]
     # Each row of the matrix has an X on the diagonal; the header has none.
-    rows = [
-        cells for line in _nvidia_smi("topo", "-m") if "X" in (cells := line.split()) and cells[0].startswith("GPU")
-    ]
+    rows = [cells for line in nvidia_smi("topo", "-m") if "X" in (cells := line.split()) and cells[0].startswith("GPU")]
     links = {cell for row in rows for cell in row[1 : len(names) + 1]} - {"X"}
     if links and all(link.startswith("NV") for link in links):
         return [Finding("gpus", "ok", f"{found}, linked by NVLink")]
     advice = "place policy ranks, and the GPUs of one server, on linked GPUs"
     return [Finding("gpus", "warn", f"{found}, not all linked by NVLink ({', '.join(sorted(links))})", advice)]
-
-
-def _nvidia_smi(*words: str) -> list[str]:
-    """Output lines of nvidia-smi; empty if there is no driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        done = subprocess.run(
-            [program, *words], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-    except (subprocess.SubprocessError, OSError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -21,13 +21,13 @@ def check_rewards(
     share = 0.0 if found is None else found.metrics[FAILED_RATIO]
     failures = [notice for notice in notices if notice.kind == "reward_failed"]
     limit = config.rollout.reward.max_failed_share or 1.0
-    where = "" if found is None else f" of the samples of step {found.step}"
-    level: Level = "fail" if share >= limit else "warn"
+    where = " before the first step" if found is None else f", {share:.0%} of the samples of step {found.step}"
+    level: Level = "fail" if share >= limit or found is None else "warn"
     advice = "correct the reward; the traceback is in the rollout servers' logs and in `penstock status --json`"
     if share and not failures:
-        yield Finding("rewards", level, f"the reward failed on {share:.0%}{where}", advice)
+        yield Finding("rewards", level, f"failed{where}", advice)
     for notice in failures:
-        yield Finding("rewards", level, f"{notice.count} failed, {share:.0%}{where}; the first: {notice.text}", advice)
+        yield Finding("rewards", level, f"{notice.count} failed{where}; the first: {notice.text}", advice)
     for notice in notices:
         if notice.kind == "default_reward":
             yield Finding("rewards", "warn", notice.text, "see docs/rewards.md")

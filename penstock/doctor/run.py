@@ -3,7 +3,7 @@ log-probs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.config.run import RunConfig
 from penstock.doctor.finding import Finding
@@ -13,19 +13,18 @@ from penstock.errors import NotFound, PenstockError
 from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_state import RunFacts, RunState, has_learner, has_servers, run_state
+from penstock.run_state import RunFacts, RunState, has_learner, has_servers, is_learner_starting, run_state
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
-from penstock.store.notices import Notices
+from penstock.store.notices import Notice, Notices
+from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine
 from penstock.store.redis_client import RedisClient
 from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import policies_pb2
-from penstock.verdicts import Situation, learning_verdict, speed_verdict, steps_of
-
-LOOKED_BACK_VERSIONS = 50
+from penstock.verdicts import LOOKED_BACK_VERSIONS, Situation, learning_verdict, speed_verdict, steps_of
 
 
 async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
@@ -38,6 +37,8 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
         orders, dead = await control.orders(), await queue.dead_letter_reasons()
         reason, notices = await control.pause_reason(), await Notices(client, config.run).newest_first()
         ages_s = await Heartbeats(client, config.run).ages_s()
+        is_alive = has_learner(ages_s, config.replay.lease_ttl_s)
+        is_starting = await is_learner_starting(Phases(client, config.run), is_alive)
         policies = await PolicyRegistry(client, config.run).newest_first(None, LOOKED_BACK_VERSIONS)
     except (PenstockError, NotFound) as refused:
         return [Finding("run", "warn", f"cannot be read: {refused}", "use a Redis user that may read the run's keys")]
@@ -46,13 +47,14 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
     findings += _progress(
         Situation(
             steps_of(policies),
-            _state(config, stat, orders, servers, ages_s),
+            _state(config, stat, orders, servers, ages_s, is_starting),
             stat,
             servers,
             len(breakers),
             config.replay.max_staleness,
         )
     )
+    findings += _restarts(notices)
     findings.append(check_dead_letters(stat, dead, config.dataset.max_buried_share))
     ages_s |= {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
     findings += [_heartbeat(component, age_s, config.replay.lease_ttl_s) for component, age_s in ages_s.items()]
@@ -67,16 +69,23 @@ def _progress(situation: Situation) -> Iterator[Finding]:
 
 
 def _state(
-    config: RunConfig, stat: QueueStat, orders: Orders, servers: list[ServerRecord], ages_s: dict[str, float]
+    config: RunConfig,
+    stat: QueueStat,
+    orders: Orders,
+    servers: list[ServerRecord],
+    ages_s: dict[str, float],
+    is_starting: bool,
 ) -> RunState:
     return run_state(
         RunFacts(
             step=stat.step,
             num_steps=config.learner.num_steps,
+            finished_step=stat.finished_step,
             term=stat.term,
             orders=orders,
             has_learner=has_learner(ages_s, config.replay.lease_ttl_s),
             has_servers=has_servers(servers),
+            is_learner_starting=is_starting,
         )
     )
 
@@ -85,6 +94,20 @@ def _pause(orders: Orders, reason: str) -> Iterator[Finding]:
     if orders.is_paused:
         text = f"the run paused itself: {reason}" if reason else "an operator has paused the run"
         yield Finding("state", "fail" if reason else "warn", text, "`penstock runs resume` continues it")
+
+
+def _restarts(notices: Sequence[Notice]) -> Iterator[Finding]:
+    for notice in notices:
+        if notice.kind == "process_restarted":
+            times = "once" if notice.count == 1 else f"{notice.count} times; the first time"
+            text = f"a process died {times}: {notice.text}"
+            yield Finding("restarts", "warn", text, "its log says why; the kernel's log tells if memory was short")
+        elif notice.kind == "server_failed":
+            yield Finding("servers", "warn", notice.text, "its log has the whole traceback")
+        elif notice.kind == "server_lost":
+            yield Finding(
+                "servers", "warn", notice.text, "start it again, or let `penstock runs resume` remove this notice"
+            )
 
 
 def _breakers(servers: list[ServerRecord], breakers: list[OpenBreaker]) -> list[Finding]:

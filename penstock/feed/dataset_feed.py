@@ -13,16 +13,15 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-
-import numpy as np
 
 from penstock.codec import encode_prompt
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, QueueFull, Unavailable
 from penstock.feed.buried_prompts import BuriedPrompts
-from penstock.feed.datasets import read_prompts
+from penstock.feed.curriculum import Curriculum
+from penstock.feed.dataset_files import read_files, shown_files
+from penstock.feed.epoch_order import EpochOrder, require_drawn
 from penstock.replay.contract import FeedPosition, PromptIntake
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling
@@ -30,6 +29,7 @@ from penstock.trajectory import Prompt, Sampling
 logger = logging.getLogger(__name__)
 CHUNK_PROMPTS = 256
 POLL_S = 0.5
+WATCH_S = 2.0
 RETRY_S = 5.0
 """Pause before the next try while Redis is away or full."""
 _SEED_STRIDE = 1_000_003
@@ -44,34 +44,48 @@ def seeded(prompt: Prompt, seed: int, number: int) -> Prompt:
 
 
 class PromptStream:
-    """The prompts of a dataset by number: number p is place `p % n` of the order of epoch `p // n`."""
+    """The prompts of a dataset by number: number p is place `p % n` of the order of epoch `p // n`, where n is the
+    number of prompts of an epoch. An epoch has each prompt once, or as often as the weight of its file says."""
 
-    def __init__(self, prompts: Sequence[Prompt], config: DatasetConfig, seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], config: DatasetConfig, seed: int, parts: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """`parts` has the number of prompts and the weight of each file. Without it, all have the weight 1."""
         self.prompts = prompts
         self.config = config
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._make_order)
+        self.order = EpochOrder(parts or ((len(prompts), 1.0),), shuffle=config.shuffle, seed=self._shuffle_seed)
+
+    @property
+    def epoch_prompts(self) -> int:
+        """Number of prompts of one epoch."""
+        return self.order.num_rows
 
     @classmethod
     def read(cls, config: RunConfig) -> PromptStream:
         dataset = config.dataset
         if dataset.file is None:
             raise ConfigError("dataset.file is not set; give the data to feed")
-        sampling = Sampling(temperature=dataset.temperature, top_p=dataset.top_p, max_tokens=dataset.max_tokens)
-        prompts = list(read_prompts(dataset.file, num_samples=dataset.num_samples, sampling=sampling))
+        files = read_files(dataset.file, dataset, dataset.num_samples, dataset.sampling)
+        prompts = [prompt for _, part in files for prompt in part]
         if not prompts:
-            raise InvalidInput(str(dataset.file), "holds no prompts")
-        return cls(prompts, dataset, config.seed)
+            raise InvalidInput(shown_files(dataset.file), "holds no prompts")
+        parts = [(len(part), weight) for weight, part in files if part]
+        require_drawn(parts, shown_files(dataset.file))
+        return cls(prompts, dataset, config.seed, parts)
 
     @property
     def num_prompts(self) -> int | None:
         """Number of prompts over all epochs; None if there is no end."""
-        return self.config.epochs * len(self.prompts) or None
+        return self.config.epochs * self.epoch_prompts or None
 
     @property
     def fingerprint(self) -> str:
         """Hash of the dataset's rows and their order. Sampling parameters do not change it."""
-        digest = hashlib.sha256(repr((self.config.shuffle, self._shuffle_seed, len(self.prompts))).encode())
+        parts = self.order.parts
+        weights = [part for part in parts if part[1] != 1.0]
+        what = (self.config.shuffle, self._shuffle_seed, len(self.prompts), *([parts] if weights else []))
+        digest = hashlib.sha256(repr(what).encode())
         for prompt in self.prompts:
             digest.update(hashlib.sha256(encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))).digest())
         return digest.hexdigest()
@@ -82,14 +96,8 @@ class PromptStream:
         return [self._at(number) for number in range(position, end)]
 
     def _at(self, number: int) -> Prompt:
-        epoch, place = divmod(number, len(self.prompts))
-        return seeded(self.prompts[int(self._order(epoch)[place])], self.seed, number)
-
-    def _make_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        if not self.config.shuffle:
-            return np.arange(len(self.prompts))
-        # numpy guarantees RandomState's streams, so a run continues in the same order under every release of numpy.
-        return np.random.RandomState([self._shuffle_seed, epoch]).permutation(len(self.prompts))
+        epoch, place = divmod(number, self.epoch_prompts)
+        return seeded(self.prompts[int(self.order.rows(epoch)[place])], self.seed, number)
 
     @property
     def _shuffle_seed(self) -> int:
@@ -102,9 +110,15 @@ class Feeder:
 
     def __init__(
         self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,
-        pause: Callable[[str], Awaitable[None]] | None = None,
+        pause: Callable[[str], Awaitable[None]] | None = None, settle_s: float = 0.0,
+        curriculum: Curriculum | None = None,
     ) -> None:  # fmt: skip
-        """`pause` pauses the run with a reason, when `dataset.max_buried_share` is reached."""
+        """`pause` pauses the run with a reason, when `dataset.max_buried_share` is reached. Redis cannot lose what was
+        written `settle_s` ago."""
+        self.settle_s = settle_s
+        self.curriculum = curriculum
+        """The user's sampler, which replaces the order of the dataset."""
+        self._last_id = 0
         self.queue = queue
         self.pause = pause
         self.buried = BuriedPrompts(stream.config.max_buried_share)
@@ -116,8 +130,10 @@ class Feeder:
         """Dead letters that are not from this dataset, as far as the counts tell."""
 
     async def run(self) -> int:
-        """Feed until all prompts are submitted, by this feeder or another, and return their number. Tries again while
-        Redis is away or full. Raises InvalidInput if all prompts of an epoch were dead-lettered."""
+        """Feed until all prompts are submitted, by this feeder or another, and return their number. The end counts once
+        Redis can no longer lose it. Tries again while Redis is away or full. Raises InvalidInput if all prompts of an
+        epoch were dead-lettered."""
+        settled: int | None = None
         while True:
             try:
                 position, is_end = await self._feed()
@@ -125,25 +141,52 @@ class Feeder:
                 logger.warning("cannot feed: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
             else:
-                if is_end:
+                if is_end and position == settled:
                     return position
-            await asyncio.sleep(POLL_S)
+                settled = position if is_end else None
+            await asyncio.sleep(POLL_S if settled is None else self.settle_s)
+
+    async def watch(self, is_over: Callable[[], Awaitable[bool]]) -> None:
+        """Watch the dead letters of a dataset that is submitted, until `is_over`: a small one is submitted before the
+        first prompt is tried. Raises InvalidInput if all prompts of an epoch were dead-lettered."""
+        while True:
+            try:
+                await self._watch_dead_letters(await self._submit(0, []))
+                if await is_over():
+                    return
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot watch the dead letters: %s; trying again", error)
+            await asyncio.sleep(WATCH_S)
 
     async def _feed(self) -> tuple[int, bool]:
         """Submit chunks until enough prompts wait. Returns the position, and whether it is the end."""
         position = await self._submit(0, [])
-        while chunk := self.stream.chunk(position, CHUNK_PROMPTS):
+        while self.stream.num_prompts is None or position < self.stream.num_prompts:
             await self._watch_dead_letters(position)
+            if self.curriculum is not None:
+                await self.curriculum.look()
             room = self.config.max_pending - (await self.queue.stat()).pending_prompts
             if room <= 0:
                 return position, False
-            position = await self._submit(position, chunk[:room])
+            position = await self._submit_next(position, min(room, CHUNK_PROMPTS))
         return position, True
+
+    async def _submit_next(self, position: int, max_prompts: int) -> int:
+        """Submit the next prompts, as the order of the dataset or the user's sampler has them."""
+        chunk = self.stream.chunk(position, max_prompts)
+        if self.curriculum is None:
+            return await self._submit(position, chunk)
+        rows = self.curriculum.choose(len(chunk))
+        chunk = [seeded(self.stream.prompts[row], self.stream.seed, position + place) for place, row in enumerate(rows)]
+        after = await self._submit(position, chunk)
+        if after == position + len(chunk):
+            self.curriculum.remember(self._last_id, rows)
+        return after
 
     async def _watch_dead_letters(self, position: int) -> None:
         """Pause the run if too many prompts are dead-lettered, and end the feed if all of an epoch were."""
         stat, reasons = await self.queue.stat(), await self.queue.dead_letter_reasons()
-        num_prompts = len(self.stream.prompts)
+        num_prompts = self.stream.epoch_prompts
         if self._dead_before is None:
             self._dead_before = max(0, stat.dead_lettered - position)
         if stat.inserted == 0 and min(position, stat.dead_lettered - self._dead_before) >= num_prompts:
@@ -166,11 +209,17 @@ class Feeder:
                 chunk = [replace(prompt, trace_parent=own) for prompt, own in zip(chunk, parents, strict=True)]
             payloads = [encode_prompt(prompt) for prompt in chunk]
             feed: FeedPosition = await self.queue.feed(
-                self.config.name, self.fingerprint, position, payloads, [prompt.priority for prompt in chunk]
+                self.config.name,
+                self.fingerprint,
+                position,
+                payloads,
+                [prompt.priority for prompt in chunk],
+                self.stream.epoch_prompts,
             )
         if feed.fingerprint != self.fingerprint:
             raise ConfigError(
                 f"dataset {self.config.name!r} had other rows, or another order, for its first {feed.position} "
                 "prompts; give the same file and seed, or another dataset.name"
             )
+        self._last_id = feed.last_id
         return feed.position

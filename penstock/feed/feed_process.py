@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import fcntl
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 import redis.asyncio as redis
+from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Conflict
+from penstock.feed.curriculum import Curriculum
 from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.run_end import RunEnd, plan_line
 from penstock.feed.validation import Validator
 from penstock.feed.version_hold import VersionHold
+from penstock.metrics import write_endpoint
+from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
-from penstock.tracing import Tracing, open_tracing
+from penstock.tracing import open_tracing
+
+FEED = "feed"
+"""Name of the process, of its log and of its file in the run's folder."""
 
 
 def check_fed(config: RunConfig) -> None:
@@ -26,21 +39,26 @@ def check_fed(config: RunConfig) -> None:
         raise ConfigError("dataset.file is not set; give the data to feed")
 
 
-async def feed_run(config: RunConfig) -> None:
-    """Submit all of `dataset.file`. With a `dataset.validation.file`, validate meanwhile, and go on until cancelled.
+async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
+    """Submit all of `dataset.file`. With a `dataset.validation.file`, validate meanwhile, until the run has finished.
+    With `watch`, stay that long in any case, and pause the run if too many prompts are dead-lettered.
 
     Both files are read before anything is submitted, so unreadable data is an error at the start."""
     check_fed(config)
     dataset = config.dataset
     async with AsyncExitStack() as stack:
+        stack.enter_context(_only_feed(config))
+        endpoint = stack.enter_context(process_endpoint(REGISTRY, dataset.metrics_host, dataset.metrics_port))
+        endpoint.readiness = lambda: Readiness("loading", "reads the dataset")
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
         queue = RedisReplayQueue(client, config.run, config.replay)
         tracing = open_tracing(config.tracing, "feed", config.run)
         stack.callback(tracing.close)
         stream = None
-        if dataset.file is not None:
+        if dataset.file is not None and not dataset.validation.only:
             stream = await asyncio.to_thread(PromptStream.read, config)
+        stack.callback(_say_plan(config, 0 if stream is None else stream.epoch_prompts, endpoint.port))
         validator = None
         if dataset.validation.file is not None:
             hold = _version_hold(config, client) if dataset.validation.pinned else None
@@ -48,12 +66,45 @@ async def feed_run(config: RunConfig) -> None:
         control = RunControl(client, config.run)
         tasks = []
         if validator is not None:
-            tasks.append(asyncio.create_task(validator.run(), name="validator"))
+            patient = connect(config.redis, patient=True)
+            stack.push_async_callback(patient.aclose)
+            heartbeats = Heartbeats(patient, config.run)
+            tasks.append(asyncio.create_task(_validate(validator, heartbeats), name=VALIDATOR))
         if stream is not None:
-            tasks.append(asyncio.create_task(_feed(queue, stream, tracing, control), name="feeder"))
+            curriculum = Curriculum.open(config, queue, len(stream.prompts))
+            feeder = Feeder(queue, stream, tracing, control.pause, config.replay.settle_s, curriculum)
+            is_over = RunEnd(queue, config).is_reached if watch else None
+            tasks.append(asyncio.create_task(_feed(feeder, is_over), name="feeder"))
         for task in tasks:
             stack.push_async_callback(end_task, task)
-        await asyncio.gather(*tasks)
+        endpoint.readiness = lambda: Readiness("ready")
+        try:
+            # Unlike `gather`, `wait` itself ends when it is cancelled, even if a task swallows its own cancellation.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            endpoint.readiness = lambda: Readiness("draining", "ends its last submission")
+
+
+@contextmanager
+def _only_feed(config: RunConfig) -> Iterator[None]:
+    """Raise Conflict if another process feeds the same dataset to the run. The lock ends with its process."""
+    name = config.dataset.name
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with (config.folder / f"{FEED}-{name}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Conflict(
+                f"process {file.read().strip() or 'unknown'} feeds dataset {name!r} to run {config.run} already, as "
+                "`penstock up` does by itself; to feed another one too, give --dataset.name NAME --dataset.file FILE"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
@@ -67,6 +118,30 @@ def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
     )
 
 
-async def _feed(queue: RedisReplayQueue, stream: PromptStream, tracing: Tracing, control: RunControl) -> None:
-    num_prompts = await Feeder(queue, stream, tracing, control.pause).run()
-    print(f"all {num_prompts} prompts of dataset {stream.config.name!r} are submitted", flush=True)
+def _say_plan(config: RunConfig, epoch_prompts: int, port: int) -> Callable[[], None]:
+    """Say what the run will do, and write it to `feed.json`, which `penstock up` reads. Returns what removes the port
+    from that file, because a feed that has ended does not answer there."""
+    if epoch_prompts == 0 and not config.dataset.validation.only:
+        return lambda: None
+    plan = plan_line(config, epoch_prompts)
+    print(plan, flush=True)
+    write_endpoint(config.folder, FEED, plan=plan, host=config.dataset.metrics_host, metrics_port=port)
+    return partial(write_endpoint, config.folder, FEED, plan=plan)
+
+
+async def _validate(validator: Validator, heartbeats: Heartbeats) -> None:
+    """Validate with a heartbeat, by which the learner knows that it can wait for the last validation. A feed that is
+    told to stop ends in order too."""
+    try:
+        async with heartbeats.beating(VALIDATOR):
+            await validator.run()
+    except asyncio.CancelledError:
+        await heartbeats.end(VALIDATOR)
+        raise
+
+
+async def _feed(feeder: Feeder, is_over: Callable[[], Awaitable[bool]] | None) -> None:
+    num_prompts = await feeder.run()
+    print(f"all {num_prompts} prompts of dataset {feeder.config.name!r} are submitted", flush=True)
+    if is_over is not None:
+        await feeder.watch(is_over)

@@ -17,10 +17,12 @@ from penstock.config.dataset import ValidationConfig
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, QueueFull, Unavailable
 from penstock.feed.dataset_feed import RETRY_S, seeded
-from penstock.feed.datasets import read_prompts
+from penstock.feed.dataset_files import read_files, shown_files
+from penstock.feed.run_end import RunEnd
 from penstock.feed.version_hold import VersionHold
 from penstock.replay.contract import Evaluation, PromptIntake
-from penstock.trajectory import Prompt, Sampling
+from penstock.sample_scores import ACCURACY
+from penstock.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -35,7 +37,7 @@ class Validator:
 
     def __init__(
         self, queue: PromptIntake, prompts: Sequence[Prompt], config: ValidationConfig, name: str, results: Path,
-        stall_timeout_s: float, hold: VersionHold | None = None,
+        stall_timeout_s: float, run_end: RunEnd, hold: VersionHold | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.prompts = prompts
@@ -44,35 +46,43 @@ class Validator:
         self.results = results
         self.stall_timeout_s = stall_timeout_s
         """How long an evaluation may go without a finished prompt."""
+        self.run_end = run_end
         self.hold = hold
 
     @classmethod
     def read(cls, config: RunConfig, queue: PromptIntake, hold: VersionHold | None = None) -> Validator:
         validation = config.dataset.validation
         assert validation.file is not None
-        sampling = Sampling(validation.temperature, validation.top_p, validation.max_tokens)
-        rows = read_prompts(validation.file, num_samples=validation.num_samples, sampling=sampling)
+        files = read_files(validation.file, config.dataset, validation.num_samples, validation.sampling)
+        rows = [prompt for _, part in files for prompt in part]
         # Every step uses the same seeds, so that scores differ by the policy and not by the draw.
         prompts = [seeded(prompt, config.seed, number) for number, prompt in enumerate(rows)]
         if not prompts:
-            raise InvalidInput(str(validation.file), "holds no prompts")
+            raise InvalidInput(shown_files(validation.file), "holds no prompts")
         # A prompt may fail once for each attempt before it counts as finished.
         stall_timeout_s = config.replay.max_attempts * config.rollout.prompt_timeout_s + config.replay.lease_ttl_s
         results = config.folder / "validation.jsonl"
-        return cls(queue, prompts, validation, config.dataset.name, results, stall_timeout_s, hold)
+        return cls(
+            queue, prompts, validation, config.dataset.name, results, stall_timeout_s,
+            RunEnd(queue, config), hold,
+        )  # fmt: skip
 
     async def run(self) -> None:
-        """Validate until cancelled. Tries again while Redis is away or full, and after an evaluation that stalled."""
+        """Validate until the run has finished and its last policy is validated. Tries again while Redis is away or
+        full, and after an evaluation that stalled."""
         done, is_free = validated_steps(self.results), self.hold is None
         while True:
             try:
                 if self.hold is not None and not is_free:
                     await self.hold.end()
                     is_free = True
-                step = (await self.queue.stat()).step // self.config.every_steps * self.config.every_steps
-                if step not in done:
+                has_ended, step = await self.run_end.is_reached(), (await self.queue.stat()).step
+                step = step if has_ended else step // self.config.every_steps * self.config.every_steps
+                if step not in done and (step > 0 or has_ended or self.config.before_train):
                     await self.validate(step)
                     done.add(step)
+                if has_ended and step in done:
+                    return
             except (QueueFull, Unavailable, DeadlineExceeded) as error:
                 logger.warning("cannot validate: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
@@ -81,14 +91,20 @@ class Validator:
     async def validate(self, step: int) -> Evaluation:
         """Score every prompt and write the result. Raises DeadlineExceeded when no prompt finishes for
         `stall_timeout_s`."""
-        evaluation_id = f"validation-{self.name}-{step}"
+        name = evaluation_id(self.name, step)
         try:
             if self.hold is not None:
-                await self.hold.begin(evaluation_id)
-            evaluation = await self._finished(evaluation_id)
+                await self.hold.begin(name)
+            evaluation = await self._finished(name)
         finally:
             if self.hold is not None:
                 await self.hold.end()
+        scores = {
+            f"{source or self.name}/{name if name.startswith(ACCURACY) else f'reward/{name}'}": value
+            for source, named in evaluation.by_source.items()
+            for name, value in named.items()
+        }
+        await self.queue.record_scores(step, scores)
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with self.results.open("a") as lines:
             lines.write(json.dumps({"step": step} | asdict(evaluation)) + "\n")
@@ -100,23 +116,28 @@ class Validator:
             )  # fmt: skip
         return evaluation
 
-    async def _finished(self, evaluation_id: str) -> Evaluation:
-        payloads = [encode_prompt(replace(prompt, evaluation_id=evaluation_id)) for prompt in self.prompts]
-        evaluation = await self.queue.create_evaluation(evaluation_id, payloads)
+    async def _finished(self, name: str) -> Evaluation:
+        payloads = [encode_prompt(replace(prompt, evaluation_id=name)) for prompt in self.prompts]
+        evaluation = await self.queue.create_evaluation(name, payloads)
         num_finished, progressed_at = evaluation.num_finished, time.monotonic()
         while evaluation.num_finished < evaluation.num_prompts:
             if evaluation.num_finished > num_finished:
                 num_finished, progressed_at = evaluation.num_finished, time.monotonic()
             if time.monotonic() - progressed_at > self.stall_timeout_s:
                 raise DeadlineExceeded(
-                    f"{evaluation_id} has {num_finished} of {evaluation.num_prompts} prompts, and none finished for "
+                    f"{name} has {num_finished} of {evaluation.num_prompts} prompts, and none finished for "
                     f"{self.stall_timeout_s:.0f} s; are rollout servers READY, or is the run paused?"
                 )
             await asyncio.sleep(POLL_S)
             if self.hold is not None:
                 await self.hold.keep()
-            evaluation = await self.queue.get_evaluation(evaluation_id)
+            evaluation = await self.queue.get_evaluation(name)
         return evaluation
+
+
+def evaluation_id(dataset_name: str, step: int) -> str:
+    """The id of the evaluation that validates the policy of a step."""
+    return f"validation-{dataset_name}-{step}"
 
 
 def read_results(results: Path) -> list[dict[str, Any]]:
@@ -134,4 +155,10 @@ def result_line(result: Mapping[str, Any]) -> str:
     """A result in one line, for people: the mean over all samples, and pass@k."""
     passed = "".join(f"  pass@{k} {share:.3f}" for k, share in result["pass_at"].items())
     failed = f"  ({result['num_failed']} prompts failed)" if result.get("num_failed") else ""
-    return f"validation at step {result['step']}: mean {result['score']:.3f}{passed}{failed}"
+    sources = result.get("by_source", {})
+    named = ""
+    for source, scores in sources.items():
+        if len(sources) > 1 or len(scores) > 1:
+            listed = "  ".join(f"{name.removesuffix('/mean')} {value:.3f}" for name, value in scores.items())
+            named += f"  [{source or 'all'}: {listed}]"
+    return f"validation at step {result['step']}: mean {result['score']:.3f}{passed}{named}{failed}"

@@ -10,7 +10,8 @@ A prompt is in exactly one of these places at any time:
 
     trained ──go_back──► pending           the learner went back to a checkpoint from before the prompt was trained
 
-    lease, append, give_back, heartbeat            rollout servers
+    lease, append, give_back, heartbeat,           rollout servers
+    save_tokens, saved_tokens, forget_tokens
     take, commit, expire, discard, dead_letter,    the learner that holds the current term
     go_back
     submit, feed                                   the gateway and the feed of a dataset
@@ -29,13 +30,17 @@ Every admission has a number. Ready groups are taken in the order of these numbe
     drop      take skips stragglers. The learner expires a group that arrives too old, and its prompt is admitted again.
     correct   take skips stragglers. The learner trains a group that is too old with off-policy weights.
 
+While a prompt is leased, its server may save the tokens that its samples have so far. They stay while the prompt is in
+flight, so the next lease continues the samples. They are deleted with the transition that ends the flight. They are
+not a place of the diagram: no count of groups contains them, and losing them costs no more than generating them again.
+
 Evaluation prompts take a separate lane: they are leased without admission, recorded in their evaluation, and never
 queued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -84,6 +89,22 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True)
+class SavedTokens:
+    """Consecutive tokens of one sample, saved before its group was finished."""
+
+    sample: int
+    """Number of the sample in its group, from 0."""
+    start: int
+    """Index of the first of the tokens in the response."""
+    payload: bytes
+    """Encoded by the rollout server. The queue does not read it."""
+
+
+SAVED_SHARE = 4
+"""Saved tokens have at most `replay.capacity_bytes` divided by this."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Progress and scores of an evaluation."""
 
@@ -99,6 +120,30 @@ class Evaluation:
     num_failed: int = 0
     """Finished prompts that have no samples, because they failed too often or nobody could answer them. The score does
     not contain them."""
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""
+
+
+def is_numbered(evaluation_id: str) -> bool:
+    """Whether the id ends in a number, such as the step of a validation. Scores of other evaluations have no history,
+    and the learner does not see them."""
+    benchmark, _, number = evaluation_id.rpartition("-")
+    return benchmark != "" and number.isascii() and number.isdigit()
+
+
+@dataclass(frozen=True)
+class KeptGroups:
+    """The groups of an evaluation that are kept for the learner's reward model."""
+
+    prompt_ids: tuple[int, ...] = ()
+    num_left_out: int = 0
+    """Groups for which there was no room."""
+
+
+KEPT_EVALUATION_S = 3600
+"""How long the groups of an evaluation are kept after the last of them was recorded."""
+KEPT_EVALUATION_SHARE = 4
+"""The kept groups of one evaluation have at most `replay.capacity_bytes` divided by this."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +154,14 @@ class FeedPosition:
     """Number of the next prompt, over all epochs."""
     fingerprint: str
     """Hash of the dataset's rows and their order."""
+    epoch_prompts: int = 0
+    """Number of prompts of one epoch; 0 if the feed has not said it."""
+    last_id: int = field(default=0, compare=False)
+    """In the answer to `feed`: the newest prompt id. If the call has submitted prompts, it is that of the last one."""
+
+    def has_ended(self, epochs: int) -> bool:
+        """Whether all prompts of so many epochs were submitted. 0 epochs have no end."""
+        return 0 < epochs * self.epoch_prompts <= self.position
 
 
 @dataclass(frozen=True)
@@ -175,11 +228,15 @@ class QueueStat:
     """Part of expired: groups that were dropped for good, whose prompts are not admitted again."""
     inserted: int
     """Groups that append accepted."""
+    saved_bytes: int
+    """Bytes of saved tokens of samples whose groups are not finished."""
     step: int
     committed_step: int
     """Newest step that a durable checkpoint covers."""
     policy_version: int
     term: int
+    finished_step: int
+    """The step at which the learner has finished; -1 if it never has. A learner that is started again may go beyond."""
     pending_age_ms: int = field(compare=False)
     """Time since the next prompt in line was submitted; 0 if none is pending."""
     ready_age_ms: int = field(compare=False)
@@ -207,11 +264,16 @@ class PromptIntake(Protocol):
         ...
 
     async def feed(
-        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
-    ) -> FeedPosition:
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int],
+        epoch_prompts: int = 0,
+    ) -> FeedPosition:  # fmt: skip
         """Submit the prompts at `position` of a dataset if exactly the prompts before it have been submitted. So every
-        prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, nothing changes. Returns
-        the position after the call."""
+        prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, no position changes.
+        `epoch_prompts` is stored if it is given and the fingerprint is right. Returns the position after the call."""
+        ...
+
+    async def feeds(self) -> dict[str, FeedPosition]:
+        """How far each dataset has been submitted, by name."""
         ...
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
@@ -219,6 +281,11 @@ class PromptIntake(Protocol):
         ...
 
     async def get_evaluation(self, evaluation_id: str) -> Evaluation: ...
+
+    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
+        """Keep scores by the name of their benchmark, with a number such as the step of a validation, beside those of
+        finished evaluations."""
+        ...
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus: ...
 
@@ -281,13 +348,36 @@ class GroupProducer(Protocol):
         ...
 
     async def record_evaluation(
-        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
-    ) -> None: ...
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
+        does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
+        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
+        ...
+
+    async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
+        """Save tokens of unfinished groups. A piece with the sample and start of an earlier one replaces it.
+
+        Returns the prompts of the pieces that were refused, because the lease is lost, the server is in quarantine, or
+        there is no room. What was saved before stays. Raises QueueFull if the store is out of memory."""
+        ...
+
+    async def saved_tokens(self, lease: Lease) -> list[SavedTokens]:
+        """The saved tokens of a leased prompt, by sample and start. Pieces may be missing, and may overlap."""
+        ...
+
+    async def forget_tokens(self, server_id: str, lease: Lease) -> None:
+        """Delete the saved tokens of a prompt, if the server still has its lease."""
+        ...
 
     async def give_back(
-        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
-    ) -> bool:
-        """Return a prompt to the queue. A `failure` counts towards max_attempts, as soon as it is known that the server
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0,
+        forget_saved: bool = False,
+    ) -> bool:  # fmt: skip
+        """Return a prompt to the queue. Its saved tokens stay for the next lease, unless `forget_saved`.
+
+        A `failure` counts towards max_attempts, as soon as it is known that the server
         was not at fault. At max_attempts, or at once if the failure `is_final`, the prompt is dead-lettered; a held-out
         prompt counts as finished, without samples.
 
@@ -301,8 +391,8 @@ class GroupProducer(Protocol):
 
 
 class GroupConsumer(Protocol):
-    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feed_positions`, `evaluation_history`,
-    `wait_for_groups`, `fetch`, `prompts` and `stat` raise Fenced once a newer term was taken."""
+    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feeds`, those of evaluations,
+    `expired_reasons`, `wait_for_groups`, `fetch`, `prompts` and `stat` raise Fenced once a newer term was taken."""
 
     async def store_id(self) -> str:
         """Random name of the store that holds this run's queue, made at the first call. A store that lost everything,
@@ -323,8 +413,32 @@ class GroupConsumer(Protocol):
         """As in PromptIntake."""
         ...
 
-    async def feed_positions(self) -> dict[str, int]:
-        """Position of each dataset, by name."""
+    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
+        """As in PromptIntake."""
+        ...
+
+    async def kept_groups(self, evaluation_id: str) -> KeptGroups:
+        """The groups of an evaluation that are still kept. None of them if all were forgotten, or none was kept."""
+        ...
+
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+        """Kept groups of an evaluation. Those that are no longer kept are left out."""
+        ...
+
+    async def forget_kept(self, evaluation_id: str) -> None:
+        """Delete the kept groups of an evaluation."""
+        ...
+
+    async def expired_reasons(self) -> dict[str, int]:
+        """As in PromptIntake."""
+        ...
+
+    async def feeds(self) -> dict[str, FeedPosition]:
+        """As in PromptIntake."""
+        ...
+
+    async def finish(self, step: int) -> None:
+        """Record that no step follows this one: the run has made its last step, or its data has ended."""
         ...
 
     async def take(self, step: int, max_groups: int) -> list[int]:

@@ -127,6 +127,7 @@ class QueueInspector:
                     "delivered", places["delivered"], places["delivered_bytes"],
                     await self._group_age_s("first_delivered", places),
                 ),
+                Place("saved tokens", places["saved"], places["saved_bytes"], note="of leased or returned prompts"),
                 Place("evaluation pending", places["eval_pending"]),
                 Place("evaluation leased", places["eval_leased"]),
                 Place("dead letters", places["dead"], oldest_age_s=(now_ms - dead_ms) / 1000 if dead_ms else None),

@@ -8,13 +8,18 @@ results exists only in Redis.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.admission import admission
 from penstock.replay.breaker import Breaker, Verdict
 from penstock.replay.contract import (
+    KEPT_EVALUATION_S,
+    KEPT_EVALUATION_SHARE,
+    SAVED_SHARE,
     AppendOutcome,
     Committed,
     Delivery,
@@ -22,11 +27,13 @@ from penstock.replay.contract import (
     FeedPosition,
     FinishedGroup,
     GoneBack,
+    KeptGroups,
     Lease,
     Outbox,
     PromptState,
     PromptStatus,
     QueueStat,
+    SavedTokens,
     Submission,
 )
 from penstock.replay.memory_store import (
@@ -38,7 +45,7 @@ from penstock.replay.memory_store import (
     Ordered,
     reason_label,
 )
-from penstock.sample_scores import summarise
+from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 
 
 class MemoryReplayQueue:
@@ -64,13 +71,19 @@ class MemoryReplayQueue:
         return Submission(tuple(ids), replayed=False)
 
     async def feed(
-        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
-    ) -> FeedPosition:
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int],
+        epoch_prompts: int = 0,
+    ) -> FeedPosition:  # fmt: skip
         stored = self.store.feeds.get(name, FeedPosition(0, fingerprint))
-        if payloads and stored == FeedPosition(position, fingerprint):
+        if stored.fingerprint != fingerprint:
+            return stored
+        if payloads and stored.position == position:
             self.store.add_prompts(payloads, priorities)
-            stored = self.store.feeds[name] = FeedPosition(position + len(payloads), fingerprint)
-        return stored
+            stored = replace(stored, position=position + len(payloads))
+        stored = replace(stored, epoch_prompts=epoch_prompts or stored.epoch_prompts)
+        if stored.position or stored.epoch_prompts:
+            self.store.feeds[name] = stored
+        return replace(stored, last_id=self.store.counters["next_prompt_id"])
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         store = self.store
@@ -91,8 +104,12 @@ class MemoryReplayQueue:
         low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
         return Evaluation(
             evaluation_id, found.num_prompts, found.num_finished, summary.mean, low, high, summary.num_samples,
-            summary.pass_at, found.num_failed,
+            summary.pass_at, found.num_failed, scores_by_source(found.samples),
         )  # fmt: skip
+
+    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
+        for name, value in scores.items():
+            self.store.keep_score(name, f"{name}-{number}", value)
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         store = self.store
@@ -129,11 +146,12 @@ class MemoryReplayQueue:
             pending_prompts=len(store.pending), in_flight=store.in_flight, queued=store.queued,
             delivered=len(store.delivered), pending_age_ms=store.pending_age_ms, ready_age_ms=store.ready_age_ms,
             admission_limit=state.limit, admission_room=state.room,
+            finished_step=store.finished_step,
             **{
                 name: count[name]
                 for name in (
                     "admitted", "queued_bytes", "trained", "expired", "dead_lettered", "redelivered", "reclaimed",
-                    "discarded", "inserted", "step", "committed_step", "policy_version", "term",
+                    "discarded", "inserted", "saved_bytes", "step", "committed_step", "policy_version", "term",
                 )
             },
         )  # fmt: skip
@@ -163,6 +181,8 @@ class MemoryReplayQueue:
             return []
         leases = await self._lease_by_breaker(server_id, probes)
         store.quarantined[server_id] -= len(leases)
+        for lease in leases:  # a probe must be sampled by this server alone
+            store.drop_saved(lease.prompt_id)
         return leases
 
     async def _lease_by_breaker(self, server_id: str, max_prompts: int) -> list[Lease]:
@@ -191,18 +211,26 @@ class MemoryReplayQueue:
             leases := await self._lease_training(server_id, max_prompts, breaker.prompts)
         ):
             return leases
-        return await self._lease(server_id, max_prompts, breaker.prompts)
+        leases = self._lease_evaluations(server_id, max_prompts, breaker.prompts)
+        return leases or await self._lease_training(server_id, max_prompts, breaker.prompts)
 
     async def _lease(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
+        """Share the places between held-out prompts and training prompts: the held-out ones come first, until as many
+        of them as of the others are leased. Either kind takes what the other leaves."""
+        share = math.ceil((max_prompts + len(self.store.leases) - len(self.store.eval_leases)) / 2)
+        leases = self._lease_evaluations(server_id, min(share, max_prompts), skipped)
+        leases += await self._lease_training(server_id, max_prompts - len(leases), skipped)
+        return leases + self._lease_evaluations(server_id, max_prompts - len(leases), skipped)
+
+    def _lease_evaluations(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
         store = self.store
         durable_id = store.newest_durable_id(self.config.settle_s)
         waiting = store.eval_pending.lowest(len(store.eval_pending), below=durable_id + 1)
         answerable = [i for i in waiting if i not in skipped and self._may_answer(server_id, i)]
-        evaluations = answerable[:max_prompts]
+        evaluations = answerable[: max(0, max_prompts)]
         for prompt_id in evaluations:
             store.eval_pending.remove(prompt_id)
-        leases = [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
-        return leases + await self._lease_training(server_id, max_prompts - len(leases), skipped)
+        return [self._grant(server_id, prompt_id, store.eval_leases) for prompt_id in evaluations]
 
     async def _lease_training(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
         store, config, leases = self.store, self.config, list[Lease]()
@@ -253,6 +281,7 @@ class MemoryReplayQueue:
         if self.config.take_order == "admission":
             self._restore_admissions(prompt_id)
         store.record_success(prompt_id)
+        store.drop_saved(prompt_id)
         number = store.release_admission(prompt_id)
         store.groups[prompt_id] = MemoryGroup(lease.attempt, payload, number, min_version, store.clock())
         store.make_ready(prompt_id)
@@ -264,24 +293,57 @@ class MemoryReplayQueue:
         return [await self.append(group.lease, group.payload, group.min_version) for group in groups]
 
     async def record_evaluation(
-        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
-    ) -> None:
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         if lease.prompt_id not in self.store.prompts:
             return
         self.store.record_success(lease.prompt_id)
+        self.store.drop_saved(lease.prompt_id)
         del self.store.prompts[lease.prompt_id]
         self.store.eval_leases.remove(lease.prompt_id)
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
         evaluation.rewards.append(list(rewards))
+        evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), tuple(accuracies)))
         evaluation.versions += (min_version, max_version)
+        if kept_group:
+            max_bytes = self.config.capacity_bytes // KEPT_EVALUATION_SHARE
+            evaluation.keep(lease.prompt_id, kept_group, max_bytes, self.store.clock() + KEPT_EVALUATION_S)
         self.store.finish_evaluation_prompt(evaluation_id)
 
+    async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
+        store, max_bytes, refused = self.store, self.config.capacity_bytes // SAVED_SHARE, list[int]()
+        for lease, piece in pieces:
+            prompt = store.prompts.get(lease.prompt_id)
+            replaced = prompt.saved.get((piece.sample, piece.start), b"") if prompt else b""
+            added = len(piece.payload) - len(replaced)
+            is_over = store.counters["saved_bytes"] + added > max_bytes
+            if prompt is None or not self._holds(server_id, lease) or server_id in store.quarantined or is_over:
+                refused.append(lease.prompt_id)
+                continue
+            prompt.saved[piece.sample, piece.start] = piece.payload
+            prompt.saved_from.add(server_id)
+            store.count("saved_bytes", added)
+        return refused
+
+    async def saved_tokens(self, lease: Lease) -> list[SavedTokens]:
+        prompt = self.store.prompts.get(lease.prompt_id)
+        saved = prompt.saved if prompt else {}
+        return [SavedTokens(*place, payload) for place, payload in sorted(saved.items())]
+
+    async def forget_tokens(self, server_id: str, lease: Lease) -> None:
+        if self._holds(server_id, lease):
+            self.store.drop_saved(lease.prompt_id)
+
     async def give_back(
-        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
-    ) -> bool:
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0,
+        forget_saved: bool = False,
+    ) -> bool:  # fmt: skip
         if not self._holds(server_id, lease):
             return False
+        if forget_saved:
+            self.store.drop_saved(lease.prompt_id)
         max_attempts = 1 if is_final else self.config.max_attempts
         verdict: Verdict = "counted"
         if failure and not is_final:
@@ -329,8 +391,27 @@ class MemoryReplayQueue:
         self._known = {(of_step, prompt_id) for of_step, ids in manifests.items() for prompt_id in ids}
         return manifests
 
-    async def feed_positions(self) -> dict[str, int]:
-        return {name: feed.position for name, feed in self.store.feeds.items()}
+    async def kept_groups(self, evaluation_id: str) -> KeptGroups:
+        found = self.store.evaluations.get(evaluation_id)
+        if found is None:
+            return KeptGroups()
+        if self.store.clock() >= found.kept_until:
+            found.kept.clear()
+        return KeptGroups(tuple(sorted(found.kept)), found.num_left_out)
+
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+        kept = self.store.evaluations[evaluation_id].kept
+        return [kept[prompt_id] for prompt_id in prompt_ids if prompt_id in kept]
+
+    async def forget_kept(self, evaluation_id: str) -> None:
+        self.store.evaluations[evaluation_id].kept.clear()
+
+    async def feeds(self) -> dict[str, FeedPosition]:
+        return dict(self.store.feeds)
+
+    async def finish(self, step: int) -> None:
+        self._check_term()
+        self.store.finished_step = step
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         self._check_term()
@@ -375,6 +456,7 @@ class MemoryReplayQueue:
             if prompt_id in store.prompts:
                 if store.remove_group(prompt_id) is None:
                     store.release_admission(prompt_id)
+                store.drop_saved(prompt_id)
                 store.kept.setdefault(committed_step, {})[prompt_id] = store.prompts.pop(prompt_id)
                 store.count("trained")
                 found += 1
@@ -422,6 +504,8 @@ class MemoryReplayQueue:
             store.delivered.remove(prompt_id)
             store.make_ready(prompt_id)
         store.manifests.clear()
+        for prompt_id in store.prompts:
+            store.drop_saved(prompt_id)
         self._known.clear()
         store.counters["step"] = store.counters["committed_step"] = step
         store.gone_back = GoneBack(checkpoint, self.term, 0)
@@ -429,7 +513,7 @@ class MemoryReplayQueue:
 
     async def expire(self, prompt_id: int, reason: str = "stale") -> None:
         self._check_term()
-        if self.store.remove_group(prompt_id) is not None:
+        if self._drop(prompt_id) is not None:
             self.store.prompts[prompt_id].attempt += 1
             self.store.count("expired")
             self.store.expired_reasons[reason_label(reason)] += 1
@@ -437,7 +521,8 @@ class MemoryReplayQueue:
 
     async def discard(self, prompt_id: int, reason: str) -> None:
         self._check_term()
-        if self.store.remove_group(prompt_id) is not None:
+        if self._drop(prompt_id) is not None:
+            self.store.drop_saved(prompt_id)
             del self.store.prompts[prompt_id]
             self.store.count("expired")
             self.store.count("discarded")
@@ -445,7 +530,7 @@ class MemoryReplayQueue:
 
     async def dead_letter(self, prompt_id: int, reason: str) -> None:
         self._check_term()
-        group = self.store.remove_group(prompt_id)
+        group = self._drop(prompt_id)
         if group is not None:
             self.store.bury(prompt_id, reason, group.payload)
 
@@ -471,6 +556,10 @@ class MemoryReplayQueue:
                 f"term {self.term} has passed; the current one is {current}; another learner has taken over, stop "
                 "this one"
             )
+
+    def _drop(self, prompt_id: int) -> MemoryGroup | None:
+        self._known = {(of_step, known_id) for of_step, known_id in self._known if known_id != prompt_id}
+        return self.store.remove_group(prompt_id)
 
     def _reclaim(self) -> None:
         now = self.store.clock()
@@ -518,6 +607,7 @@ class MemoryReplayQueue:
             store.count("discarded")
             store.expired_reasons["cancelled"] += 1
         store.cancelled.add(prompt_id)
+        store.drop_saved(prompt_id)
         del store.prompts[prompt_id]
         return PromptStatus(prompt_id, "cancelled", prompt.attempt, b"")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from penstock.config.service import BreakerConfig
 from penstock.replay.breaker import MAX_PROBES, MAX_SPARED, Breaker, Verdict
 from penstock.replay.contract import FeedPosition, GoneBack
-from penstock.sample_scores import summarise
+from penstock.sample_scores import PromptSamples, summarise
 
 NEVER = float("inf")
 MAX_BENCHMARKS = 256
@@ -99,6 +99,10 @@ class MemoryPrompt:
     owner: tuple[str, int] | None = None
     """Server and attempt of the lease; None if it is not leased."""
     submitted_at: float = 0.0
+    saved: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Saved tokens by sample and start."""
+    saved_from: set[str] = field(default_factory=set)
+    """Servers that saved them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,20 @@ class MemoryEvaluation:
     num_finished: int = 0
     num_failed: int = 0
     rewards: list[list[float]] = field(default_factory=list)
+    samples: list[PromptSamples] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: dict[int, bytes] = field(default_factory=dict)
+    kept_until: float = 0.0
+    kept_bytes: int = 0
+    num_left_out: int = 0
+
+    def keep(self, prompt_id: int, group: bytes, max_bytes: int, until: float) -> None:
+        """Keep the group for the learner's reward model, if there is room."""
+        self.kept_bytes += len(group)
+        if self.kept_bytes <= max_bytes:
+            self.kept[prompt_id], self.kept_until = group, until
+        else:
+            self.num_left_out += 1
 
 
 class MemoryStore:
@@ -130,6 +147,7 @@ class MemoryStore:
         self.groups: dict[int, MemoryGroup] = {}
         self.submissions: dict[str, range] = {}
         self.feeds: dict[str, FeedPosition] = {}
+        self.finished_step = -1
         self.evaluations: dict[str, MemoryEvaluation] = {}
         self.scores: dict[str, float] = {}
         self.score_history: dict[str, float] = {}
@@ -224,9 +242,31 @@ class MemoryStore:
         if prompt_id not in self.groups:
             return None
         self.unready(prompt_id)
-        self.delivered.discard(prompt_id)
+        if prompt_id in self.delivered:
+            self.delivered.remove(prompt_id)
+            self._leave_manifest(prompt_id)
         self.lease_signal.send()
         return self.groups.pop(prompt_id)
+
+    def _leave_manifest(self, prompt_id: int) -> None:
+        """The prompt may be generated and taken again for a later step, and must then be in the manifest of that step
+        alone."""
+        kept = {step: [other for other in ids if other != prompt_id] for step, ids in self.manifests.items()}
+        self.manifests = {step: ids for step, ids in kept.items() if ids}
+
+    def quarantine(self, server_id: str, num_probes: int) -> None:
+        """Put a server into quarantine. Tokens that it saved are deleted."""
+        self.quarantined[server_id] = num_probes
+        for prompt_id, prompt in self.prompts.items():
+            if server_id in prompt.saved_from:
+                self.drop_saved(prompt_id)
+
+    def drop_saved(self, prompt_id: int) -> None:
+        """Delete the saved tokens of a prompt."""
+        prompt = self.prompts[prompt_id]
+        self.count("saved_bytes", -sum(map(len, prompt.saved.values())))
+        prompt.saved.clear()
+        prompt.saved_from.clear()
 
     def release_admission(self, prompt_id: int) -> float:
         """Remove a prompt from every place before its group. Returns the number of its admission; a prompt without one
@@ -330,6 +370,7 @@ class MemoryStore:
 
     def fail_evaluation_prompt(self, prompt_id: int) -> None:
         """Count a held-out prompt as finished, without samples."""
+        self.drop_saved(prompt_id)
         evaluation_id = self.prompts.pop(prompt_id).evaluation_id
         self.evaluations[evaluation_id].num_failed += 1
         self.finish_evaluation_prompt(evaluation_id)
@@ -348,13 +389,18 @@ class MemoryStore:
         evaluation.num_finished += 1
         if evaluation.num_finished == evaluation.num_prompts and evaluation.rewards:
             benchmark = re.sub(r"-\d+$", "", evaluation_id)
-            if benchmark in self.scores or len(self.scores) < MAX_BENCHMARKS:
-                self.scores[benchmark] = summarise(evaluation.rewards).mean
-            num_digits = len(evaluation_id) - len(benchmark) - 1
-            if 0 < num_digits < 16 and len(self.score_history) < MAX_SCORES:
-                self.score_history[evaluation_id] = summarise(evaluation.rewards).mean
+            self.keep_score(benchmark, evaluation_id, summarise(evaluation.rewards).mean)
+
+    def keep_score(self, benchmark: str, numbered: str, score: float) -> None:
+        """Keep the newest score of a benchmark and, under its name with a number at the end, its history."""
+        if benchmark in self.scores or len(self.scores) < MAX_BENCHMARKS:
+            self.scores[benchmark] = score
+        num_digits = len(numbered) - len(benchmark) - 1
+        if 0 < num_digits < 16 and len(self.score_history) < MAX_SCORES:
+            self.score_history[numbered] = score
 
     def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
+        self.drop_saved(prompt_id)
         self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))
         self.buried.add(prompt_id)
         self.dead_reasons[reason_label(reason)] += 1

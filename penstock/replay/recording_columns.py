@@ -3,7 +3,8 @@
 Arrays are converted as whole columns, never token by token. This module imports pyarrow, which is slow, at its top:
 import it only where it is needed.
 
-Recordings of version 1 have trajectories without `sampling_segments`. They are read too.
+Recordings of version 1 have trajectories without `sampling_segments`, those of version 2 without `episode`. They are
+read too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ TRAJECTORY_1 = pa.struct(
     ]
 )
 """A trajectory in a recording of version 1."""
-TRAJECTORY = pa.struct([*TRAJECTORY_1, pa.field("sampling_segments", pa.list_(SAMPLING_SEGMENT))])
-TRAJECTORY_TYPES = (pa.list_(TRAJECTORY_1), pa.list_(TRAJECTORY))
+TRAJECTORY_2 = pa.struct([*TRAJECTORY_1, pa.field("sampling_segments", pa.list_(SAMPLING_SEGMENT))])
+TRAJECTORY = pa.struct([*TRAJECTORY_2, pa.field("episode", pa.int32())])
+TRAJECTORY_TYPES = (pa.list_(TRAJECTORY_1), pa.list_(TRAJECTORY_2), pa.list_(TRAJECTORY))
 """Types of the column `trajectories` that can be read."""
 SCHEMA = pa.schema(
     [
@@ -56,7 +58,7 @@ SCHEMA = pa.schema(
         ("finished_at_ms", pa.int64()),
         ("prompt", pa.binary()),
     ],
-    metadata={"penstock.recording": "2"},
+    metadata={"penstock.recording": "3"},
 )
 
 
@@ -123,6 +125,7 @@ def _trajectories(trajectories: Sequence[Trajectory]) -> Any:
                 [s.top_p for s in calls],
             ),
         ),
+        [t.episode for t in trajectories],
     )  # fmt: skip
 
 
@@ -180,6 +183,7 @@ _ARRAY_COLUMNS = ("prompt_token_ids", "trajectories")
 def _read_trajectories(structs: Any) -> list[Trajectory]:
     fields = {structs.type.field(i).name: structs.field(i) for i in range(structs.type.num_fields)}
     calls = fields["sampling_segments"].to_pylist() if "sampling_segments" in fields else [[]] * len(structs)
+    episodes = fields["episode"].to_pylist() if "episode" in fields else [0] * len(structs)
     return [
         Trajectory(
             token_ids=token_ids,
@@ -191,11 +195,13 @@ def _read_trajectories(structs: Any) -> list[Trajectory]:
             reward_parts=dict(parts),
             is_baseline=is_baseline,
             sampling_segments=tuple(SamplingSegment(**segment) for segment in samplings),
+            episode=episode,
         )
-        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts, is_baseline, samplings in zip(
+        for token_ids, loss_mask, log_probs, segments, reward, finish_reason, parts, is_baseline, samplings, episode
+        in zip(
             _split(fields["token_ids"]), _split(fields["loss_mask"]), _split(fields["log_probs"]),
             fields["segments"].to_pylist(), fields["reward"].to_pylist(), fields["finish_reason"].to_pylist(),
-            fields["reward_parts"].to_pylist(), fields["is_baseline"].to_pylist(), calls, strict=True,
+            fields["reward_parts"].to_pylist(), fields["is_baseline"].to_pylist(), calls, episodes, strict=True,
         )
     ]  # fmt: skip
 

@@ -5,14 +5,18 @@ The scripts are in `lua/`. penstock.replay.group_payloads moves the groups' byte
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, NotFound
 from penstock.replay.admission import admission
 from penstock.replay.contract import (
+    KEPT_EVALUATION_S,
+    KEPT_EVALUATION_SHARE,
+    SAVED_SHARE,
     AppendOutcome,
     Committed,
     Delivery,
@@ -20,14 +24,16 @@ from penstock.replay.contract import (
     FeedPosition,
     FinishedGroup,
     GoneBack,
+    KeptGroups,
     Lease,
     Outbox,
     PromptStatus,
     QueueStat,
+    SavedTokens,
     Submission,
 )
 from penstock.replay.group_payloads import GroupPayloads
-from penstock.sample_scores import summarise
+from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient
 from penstock.store.redis_errors import guarded
@@ -77,11 +83,12 @@ class RedisReplayQueue:
         ]
 
     async def feed(
-        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int]
-    ) -> FeedPosition:
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int],
+        epoch_prompts: int = 0,
+    ) -> FeedPosition:  # fmt: skip
         flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
-        feed = read_record(await self._call("feed", name, fingerprint, position, *flat))
-        return FeedPosition(feed["position"], feed["fingerprint"].decode())
+        feed = read_record(await self._call("feed", name, fingerprint, position, epoch_prompts, *flat))
+        return FeedPosition(feed["position"], feed["fingerprint"].decode(), feed["epoch_prompts"], feed["last_id"])
 
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         await self._call("create_evaluation", evaluation_id, *payloads)
@@ -92,8 +99,15 @@ class RedisReplayQueue:
         if not fields:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
-        texts = [text for name, text in fields.items() if name.startswith(b"rewards:")]
-        rewards = [[float(word) for word in text.split()] for text in texts]
+        rewards = {
+            name.partition(b":")[2]: [float(word) for word in text.split()]
+            for name, text in fields.items()
+            if name.startswith(b"rewards:")
+        }
+        samples = []
+        for prompt, scored in rewards.items():
+            source, answers, *others = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
+            samples.append(PromptSamples(source, tuple(scored), tuple(answers), *map(tuple, others)))
         return Evaluation(
             evaluation_id=evaluation_id,
             num_prompts=int(fields[b"num_prompts"]),
@@ -102,9 +116,14 @@ class RedisReplayQueue:
             policy_version_min=int(fields.get(b"version_min", -1)),
             policy_version_max=int(fields.get(b"version_max", -1)),
             num_samples=num_samples,
-            pass_at=summarise(rewards).pass_at,
+            pass_at=summarise(list(rewards.values())).pass_at,
             num_failed=int(fields.get(b"num_failed", 0)),
+            by_source=scores_by_source(samples),
         )
+
+    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
+        flat = [item for name, value in scores.items() for item in (name, repr(value))]
+        await self._call("record_scores", number, *flat)
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         found = read_record(await self._call("get_prompt", prompt_id))
@@ -117,6 +136,10 @@ class RedisReplayQueue:
         if not deliveries:
             raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
         return deliveries[0].payload
+
+    async def waiting(self) -> set[int]:
+        """The prompts whose groups wait for the learner."""
+        return {int(prompt_id) for prompt_id in await guarded(self.client.zrange(self.keys.ready, 0, -1))}
 
     async def taken(self) -> set[int]:
         """The prompts whose groups the learner has taken and not committed."""
@@ -171,20 +194,43 @@ class RedisReplayQueue:
         return await self.payloads.append(groups, self.config)
 
     async def record_evaluation(
-        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int
-    ) -> None:
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         await self._call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
-            " ".join(map(repr, rewards)),
+            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,
+            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S,
         )  # fmt: skip
 
+    async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
+        if not pieces:
+            return []
+        flat: list[Any] = []
+        for lease, piece in pieces:
+            flat += (lease.prompt_id, lease.attempt, piece.sample, piece.start, piece.payload)
+        max_bytes = self.config.capacity_bytes // SAVED_SHARE
+        refused: list[int] = await self._call("save_tokens", server_id, max_bytes, *flat)
+        return refused
+
+    async def saved_tokens(self, lease: Lease) -> list[SavedTokens]:
+        pieces = []
+        for value in filter(None, await guarded(self.client.hvals(self.keys.saved(lease.prompt_id)))):
+            sample, start, payload = value.split(b":", 2)
+            pieces.append(SavedTokens(int(sample), int(start), payload))
+        return sorted(pieces, key=lambda piece: (piece.sample, piece.start))
+
+    async def forget_tokens(self, server_id: str, lease: Lease) -> None:
+        await self._call("forget_tokens", server_id, lease.prompt_id, lease.attempt)
+
     async def give_back(
-        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0
-    ) -> bool:
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0,
+        forget_saved: bool = False,
+    ) -> bool:  # fmt: skip
         max_attempts, breaker = 1 if is_final else self.config.max_attempts, self.config.breaker
         return bool(await self._call(
             "give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts, int(is_final), num_running,
-            breaker.failures, breaker.non_finite_failures, int(breaker.probe_s * 1000),
+            breaker.failures, breaker.non_finite_failures, int(breaker.probe_s * 1000), int(forget_saved),
         ))  # fmt: skip
 
     async def reconcile(self, held: Sequence[Lease]) -> Outbox:
@@ -209,9 +255,32 @@ class RedisReplayQueue:
         self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
         return manifests
 
-    async def feed_positions(self) -> dict[str, int]:
+    async def kept_groups(self, evaluation_id: str) -> KeptGroups:
+        prompt_ids = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
+        num_left_out = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_left_out"))
+        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_left_out or 0))
+
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+        if not prompt_ids:
+            return []
+        groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
+        return [group for group in groups if group is not None]
+
+    async def forget_kept(self, evaluation_id: str) -> None:
+        await guarded(self.client.unlink(self.keys.evaluation_groups(evaluation_id)))
+
+    async def feeds(self) -> dict[str, FeedPosition]:
         fields = await guarded(self.client.hgetall(self.keys.feeds))
-        return {name.decode(): int(value) for name, value in fields.items() if b":" not in name}
+        return {
+            name.decode(): FeedPosition(
+                int(position), fields.get(name + b":fingerprint", b"").decode(), int(fields.get(name + b":prompts", 0))
+            )
+            for name, position in fields.items()
+            if b":" not in name
+        }
+
+    async def finish(self, step: int) -> None:
+        await self._call("finish", self.term, step)
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
@@ -269,13 +338,13 @@ class RedisReplayQueue:
         self._manifests, self._attempts = {}, {}
 
     async def expire(self, prompt_id: int, reason: str = "stale") -> None:
-        await self._call("expire", self.term, prompt_id, reason)
+        await self._drop("expire", prompt_id, reason)
 
     async def discard(self, prompt_id: int, reason: str) -> None:
-        await self._call("discard", self.term, prompt_id, reason)
+        await self._drop("discard", prompt_id, reason)
 
     async def dead_letter(self, prompt_id: int, reason: str) -> None:
-        await self._call("dead_letter", self.term, prompt_id, reason)
+        await self._drop("dead_letter", prompt_id, reason)
 
     async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
         await self._call("publish", self.term, policy_version, step, policy)
@@ -285,6 +354,13 @@ class RedisReplayQueue:
         return version
 
     # ── private ──
+
+    async def _drop(self, how: str, prompt_id: int, reason: str) -> None:
+        """Remove a group, also from the manifests: the prompt may be taken again, and is then news to this learner."""
+        await self._call(how, self.term, prompt_id, reason)
+        for ids in self._manifests.values():
+            if prompt_id in ids:
+                ids.remove(prompt_id)
 
     @property
     def _lease_ttl_ms(self) -> int:

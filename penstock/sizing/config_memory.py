@@ -49,16 +49,22 @@ class GroupMemory:
 
 def memory_of(config: RunConfig, gpu: Gpu) -> list[GroupMemory]:
     """The memory of the learner's roles, by the groups in which they share GPUs."""
-    setup, roles = Setup.of(config), config.learner.needed_roles
+    roles = config.learner.needed_roles
     return [
-        GroupMemory(tuple(_role_memory(config, name, shares, setup) for name, shares in group.items()), gpu)
+        GroupMemory(tuple(_role_memory(config, name, shares) for name, shares in group.items()), gpu)
         for group in active_resource_groups(config.learner.placement, roles)
     ]
 
 
-def _role_memory(config: RunConfig, name: str, shares: RoleConfig, setup: Setup) -> RoleMemory:
+def _role_memory(config: RunConfig, name: str, shares: RoleConfig) -> RoleMemory:
+    """The memory of a role. A worker class of the user's own has no moments: nobody knows what it holds."""
+    own = config.learner.roles.get(name)
+    if own is not None and own.is_own_class:
+        return RoleMemory(name, shares, ())
+    kind = name if own is None else own.worker
     shape = find_shape(str(_folder(config, shares)))
-    return RoleMemory(name, shares, tuple(role_moments(cast(Role, name), shape, shares.num_ranks, setup)))
+    moments = role_moments(cast(Role, kind), shape, shares.num_ranks, Setup.of(config, name))
+    return RoleMemory(name, shares, tuple(moments))
 
 
 def _folder(config: RunConfig, shares: RoleConfig) -> Path:

@@ -4,7 +4,7 @@
 |--------|------------------------------------------------------------------------------------|
 | load   | the rank's weights are read; the root is gathered; the self-check runs             |
 | step   | the logits; the backward pass of one layer; its end; a checkpoint is written       |
-| gather | the largest unit is unsharded for a push, while the optimizer's state is in memory |
+| gather | the largest unit is gathered for a push, while the optimizer's state is in memory  |
 | push   | the same, with a second version that is being sent                                 |
 
 In the formulas P is the number of parameters, L those of the largest layer, R those of the root (the embedding, the

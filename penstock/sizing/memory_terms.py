@@ -84,13 +84,15 @@ class Setup:
     """Micro-batches of a step. From the second on, gradients are in memory during the forward pass."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Setup:
-        """The settings of a run's configuration, on GPUs."""
+    def of(cls, config: RunConfig, role: str = "policy") -> Setup:
+        """The settings of a role of a run's configuration, on GPUs."""
         learner = config.learner
         pushed_bytes = _BYTES[config.model.dtype]
         wanted = learner.compute_dtype
         return cls(
-            micro_batch_tokens=learner.micro_batch_tokens // learner.sequence_parallel,
+            micro_batch_tokens=tokens_of_a_rank(
+                learner.micro_batch_tokens, config.rollout.engine.max_model_len, learner.sequence_parallel, role
+            ),
             logprob_chunk_tokens=learner.logprob_chunk_tokens,
             master_bytes=_BYTES[learner.master_dtype],
             compute_bytes=(4 if config.model.dtype == "float32" else 2) if wanted == "auto" else _BYTES[wanted],
@@ -103,6 +105,13 @@ class Setup:
             policy_is_reference=learner.policy_is_reference,
             staging="host" if config.weights.staging == "host" else "device",
         )
+
+
+def tokens_of_a_rank(micro_batch_tokens: int, longest_sequence: int, sequence_parallel: int, role: str) -> int:
+    """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one may
+    be more than `micro_batch_tokens`. Only the policy splits it over ranks."""
+    num_sharing = sequence_parallel if role == "policy" else 1
+    return max(micro_batch_tokens, -(-longest_sequence // num_sharing))
 
 
 def total(terms: Sequence[Term]) -> float:

@@ -7,11 +7,13 @@ import math
 import re
 import struct
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.sizing.models import KNOWN, Counted, Experts, ModelShape
+from penstock.hub import is_hub_id, local_model_config
+from penstock.sizing.models import KNOWN, Counted, Experts, ModelShape, shape_of_hub_id
 from penstock.weights.folder_tensors import tensor_shapes, weight_files
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
@@ -19,15 +21,21 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a known shape, or the shape of the model in a folder."""
+    """Return a known shape, or the shape of the model in a folder. Of a Hub id only config.json is fetched, unless its
+    shape is known."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
-    path = Path(name) / "config.json"
+    folder = Path(name)
+    if is_hub_id(folder):
+        if (known := shape_of_hub_id(name)) is not None:
+            return known
+        folder = local_model_config(folder, "model.path")
+    path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"--model {name} is neither one of {', '.join(KNOWN)} nor a folder with config.json")
     try:
         config = json.loads(path.read_text())
-        return _shape(config, Path(name))
+        return replace(_shape(config, folder), name=Path(name).name)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{path} does not describe a decoder that can be planned: {error!r}") from error
 

@@ -6,6 +6,7 @@ shapes in `KNOWN`, they are computed from the sizes. Norms and biases are then l
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 
@@ -167,3 +168,18 @@ KNOWN = {
     )
 }
 """The shapes of Qwen2.5, of Qwen3 30B-A3B, and of Llama 3 70B."""
+
+_QWEN = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
+HUB_IDS = {name: f"Qwen/Qwen2.5-{name.upper()}-Instruct" for name in _QWEN} | {
+    "30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "70b": "meta-llama/Llama-3.3-70B-Instruct",
+}
+"""A model of the Hub with each of these shapes."""
+_QWEN_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?(?P<size>[\d.]+B)(?:-Instruct)?(?:@[\w.-]+)?")
+
+
+def shape_of_hub_id(name: str) -> ModelShape | None:
+    """The shape of a model of the Hub, if it is one of `KNOWN`."""
+    found = _QWEN_ID.fullmatch(name)
+    size = found["size"].lower() if found else next((key for key, value in HUB_IDS.items() if value == name), "")
+    return KNOWN.get(size)

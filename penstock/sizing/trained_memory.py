@@ -113,15 +113,16 @@ class TrainedRank:
         return found
 
     def _push(self) -> list[Moment]:
-        """Units are gathered one after the other and staged. A version may still be sent while the next is gathered."""
-        root = self._unsharded(self.model.root_parameters, "R")
+        """Units are gathered one after the other and staged: layers, and the embedding and the head each by itself. A
+        version may still be sent while the next is gathered."""
+        root = [self._embedding()]
         layer = self._unsharded(self.model.layer_parameters, "L")
         if self.model.experts is not None and not self.setup.lora_rank:
             copied = float(self.setup.compute_bytes * self.model.layer_parameters)
             layer.append(Term("its experts, one by one", self._bytes("L"), copied))
         unit = max(root, layer, key=total)
         return [
-            self._placed("gather", "unsharding the largest unit", self._state(), unit, num_staged=1),
+            self._placed("gather", "gathering the largest unit", self._state(), unit, num_staged=1),
             self._placed("push", "sending a version, gathering the next", self._state(), unit),
         ]
 
@@ -227,6 +228,14 @@ class TrainedRank:
         """The buffer of the layer that was gathered last, or is gathered next, while another part of the model runs."""
         num_bytes = self._gathered_bytes(self.model.layer_parameters) if self.num_ranks > 1 else 0.0
         return [Term("buffer of a gathered layer", self._bytes("L"), num_bytes)]
+
+    def _embedding(self) -> Term:
+        """What it takes to gather the embedding, or the head, for a push: this rank's part in the compute type, and the
+        whole."""
+        ranks, gathered = self.num_ranks, self._gathered_bytes(self.model.embedding_parameters)
+        return Term(
+            "gathered embedding", f"{self._bytes('E')} x (1 + 1/N)", gathered * (1 + 1 / ranks if ranks > 1 else 1)
+        )
 
     def _unsharded(self, num_parameters: int, name: str) -> list[Term]:
         """What it takes to gather a unit: the copies of all ranks arrive in a buffer and are then sorted into weights.

@@ -5,6 +5,8 @@ Redis holds one record per server. These are the states, and who moves a server 
     JOINING ──(server: engine is up)──► STALE ──(server: loaded the current version)──► READY
     READY   ──(publisher: announced)──► LOADING ──(publisher: committed)──► READY
     any     ──(publisher: missed a deadline or failed)──► EVICTED ──(server: sees it, reloads)──► STALE
+
+A server that ends leaves. One that died stays, with its last heartbeat, until the learner forgets it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import redis.asyncio as redis
 from penstock.records import read_known_fields
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
-from penstock.store.scripts import STORE
+from penstock.store.scripts import STORE, read_rows
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
 SERVING_STATES: tuple[ServerState, ...] = ("READY", "LOADING")
@@ -86,6 +88,12 @@ class Fleet:
         await guarded(self.client.hdel(self.keys.quarantined, server_id))
         await guarded(self.client.hdel(self.keys.server_states, server_id))
         await guarded(self.client.hdel(self.keys.servers, server_id))
+
+    async def forget_silent(self, max_silence_s: float, term: int) -> dict[str, float]:
+        """Forget the servers that sent no heartbeat for `max_silence_s`. Returns the silence of each in seconds. Raises
+        Fenced once a newer term was taken."""
+        rows = read_rows(await self._call("forget_silent_servers", term, int(1000 * max_silence_s)))
+        return {row["server_id"].decode(): row["silence_ms"] / 1000 for row in rows}
 
     async def servers(self) -> list[ServerRecord]:
         records = await guarded(self.client.hgetall(self.keys.servers))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import redis.asyncio as redis
@@ -23,6 +24,8 @@ from penstock.store.scripts import STORE
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 LEARNER = "learner"
+VALIDATOR = "validator"
+"""The part of the feed that validates."""
 
 
 class Heartbeats:
@@ -30,6 +33,7 @@ class Heartbeats:
 
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
+        self.run = run
         self.keys = RunKeys(run)
 
     async def beat(self, component: str) -> float | None:
@@ -69,6 +73,28 @@ class Heartbeats:
         finally:
             await end_task(task)
         await self.end(component)
+
+    @contextlib.contextmanager
+    def beating_in_thread(self, component: str, connect: Callable[[], redis.Redis]) -> Iterator[None]:
+        """Beat from a thread, with a connection of its own, while the block keeps the event loop busy."""
+        stop = threading.Event()
+
+        async def beat() -> None:
+            client = connect()
+            task = asyncio.create_task(Heartbeats(client, self.run)._beat_loop(component))
+            try:
+                await asyncio.to_thread(stop.wait)
+            finally:
+                await end_task(task)
+                await client.aclose()
+
+        thread = threading.Thread(target=lambda: asyncio.run(beat()), name=f"heartbeat of {component}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
     async def _beat_loop(self, component: str) -> None:
         while True:

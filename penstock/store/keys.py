@@ -52,6 +52,8 @@ class RunKeys:
     """Hash: part of the run to the time of its last heartbeat, in ms."""
     starts = Key()
     """Hash: part of the run to how often it was started."""
+    leaving = Key()
+    """Sorted set of processes that are stopping and still need Redis, by the time of their last sign in ms."""
     phases = Key()
     """Hash: part of the run to the phases of its start (penstock.store.phases)."""
     drained = Key()
@@ -97,6 +99,13 @@ class RunKeys:
     results = Key()
     """Stream of finished prompts: see penstock.replay.results."""
 
+    # ── saved tokens ──
+    saved = KeyFamily()
+    """Hash of a prompt in flight: `sample:start` to `sample:start:` and encoded tokens of that sample, and
+    `from:SERVER` to nothing for each server that saved some."""
+    saved_bytes = Key()
+    """Hash: prompt with saved tokens to their bytes."""
+
     # ── groups ──
     group = KeyFamily()
     """The encoded group of a prompt id and an attempt."""
@@ -129,6 +138,8 @@ class RunKeys:
     # ── evaluations ──
     evaluation = KeyFamily()
     """Hash of one evaluation: its counts, rewards and versions."""
+    evaluation_groups = KeyFamily()
+    """Hash of one evaluation: held-out prompt to its encoded group, for the learner's reward model; expires."""
     eval_pending = Key()
     """Sorted set of held-out prompts that can be leased, by id."""
     eval_leases = Key()
@@ -160,7 +171,24 @@ class RunKeys:
 
     # ── sessions ──
     session = KeyFamily()
-    """List of a session's calls. With `rewarded` as a second part: the answer to its reward."""
+    """With `calls` as a second part: list of a session's calls. With `state`: hash of its reward and the answer to it.
+    Both expire."""
+    sessions = Key()
+    """Sorted set of sessions that have calls, by the time at which they expire."""
+    session_sizes = Key()
+    """Hash: session to the bytes of its calls. `session_bytes` in `counters` is their sum."""
+    finishing = Key()
+    """Sorted set of rewarded sessions and tasks that are not yet groups in the queue, by the time of the next try."""
+    task = KeyFamily()
+    """Hash of one task: what it asks for, its counts, and its places by number. Expires once it has ended."""
+    task_pending = Key()
+    """Sorted set of places of tasks that can be leased (`ID NUMBER`), by the order of submission."""
+    task_leases = Key()
+    """Sorted set of leased places of tasks, by the time the lease runs out."""
+    task_open = Key()
+    """Set of tasks of which a place was leased, until they are complete."""
+    task_due = Key()
+    """Sorted set of open tasks that have a deadline, by its time."""
 
 
 class CreatedRunsKeys:

@@ -2,11 +2,15 @@
 
 A process hands an event to `NoticeBoard.post`, which never waits. The board writes its events to Redis once a second.
 Events of the same kind and fingerprint are one notice, which keeps the text of the first event and counts the others.
-The gateway shows the notices with the run. Resuming the run removes them.
+The gateway shows the notices with the run. Resuming the run removes them. Processes that died and work again are shown
+for SHOWN_S after the last time, and a lost server until it is back.
 
-    reward_failed    a reward could not be computed, and the sample got `rollout.reward.error_value`
-    default_reward   a data source is unknown, and is scored with `rollout.reward.default`
-    prompt_failed    no group could be made from a prompt
+    reward_failed      a reward could not be computed, and the sample got `rollout.reward.error_value`
+    default_reward     a data source is unknown, and is scored with `rollout.reward.default`
+    prompt_failed      no group could be made from a prompt
+    process_restarted  a process of a local run died, and `penstock up` started it again
+    server_failed      a rollout server ended with an error, which may start again
+    server_lost        a rollout server was silent for so long that the list of servers no longer has it
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,8 +38,14 @@ WRITE_S = 1.0
 MAX_OF_KIND = 10
 """Largest number of notices of each kind, so that no kind hides another. Further ones are only in the logs."""
 MAX_TEXT_CHARS = 500
+SHOWN_S = 600.0
+"""How long the end of a process is shown, if it does not end again. After that time, `penstock up` and Kubernetes take
+the process for healthy, too."""
+PASSING_KINDS = ("process_restarted", "server_failed")
 
-NoticeKind = Literal["reward_failed", "default_reward", "prompt_failed"]
+NoticeKind = Literal[
+    "reward_failed", "default_reward", "prompt_failed", "process_restarted", "server_failed", "server_lost"
+]
 
 
 @dataclass(frozen=True)
@@ -84,14 +95,22 @@ class Notices:
         self.keys = RunKeys(run)
 
     async def record(self, event: Event, count: int = 1) -> None:
-        fields = {"kind": event.kind, "text": event.text[:MAX_TEXT_CHARS], "detail": event.detail}
-        arguments = (event.key, json.dumps(fields), count, MAX_OF_KIND)
+        fields = {"key": event.key, "kind": event.kind, "text": event.text[:MAX_TEXT_CHARS], "detail": event.detail}
+        shown_ms = int(1000 * SHOWN_S) if event.kind in PASSING_KINDS else 0
+        arguments = (event.key, json.dumps(fields), count, MAX_OF_KIND, shown_ms)
         await STORE.call(self.client, self.keys.prefix, "record_notice", *arguments)
 
     async def newest_first(self) -> list[Notice]:
         records = await guarded(self.client.hgetall(self.keys.notices))
-        notices = [read_known_fields(Notice, json.loads(text)) for text in records.values()]
+        found = [read_known_fields(Notice, json.loads(text)) for text in records.values()]
+        oldest_ms = 1000 * (time.time() - SHOWN_S)
+        notices = [notice for notice in found if notice.kind not in PASSING_KINDS or notice.last_at_ms > oldest_ms]
         return sorted(notices, key=lambda notice: (-notice.last_at_ms, notice.text))
+
+    async def remove(self, events: Iterable[Event]) -> None:
+        """Remove the notices of these events, which are no longer true."""
+        if keys := [event.key for event in events]:
+            await guarded(self.client.hdel(self.keys.notices, *keys))
 
 
 class NoticeBoard:

@@ -35,17 +35,29 @@ class Phases:
     def __init__(self, client: redis.Redis, run: str) -> None:
         self.client: Any = client
         self.keys = RunKeys(run)
+        self.newest = ""
+        """The phase that this process has entered last."""
 
     async def enter(self, component: str, phase: str, *, is_first: bool = False) -> None:
         """Record that `component` has begun `phase`. The first phase of a process removes those of the process before
         it. If Redis does not answer or refuses the phase, it is only logged: a start does not fail because of this."""
         phase = phase.encode("utf-8", "replace").decode()  # it may name a path, which need not be UTF-8
+        self.newest = phase
         logger.info("%s", phase)
         arguments = (component, phase, int(is_first), MAX_PHASES)
         try:
             await STORE.call(self.client, self.keys.prefix, "enter_phase", *arguments)
         except PenstockError as error:
             logger.warning("cannot record the phase: %s", error)
+
+    async def read_newest(self, component: str) -> tuple[str, float] | None:
+        """The name of the newest phase of a part, and the seconds since it began; None if it has none."""
+        text = await guarded(self.client.hget(self.keys.phases, component))
+        if not text:
+            return None
+        name, entered_at_ms = json.loads(text)[-1]
+        seconds, microseconds = await guarded(self.client.time())
+        return name, int(seconds) + int(microseconds) / 1e6 - int(entered_at_ms) / 1000
 
     async def by_component(self) -> dict[str, list[Phase]]:
         """The newest phases of each part, oldest first."""

@@ -29,6 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
+from penstock.store.redis_address import LastAddress
 from penstock.store.redis_errors import RedisCannotWrite, cannot_write, guarded
 
 logger = logging.getLogger(__name__)
@@ -92,10 +93,11 @@ class PayloadLink:
     """A blocking client in its own threads, for large payloads. It prepares and sends one exchange while Redis works on
     the one before. It connects when it is first used."""
 
-    def __init__(self, config: RedisConfig, options: dict[str, Any], retry_s: float) -> None:
+    def __init__(self, config: RedisConfig, options: dict[str, Any], retry_s: float, last: LastAddress) -> None:
         self.config = config
         self.options = options
         self.retry_s = retry_s
+        self.last = last
         self._threads = ThreadPoolExecutor(max_workers=EXCHANGES_AT_ONCE, thread_name_prefix="payloads")
         self._opening = threading.Lock()
         self._client: redis.Redis | None = None
@@ -123,7 +125,11 @@ class PayloadLink:
     def _make(self) -> redis.Redis:
         if self.config.cluster:
             return cast("redis.Redis", redis.RedisCluster.from_url(self.config.url, **self.options))
-        return redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
+        client = redis.Redis.from_url(self.config.url, command_packer=_PayloadPacker(), **self.options)
+        pool = client.connection_pool
+        if issubclass(pool.connection_class, redis.Connection):
+            pool.connection_class = self.last.used_by_blocking(pool.connection_class)
+        return client
 
 
 class RedisClient(redis.asyncio.Redis):
@@ -178,6 +184,7 @@ def connect(config: RedisConfig, *, patient: bool = False, max_connections: int 
     ):  # fmt: skip
         if path is not None:
             options[name] = str(path)
+    last = LastAddress()
     if config.cluster:
         client = cast(
             "RedisClient", RedisClusterClient.from_url(config.url, max_connections=max_connections, **options)
@@ -187,10 +194,12 @@ def connect(config: RedisConfig, *, patient: bool = False, max_connections: int 
             config.url, max_connections=max_connections, timeout=config.timeout_s, **options
         )
         pool.connection_class = _packing_in_c(pool.connection_class)
+        if issubclass(pool.connection_class, redis.asyncio.Connection):
+            pool.connection_class = last.used_by(pool.connection_class)
         client = cast("RedisClient", RedisClient.from_pool(pool))
     client.max_block_s = config.timeout_s / 2
     client.retry_s = config.retry_s if patient else 0
-    client.payloads = PayloadLink(config, options, client.retry_s)
+    client.payloads = PayloadLink(config, options, client.retry_s, last)
     return client
 
 

@@ -48,6 +48,7 @@ class ScriptFolder:
 
 STORE = ScriptFolder("penstock.store")
 QUEUE = ScriptFolder("penstock.replay")
+SESSIONS = ScriptFolder("penstock.sessions")
 
 
 @cache

@@ -1,6 +1,7 @@
 from penstock.v1 import groups_pb2 as _groups_pb2
 from penstock.v1 import prompts_pb2 as _prompts_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -8,8 +9,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOOL_CHOICE_UNSPECIFIED: _ClassVar[ToolChoice]
+    TOOL_CHOICE_NONE: _ClassVar[ToolChoice]
+    TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
+    TOOL_CHOICE_NAMED: _ClassVar[ToolChoice]
+TOOL_CHOICE_UNSPECIFIED: ToolChoice
+TOOL_CHOICE_NONE: ToolChoice
+TOOL_CHOICE_REQUIRED: ToolChoice
+TOOL_CHOICE_NAMED: ToolChoice
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("run", "messages", "text", "token_ids", "sampling", "stop", "stream", "session_id", "policy_version")
+    __slots__ = ("run", "messages", "text", "token_ids", "sampling", "stop", "stream", "session_id", "policy_version", "tools_json", "tool_choice", "tool_name", "single_tool_call", "template_arguments_json", "json_schema", "json_object", "render_only", "history_token_ids")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +31,15 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    RENDER_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     run: str
     messages: _containers.RepeatedCompositeFieldContainer[_prompts_pb2.Message]
     text: str
@@ -28,10 +49,19 @@ class GenerateRequest(_message.Message):
     stream: bool
     session_id: str
     policy_version: int
-    def __init__(self, run: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_prompts_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stream: _Optional[bool] = ..., session_id: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    tools_json: str
+    tool_choice: ToolChoice
+    tool_name: str
+    single_tool_call: bool
+    template_arguments_json: str
+    json_schema: str
+    json_object: bool
+    render_only: bool
+    history_token_ids: bytes
+    def __init__(self, run: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_prompts_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stream: _Optional[bool] = ..., session_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., tools_json: _Optional[str] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., single_tool_call: _Optional[bool] = ..., template_arguments_json: _Optional[str] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., render_only: _Optional[bool] = ..., history_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("text", "token_ids", "log_probs", "segments", "finish_reason", "prompt_token_ids", "server_id", "sampling")
+    __slots__ = ("text", "token_ids", "log_probs", "segments", "finish_reason", "prompt_token_ids", "server_id", "sampling", "tool_calls", "stop_text")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +70,8 @@ class GenerateChunk(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: bytes
     log_probs: bytes
@@ -48,10 +80,24 @@ class GenerateChunk(_message.Message):
     prompt_token_ids: bytes
     server_id: str
     sampling: _prompts_pb2.Sampling
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_groups_pb2.VersionSegment, _Mapping]]] = ..., finish_reason: _Optional[_Union[_groups_pb2.Trajectory.FinishReason, str]] = ..., prompt_token_ids: _Optional[bytes] = ..., server_id: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallPart]
+    stop_text: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[_groups_pb2.VersionSegment, _Mapping]]] = ..., finish_reason: _Optional[_Union[_groups_pb2.Trajectory.FinishReason, str]] = ..., prompt_token_ids: _Optional[bytes] = ..., server_id: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ..., stop_text: _Optional[str] = ...) -> None: ...
+
+class ToolCallPart(_message.Message):
+    __slots__ = ("index", "call_id", "name", "arguments")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+    def __init__(self, index: _Optional[int] = ..., call_id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class RewardSessionRequest(_message.Message):
-    __slots__ = ("run", "session_id", "reward", "reward_parts")
+    __slots__ = ("run", "session_id", "reward", "reward_parts", "task_id")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,16 +109,20 @@ class RewardSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
     run: str
     session_id: str
     reward: float
     reward_parts: _containers.ScalarMap[str, float]
-    def __init__(self, run: _Optional[str] = ..., session_id: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    task_id: str
+    def __init__(self, run: _Optional[str] = ..., session_id: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., task_id: _Optional[str] = ...) -> None: ...
 
 class RewardSessionResponse(_message.Message):
-    __slots__ = ("prompt_ids", "replayed")
+    __slots__ = ("prompt_ids", "replayed", "is_waiting")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    IS_WAITING_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     replayed: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ...) -> None: ...
+    is_waiting: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ..., is_waiting: _Optional[bool] = ...) -> None: ...

@@ -180,7 +180,7 @@ class Group(_message.Message):
     def __init__(self, run: _Optional[str] = ..., prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., agent_name: _Optional[str] = ..., sampling: _Optional[_Union[_prompts_pb2.Sampling, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., finished_at_ms: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs", "reward_failed", "sampling_segments", "routed_experts")
+    __slots__ = ("token_ids", "loss_mask", "log_probs", "segments", "reward", "reward_parts", "finish_reason", "is_baseline", "text", "tokens", "learner_log_probs", "reward_failed", "sampling_segments", "routed_experts", "token_rewards", "server_ids", "episode")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[Trajectory.FinishReason]
@@ -212,6 +212,9 @@ class Trajectory(_message.Message):
     REWARD_FAILED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_IDS_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     loss_mask: bytes
     log_probs: bytes
@@ -226,19 +229,60 @@ class Trajectory(_message.Message):
     reward_failed: bool
     sampling_segments: _containers.RepeatedCompositeFieldContainer[SamplingSegment]
     routed_experts: RoutedExperts
-    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ..., reward_failed: _Optional[bool] = ..., sampling_segments: _Optional[_Iterable[_Union[SamplingSegment, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+    token_rewards: _containers.RepeatedCompositeFieldContainer[TokenReward]
+    server_ids: _containers.RepeatedScalarFieldContainer[str]
+    episode: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., log_probs: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[VersionSegment, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[_Union[Trajectory.FinishReason, str]] = ..., is_baseline: _Optional[bool] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[str]] = ..., learner_log_probs: _Optional[bytes] = ..., reward_failed: _Optional[bool] = ..., sampling_segments: _Optional[_Iterable[_Union[SamplingSegment, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., token_rewards: _Optional[_Iterable[_Union[TokenReward, _Mapping]]] = ..., server_ids: _Optional[_Iterable[str]] = ..., episode: _Optional[int] = ...) -> None: ...
+
+class SavedTokens(_message.Message):
+    __slots__ = ("tokens", "server_id", "is_finished", "is_handed_over", "num_turns", "last_turn_start", "num_user_turns", "tool_rewards", "turn_scores", "turn_rewards", "final_reward")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    IS_HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    LAST_TURN_START_FIELD_NUMBER: _ClassVar[int]
+    NUM_USER_TURNS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TURN_SCORES_FIELD_NUMBER: _ClassVar[int]
+    TURN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_REWARD_FIELD_NUMBER: _ClassVar[int]
+    tokens: Trajectory
+    server_id: str
+    is_finished: bool
+    is_handed_over: bool
+    num_turns: int
+    last_turn_start: int
+    num_user_turns: int
+    tool_rewards: _containers.RepeatedScalarFieldContainer[float]
+    turn_scores: _containers.RepeatedScalarFieldContainer[float]
+    turn_rewards: _containers.RepeatedScalarFieldContainer[float]
+    final_reward: float
+    def __init__(self, tokens: _Optional[_Union[Trajectory, _Mapping]] = ..., server_id: _Optional[str] = ..., is_finished: _Optional[bool] = ..., is_handed_over: _Optional[bool] = ..., num_turns: _Optional[int] = ..., last_turn_start: _Optional[int] = ..., num_user_turns: _Optional[int] = ..., tool_rewards: _Optional[_Iterable[float]] = ..., turn_scores: _Optional[_Iterable[float]] = ..., turn_rewards: _Optional[_Iterable[float]] = ..., final_reward: _Optional[float] = ...) -> None: ...
+
+class TokenReward(_message.Message):
+    __slots__ = ("index", "reward")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    reward: float
+    def __init__(self, index: _Optional[int] = ..., reward: _Optional[float] = ...) -> None: ...
 
 class SamplingSegment(_message.Message):
-    __slots__ = ("start", "end", "temperature", "top_p")
+    __slots__ = ("start", "end", "temperature", "top_p", "top_k", "min_p")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     temperature: float
     top_p: float
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ...) -> None: ...
+    top_k: int
+    min_p: float
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("ids", "num_layers", "top_k", "id_bytes")

@@ -151,7 +151,7 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail", "notices", "num_trained", "parts", "learning", "speed")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail", "notices", "num_trained", "parts", "learning", "speed", "learning_verdict", "speed_verdict")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Run.State]
@@ -193,6 +193,8 @@ class Run(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_VERDICT_FIELD_NUMBER: _ClassVar[int]
+    SPEED_VERDICT_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     policy_version: int
@@ -209,7 +211,31 @@ class Run(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[Part]
     learning: str
     speed: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ...) -> None: ...
+    learning_verdict: Verdict
+    speed_verdict: Verdict
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Verdict, _Mapping]] = ..., speed_verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("code", "level", "text", "advice")
+    class Level(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LEVEL_UNSPECIFIED: _ClassVar[Verdict.Level]
+        OK: _ClassVar[Verdict.Level]
+        WARN: _ClassVar[Verdict.Level]
+        FAIL: _ClassVar[Verdict.Level]
+    LEVEL_UNSPECIFIED: Verdict.Level
+    OK: Verdict.Level
+    WARN: Verdict.Level
+    FAIL: Verdict.Level
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    level: Verdict.Level
+    text: str
+    advice: str
+    def __init__(self, code: _Optional[str] = ..., level: _Optional[_Union[Verdict.Level, str]] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("component", "phases")
@@ -244,7 +270,7 @@ class Notice(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., detail: _Optional[str] = ..., count: _Optional[int] = ..., first_at_ms: _Optional[int] = ..., last_at_ms: _Optional[int] = ...) -> None: ...
 
 class QueueStat(_message.Message):
-    __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted")
+    __slots__ = ("pending_prompts", "admitted", "in_flight", "queued", "delivered", "queued_bytes", "trained", "expired", "dead_lettered", "conservation_error", "redelivered", "reclaimed", "discarded", "admission_limit", "admission_room", "inserted", "saved_bytes")
     PENDING_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +287,7 @@ class QueueStat(_message.Message):
     ADMISSION_LIMIT_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_ROOM_FIELD_NUMBER: _ClassVar[int]
     INSERTED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     pending_prompts: int
     admitted: int
     in_flight: int
@@ -277,7 +304,8 @@ class QueueStat(_message.Message):
     admission_limit: int
     admission_room: int
     inserted: int
-    def __init__(self, pending_prompts: _Optional[int] = ..., admitted: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ..., delivered: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., trained: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., conservation_error: _Optional[int] = ..., redelivered: _Optional[int] = ..., reclaimed: _Optional[int] = ..., discarded: _Optional[int] = ..., admission_limit: _Optional[int] = ..., admission_room: _Optional[int] = ..., inserted: _Optional[int] = ...) -> None: ...
+    saved_bytes: int
+    def __init__(self, pending_prompts: _Optional[int] = ..., admitted: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ..., delivered: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., trained: _Optional[int] = ..., expired: _Optional[int] = ..., dead_lettered: _Optional[int] = ..., conservation_error: _Optional[int] = ..., redelivered: _Optional[int] = ..., reclaimed: _Optional[int] = ..., discarded: _Optional[int] = ..., admission_limit: _Optional[int] = ..., admission_room: _Optional[int] = ..., inserted: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class ListServersRequest(_message.Message):
     __slots__ = ("run",)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.errors import PenstockError, first_error
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
+from penstock.errors import PenstockError, described, first_error
 from penstock.logs import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock rollout", description="Run one rollout server.")
+    parser = Parser(
+        prog="penstock rollout",
+        description="Run one rollout server, which samples responses and scores them. `penstock up` starts it with the "
+        "others.",
+        epilog="Any config field can be overridden: --rollout.max_concurrent_groups 64",
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--server-id", default="rollout-0", help="name of the server in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
+    from penstock.hub import with_local_model
     from penstock.private_files import keep_files_private
     from penstock.start_checks import make_run_folder
 
     try:
         config = load_config(arguments.config, overrides)
         setup_logging(arguments.server_id, config.run)
+        config = with_local_model(config)
         if arguments.check:
             from penstock_rollout.start_check import check
 
@@ -38,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve(config, arguments.server_id))
     except* PenstockError as errors:
         print(f"penstock rollout: error: {first_error(errors)}", file=sys.stderr)
+        return_code = 1
+    except* Exception as errors:
+        traceback.print_exception(errors)
+        print(f"penstock rollout: error: {described(first_error(errors))}", file=sys.stderr)
         return_code = 1
     else:
         return_code = 0

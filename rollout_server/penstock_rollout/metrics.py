@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, Children, CountedHistogram
+from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, Children, CountedHistogram, HostMemoryGauges
 
 REWARD_ERRORS = ("exception", "timeout", "worker_died")
 
@@ -20,9 +20,16 @@ class RolloutMetrics:
 
         self.registry = registry
         self._child = Children()
+        HostMemoryGauges(registry)
+        self.info = Gauge(name("rollout_info"), "Always 1.", ["server", "engine"], registry=registry)
         self.produced = Counter(name("groups_produced"), "Groups appended to the queue.", ["env"], registry=registry)
         self.trajectories = Counter(name("trajectories_produced"), "Samples generated.", ["env"], registry=registry)
         self.version = Gauge(name("policy_version"), "Policy version served.", ["component"], registry=registry)
+        self.pinned = Gauge(
+            name("policy_pinned"),
+            "1 while an operator or a validation holds the server at a version.",
+            registry=registry,
+        )
         self.inflight = Gauge(name("rollout_inflight"), "Groups that are being generated.", registry=registry)
         self.outbox = Gauge(name("rollout_outbox_groups"), "Groups that no checkpoint covers yet.", registry=registry)
         self.paused = Counter(
@@ -59,6 +66,19 @@ class RolloutMetrics:
         self.failures = Counter(
             name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry
         )
+        self.saved_tokens = Counter(
+            name("rollout_saved_tokens"), "Tokens of unfinished groups that were saved in Redis.", registry=registry
+        )
+        self.continued_tokens = Counter(
+            name("rollout_continued_tokens"), "Tokens that another lease had saved and this one continued.",
+            registry=registry,
+        )  # fmt: skip
+        self.regenerated_tokens = Counter(
+            name("rollout_regenerated_tokens"),
+            "Tokens of other leases that are generated again: too old to be continued, or lost with a server (an "
+            "estimate).",
+            ["reason"], registry=registry,
+        )  # fmt: skip
         self.append_wait = Counter(
             name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
         )
@@ -68,6 +88,8 @@ class RolloutMetrics:
         )  # fmt: skip
         self.paused.labels("weights")
         self.recovery_seconds.labels("rollout")
+        for reason in ("stale", "lost"):
+            self.regenerated_tokens.labels(reason)
         for kind in REWARD_ERRORS:
             self.reward_errors.labels(kind)
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 from prometheus_client import CollectorRegistry
 
+from penstock.config.agents import AgentsConfig
 from penstock.config.run import RunConfig
+from penstock.config.tools import SearchTool
 from penstock.errors import ConfigError
 from penstock.ports import is_loopback
-from penstock.start_checks import check_lengths, check_model, check_redis, check_rewards, check_run_folder
+from penstock.start_checks import (
+    check_agent_packages,
+    check_chat_template,
+    check_lengths,
+    check_model,
+    check_package,
+    check_redis,
+    check_rewards,
+    check_run_folder,
+)
 from penstock.weights.cluster_key import ClusterKey
+from penstock_rollout.agents.loading import check_tools_file, load_mcp_servers
+from penstock_rollout.agents.mcp.tools import configured_servers
 from penstock_rollout.engines.factory import (
     check_devices,
     check_reports_experts,
-    check_takes_updates,
+    check_serves_model,
     resolve_engine_name,
 )
 from penstock_rollout.metrics import RolloutMetrics
@@ -28,21 +42,41 @@ def check(config: RunConfig) -> str:
     check_address(config)
     check_redis(config.redis)
     check_model(config)
+    check_chat_template(config)
     check_rewards(config.rollout.reward)
     agents = config.rollout.agents
     for name, file in (("tools_file", agents.tools_file), ("interactions_file", agents.interactions_file)):
         if file is not None and not file.is_file():
             raise ConfigError(f"rollout.agents.{name} {file} does not exist; check the path")
+    for name, tool in agents.tools.items():
+        if isinstance(tool, SearchTool) and tool.index is not None and not tool.index.exists():
+            raise ConfigError(f"rollout.agents.tools.{name}.index {tool.index} does not exist; check the path")
+    if agents.tools_file is not None:
+        check_tools_file(agents.tools_file)
+    check_agent_packages(agents)
+    _check_mcp_servers(agents)
     check_lengths(config)
     check_run_folder(config)
     ClusterKey.of(config).check()
     engine = resolve_engine_name(config.rollout.engine)
     check_devices(engine, config.rollout.engine)
-    check_takes_updates(engine, config.model.path)
+    check_serves_model(engine, config.model.path)
     if config.learner.router.replay:
         check_reports_experts(engine)
     asyncio.run(_check_reward_functions(config))
     return engine
+
+
+def _check_mcp_servers(agents: AgentsConfig) -> None:
+    """Check the servers of the config and of the tools file, without starting a program or calling one."""
+    declared = load_mcp_servers(agents.tools_file) if agents.tools_file else ()
+    for servers in declared:
+        check_package("mcp", servers.place)
+    for servers in (configured_servers(agents.mcp_servers), *declared):
+        for server in servers.connections:
+            command = server.settings.command
+            if command and shutil.which(command[0]) is None:
+                raise ConfigError(f"{server.place}.command: there is no program {command[0]}")
 
 
 async def _check_reward_functions(config: RunConfig) -> None:
@@ -60,4 +94,10 @@ def check_address(config: RunConfig) -> None:
     if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
         raise ConfigError(
             f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
+        )
+    has_keys = config.gateway.keys_file is not None or config.gateway.api_key_file is not None
+    if config.rollout.http_port is not None and not is_loopback(config.rollout.host) and not has_keys:
+        raise ConfigError(
+            f"rollout.http_port on {config.rollout.host} is reachable by others; set gateway.keys_file or "
+            "gateway.api_key_file, or rollout.http_port to null"
         )

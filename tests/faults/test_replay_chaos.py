@@ -1,6 +1,6 @@
 """Chaos: whatever is killed, cut, suspended or unanswered, every prompt is trained exactly once.
 
-The short run is part of every test run, the long one of `make chaos`.
+The shortest run is part of `make test`, the others of `make chaos`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def measured(report: Report) -> dict[str, object]:
     return {"lost": 0, "doubled": 0, "recovery_s": report.longest_stall_s}
 
 
+def test_a_hundred_prompts_are_trained_once_whatever_dies(tmp_path: Path) -> None:
+    run_both(tmp_path, Plan(num_groups=100, num_faults=4, seed=7, lost_replies=0.05))
+
+
+@pytest.mark.long
 @pytest.mark.fault_row(
     "whole run", "8 faults in 300 groups", how="as in the long run, with other seeds",
     must="each prompt is trained once; conservation at every moment",

@@ -104,7 +104,8 @@ def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run
     check_groups(run)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+@pytest.mark.long  # test_weight_transports.py has members that die in a push and that join late
+@pytest.mark.parametrize("seed", range(4))
 def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRun, seed: int) -> None:
     run.until_serving("a", "b", above=run.current)
     killed, killed_s, current = run.parts["b"], run.redis_time_s(), run.current

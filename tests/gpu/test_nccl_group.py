@@ -235,3 +235,30 @@ def test_a_stage_that_is_aborted_ends_soon_and_leaves_the_group(nccl: NcclStandI
     again = start_stage(staged, rendezvous.replace('"kept": false', '"kept": true'), 1, 2)
     again.done.result(PROMPT_S)
     assert "has left the NCCL group" in again.failure
+
+
+def test_a_member_leaves_the_group_if_another_one_does_not_enter_the_barrier(
+    nccl: NcclStandIn, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A barrier that never ends would occupy the GPU, and the next load, which synchronizes the device, would hang."""
+    enter = NcclGroup.enter_barrier
+
+    def enter_unless_second(group: NcclGroup, deadline: Deadline) -> int:
+        if group._rank == 2:
+            raise WeightPushFailed("this rank has failed")
+        return enter(group, deadline)
+
+    monkeypatch.setattr(NcclGroup, "enter_barrier", enter_unless_second)
+    sender, staged = NcclSender(CPU), staged_version(1)
+    members = [target("a"), target("fails")]
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
+    rendezvous = sender.open(shipment, members, deadline)
+    stages = [start_stage(staged, rendezvous, rank, 3) for rank in (1, 2)]
+    with pytest.raises(WeightPushFailed):
+        sender.send(shipment, members, deadline)
+    sender.close(failed=True)
+    for stage in stages:
+        stage.abort()
+        stage.done.result(PROMPT_S)
+        assert stage.mismatch(staged.checksums(Deadline(DEADLINE_S, "hashing"))) == "", "it has every bucket"
+    assert nccl.num_communicators == 0, "no barrier is left on a GPU"

@@ -4,7 +4,8 @@
     python tests/sglang_protocol/make_schema.py sources 0.5.23
 
 The sources are parsed, not imported, because SGLang can be imported only where it can run. The file has the flags of
-the command line, and the JSON schema of every request that the engine makes. The schemas come from the dataclasses and
+the command line, the JSON schema of every request that the engine makes, and the methods that the engine's plugin
+hooks, with a check that SGLang has them. The schemas come from the dataclasses and
 structs behind the routes of http_server.py, and from the contract that SGLang also checks /generate against. SGLang
 ignores unknown fields silently. The schema refuses them, because here an unknown field is a mistake.
 """
@@ -29,6 +30,11 @@ SCALARS: dict[str, Schema] = {
     "bool": {"type": "boolean"},
     "dict": {"type": "object"},
 }
+HOOKS = {
+    "sglang.srt.managers.scheduler.Scheduler.__init__": ["self", "server_args", "port_args"],
+    "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator": ["self", "source"],
+}
+"""Methods that the plugin hooks, with their positional arguments."""
 CONTRACT = "api/v1/api_types.py"
 """`sglang.api.v1.GenerateRequest`: a second, generated description of /generate."""
 
@@ -140,6 +146,17 @@ def request_schemas(sources: Path) -> dict[str, Schema]:
     return schemas
 
 
+def check_hooks(sources: Path) -> None:
+    """Fail unless SGLang has the methods, and a plugin can hook them."""
+    assert (sources / "srt/plugins/hook_registry.py").exists()
+    for target, arguments in HOOKS.items():
+        module, class_name, method = target.removeprefix("sglang.").rsplit(".", 2)
+        found = read_scope(sources / f"{module.replace('.', '/')}.py")[class_name]
+        assert isinstance(found, ast.ClassDef)
+        (node,) = (n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == method)
+        assert [argument.arg for argument in node.args.args] == arguments, target
+
+
 def server_flags(sources: Path) -> dict[str, str]:
     """The flags of the command line by name. A flag is a `switch`, or a `value` if it takes one or more values."""
     flags: dict[str, str] = {}
@@ -168,9 +185,11 @@ def flags_of(name: str, annotation: ast.AST) -> dict[str, str]:
 
 def main(sources: Path, version: str) -> None:
     package = sources / "sglang"
+    check_hooks(package)
     requests, flags = request_schemas(package), server_flags(package)
     lines = [f"{json.dumps(route)}: {json.dumps(schema)}" for route, schema in requests.items()]
-    text = f'{{"sglang": {json.dumps(version)},\n"flags": {json.dumps(flags)},\n"requests": {{\n'
+    text = f'{{"sglang": {json.dumps(version)},\n"flags": {json.dumps(flags)},\n"hooks": {json.dumps([*HOOKS])},\n'
+    text += '"requests": {\n'
     target = Path(__file__).parent / "schema.json"
     target.write_text(text + ",\n".join(lines) + "\n}}\n")
     print(f"{target}: {len(requests)} requests, {len(flags)} flags")

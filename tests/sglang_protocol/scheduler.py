@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
+from tests.sglang_protocol.plugins import Plugins
 
 DEFAULT_SEED = 42
 Message = dict[str, Any]
@@ -131,6 +131,8 @@ class Scheduler(threading.Thread):
         self.is_paused = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self.plugins = Plugins()
+        self.plugins.scheduler_is_made(folder)
 
     def call(self, command: Callable[[], None]) -> None:
         """Run the command between two steps, after the commands that were sent before."""
@@ -265,12 +267,9 @@ class Scheduler(threading.Thread):
     def load(self, folder: Path, version: str | None, flush_cache: bool) -> tuple[bool, str]:
         """Load weights, set the version and flush the cache, in SGLang's order. If the flush fails, the call fails, but
         weights and version have changed."""
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            return False, f"Failed to get weights iterator: Cannot find any model weights with `{folder}`."
         state = self.model.state_dict()
         with torch.no_grad():
-            for name, tensor in ((name, tensor) for file in files for name, tensor in load_file(file).items()):
+            for name, tensor in self.plugins.weights_of(folder):
                 state[name].copy_(tensor)
         if version is not None and version != self.version:
             for req in self.batch.reqs.values():

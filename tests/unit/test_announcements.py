@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.client.responses import Notice, Part, Phase, QueueStat, Run, Server
+from penstock.errors import Conflict
+from penstock.run_state import NO_LEARNER
 from penstock_services.local import announcements, processes
 from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
 from penstock_services.local.processes import Child, ProcessGroup
+from penstock_services.local.training_demo import check_not_paused
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(
@@ -36,6 +39,20 @@ def part(component: str, *phases: tuple[str, int]) -> Part:
     return Part(component=component, phases=tuple(Phase(name=name, entered_at_ms=at) for name, at in phases))
 
 
+@pytest.mark.parametrize(("state", "detail", "message"), [
+    ("PAUSED", "the reward failed", "its run has paused itself: the reward failed"),
+    ("STOPPED", "", "its run was stopped by an operator"),
+    ("PAUSED", "", ""), ("RUNNING", "", ""), ("STOPPED", NO_LEARNER, ""), ("WAITING", "no learner has started yet", ""),
+])  # fmt: skip
+def test_a_demo_ends_when_its_run_has_paused_itself(state: str, detail: str, message: str) -> None:
+    status = run_with(state=state, detail=detail)
+    if not message:
+        check_not_paused(status)
+        return
+    with pytest.raises(Conflict, match=message):
+        check_not_paused(status)
+
+
 def test_the_first_failure_is_said_once_with_its_traceback() -> None:
     said = Announcements(RUN)
     assert said.new_lines(run_with(notices=(FAILED,))) == [
@@ -50,6 +67,13 @@ def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
     assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
 
 
+def test_a_roll_back_and_its_end_are_said_once() -> None:
+    said, held = Announcements(RUN), run_with(held_version=3)
+    begun, ended = held.roll_back_text, "the roll back has ended: servers get the current version again, not 3"
+    assert "holds the servers at version 3" in begun
+    assert [said.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
+
+
 def test_a_pause_is_said_with_its_reason_once() -> None:
     said, paused = (
         Announcements(RUN, "penstock runs resume --run-dir r"),
@@ -59,7 +83,8 @@ def test_a_pause_is_said_with_its_reason_once() -> None:
     assert [said.new_lines(run) for run in (paused, paused, RUN, paused)] == [[line], [], [], [line]]
     starting = run_with(state="STOPPED", detail="no learner is alive")
     assert said.new_lines(starting) == [], "the learner of a run that continues is not up yet"
-    assert len(said.new_lines(run_with(state="STOPPED"))) == 1
+    by_operator = "the run is paused by an operator; `penstock runs resume --run-dir r` continues it"
+    assert said.new_lines(run_with(state="STOPPED")) == [by_operator]
 
 
 def test_a_server_that_leases_nothing_is_said_once() -> None:
@@ -84,6 +109,8 @@ def test_each_phase_of_the_start_is_a_line_with_the_time_of_the_one_before(monke
     assert said.new_lines(run_with(parts=(loading,))) == ["learner: still loading"]
     assert said.new_lines(run_with(parts=(loading,))) == []
     clock[0] += STILL_AFTER_S
+    paused = [said.new_lines(run_with(parts=(loading,), state="PAUSED")) for _ in range(2)]
+    assert len(paused[0]) == 1 and paused[1] == [], "a paused run is said once, and its phases are not repeated"
     ready = part("learner", *((phase.name, phase.entered_at_ms) for phase in loading.phases), ("training", 9300))
     assert said.new_lines(run_with(parts=(ready,))) == ["learner: training (loading: 4.0 s)"]
     clock[0] += STILL_AFTER_S

@@ -51,15 +51,18 @@ async def bury(queue: MemoryReplayQueue) -> None:
         await asyncio.sleep(0)
 
 
-def feeder_of(queue: MemoryReplayQueue, num_prompts: int, reasons: list[str], epochs: int = 0) -> Feeder:
-    config = DatasetConfig(file=Path("train.jsonl"), epochs=epochs, max_pending=16)
+def feeder_of(
+    queue: MemoryReplayQueue, num_prompts: int, reasons: list[str], epochs: int = 0, max_pending: int = 16,
+    weight: float = 1.0,
+) -> Feeder:  # fmt: skip
+    config = DatasetConfig(file=Path("train.jsonl"), epochs=epochs, max_pending=max_pending)
     prompts = [Prompt(messages=(("user", f"{number}"),)) for number in range(num_prompts)]
 
     async def pause(reason: str) -> None:
         reasons.append(reason)
         queue.store.is_paused = True
 
-    return Feeder(queue, PromptStream(prompts, config, seed=1), pause=pause)
+    return Feeder(queue, PromptStream(prompts, config, 1, [(num_prompts, weight)]), pause=pause)
 
 
 async def test_the_run_pauses_long_before_a_large_dataset_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +79,23 @@ async def test_the_run_pauses_long_before_a_large_dataset_is_buried(monkeypatch:
     finally:
         for task in tasks:
             await end_task(task)
+
+
+async def test_a_small_dataset_is_watched_after_all_of_it_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its feed ends before the first prompt is tried."""
+    monkeypatch.setattr("penstock.feed.dataset_feed.WATCH_S", 0.001)
+    queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
+    feeder = feeder_of(queue, 2 * MIN_BURIED, reasons, epochs=1, max_pending=1000)
+    assert await feeder.run() == 2 * MIN_BURIED and not reasons
+
+    async def is_over() -> bool:
+        for lease in await queue.lease("s", 8):
+            await queue.give_back("s", lease, TOO_LONG, is_final=True)
+        return bool(reasons)
+
+    async with asyncio.timeout(5):
+        await feeder.watch(is_over)
+    assert f"{MIN_BURIED} of the newest {MIN_BURIED} prompts were dead-lettered with prompt_too_long" in reasons[0]
 
 
 async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +123,10 @@ async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
             await end_task(task)
 
 
-async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_prompts", "weight"), [(20, 1.0), (40, 0.5)])
+async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(
+    num_prompts: int, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
     queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
     burying = asyncio.create_task(bury(queue))
@@ -112,6 +135,6 @@ async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(monkeypatch: py
             with pytest.raises(
                 InvalidInput, match="all 20 prompts of an epoch were dead-lettered .* with prompt_too_long"
             ):
-                await feeder_of(queue, 20, reasons).run()
+                await feeder_of(queue, num_prompts, reasons, weight=weight).run()
     finally:
         await end_task(burying)

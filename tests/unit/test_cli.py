@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,11 +19,11 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import main as cli
-from penstock.cli import top
+from penstock.cli import policies, top
 from penstock.cli.connection import only_gateway
 from penstock.cli.submit import prompt_key, submit_all
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import QueueStat, Run, Server
+from penstock.client.responses import Policy, QueueStat, Run, Server
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
 from penstock.sparkline import sparkline
 from penstock.trajectory import Prompt, Sampling
@@ -71,13 +72,89 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in shown for name in cli.COMMANDS)
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_fits_a_terminal(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        cli.main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert 5 < len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
 @pytest.mark.parametrize(
-    ("word", "hint"), [("statsu", "did you mean `status`?"), ("polices", "did you mean `policies`?"), ("xyzzy", "demo")]
+    ("word", "hint"), [("statsu", "did you mean status?"), ("polices", "did you mean policies?"), ("xyzzy", "demo")]
 )
 def test_an_unknown_command_suggests_the_nearest(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word]) == 2
     error = capsys.readouterr().err
     assert hint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["up", "run.yaml", "--chek"], "unknown option --chek; did you mean --check?"),
+        (["demo", "--hlep"], "unknown option --hlep; did you mean --help?"),
+        (["generate", "a.parquet", "--output", "b", "--tempreature=1"], "did you mean --temperature?"),
+        (["up", "run.yaml", "--run", "x"], "run.yaml does not exist"),
+        (["up", "--learner.lr", "1", "run.yaml"], "run.yaml does not exist"),
+        (["up", "run.yaml", "--lr", "1"], "unknown option --lr; did you mean 'learner.lr'?"),
+        (["top", "--intervall", "2"], "penstock top: error: unknown option --intervall; did you mean --interval?"),
+        (["policies", "--limt", "5"], "did you mean --limit?"),
+        (["status", "--jso"], "did you mean --json?"),
+        (["status", "-json"], "unknown option -json; did you mean --json?"),
+        (["queue", "peek", "--limmit", "3"], "penstock queue peek: error: unknown option --limmit"),
+        (["queue", "dlq", "purge", "--yess"], "did you mean --yes?"),
+        (["keys", "make", "--rolle", "read"], "did you mean --role?"),
+        (["--verison"], "unknown option '--verison'; did you mean --version?"),
+    ],
+)
+def test_an_unknown_option_suggests_the_nearest(
+    words: list[str], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["policies", "premote", "3"], "unknown action 'premote'; did you mean promote?"),
+        (["policies", "promote"], "promote takes VERSION, which is missing"),
+        (["queue", "peak"], "unknown command 'peak'; did you mean peek?"),
+        (["queue", "dlq", "lst"], "unknown action 'lst'; did you mean list?"),
+        (["queue"], "COMMAND is missing: give one of stat, peek, export, import, requeue or dlq"),
+        (["keys"], "ACTION is missing: give one of make or list"),
+        (["runs", "creat", "x.yaml"], "did you mean create?"),
+        (["servers", "dran", "a"], "did you mean drain?"),
+        (["up"], "CONFIG is missing (YAML file of the run); see `penstock up --help`"),
+        (["generate"], "FILE and --output are missing; see `penstock generate --help`"),
+        (["feed"], "--config is missing (YAML file of the run)"),
+        (["top", "--interval"], "--interval needs a value"),
+        (["top", "--interval", "fast"], "--interval: 'fast' is not a number"),
+        (["policies", "--limit", "x"], "--limit: 'x' is not a whole number"),
+        (["status", "--run-dir", "a", "--url", "b"], "--url cannot be combined with --run-dir"),
+        (["plan", "--placement", "standalon"], "--placement: 'standalon' is not a choice; did you mean standalone?"),
+        (["init", "--algorithm", "zzz"], "--algorithm: 'zzz' is not a choice; choose one of "),
+        (["status", "here"], "unexpected 'here'; see `penstock status --help`"),
+        (["runs", "pause", "--learner.lr", "1"], "unexpected '--learner.lr'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("penstock") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_refuses_an_unknown_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--hlep"]) == 2
+    shown = capsys.readouterr()
+    assert "unknown option --hlep; did you mean --help?" in shown.err
+    assert shown.err.count("\n") == 1 and not shown.out
 
 
 @pytest.mark.parametrize(
@@ -120,6 +197,9 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_a_run_that_is_not_up_says_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
     assert f"{tmp_path / 'gateway.json'} does not exist; is the run up?" in capsys.readouterr().err
+    (tmp_path / "lock").write_text(str(os.getpid()))  # as the supervisor of a run that is up does
+    assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
+    assert f"the run in {tmp_path} is starting or stopping, and its gateway is not up" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -142,6 +222,11 @@ def test_the_run_that_is_up_is_found(runs: Any, capsys: pytest.CaptureFixture[st
     assert cli.main(["status"]) == 2
     assert "no run is up in runs/; start one" in capsys.readouterr().err
     runs("killed").close()
+    folder = Path("runs/next")
+    folder.mkdir()
+    (folder / "lock").write_text(str(os.getpid()))
+    assert cli.main(["status"]) == 2
+    assert "the run in runs/next is starting or stopping, and no gateway is up; try again" in capsys.readouterr().err
     up = runs("demo-1")
     address = only_gateway()
     assert (address.run, address.url) == ("demo-1", f"http://127.0.0.1:{up.getsockname()[1]}")
@@ -161,11 +246,12 @@ def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, capsys: pytest.Capt
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 
 
-def test_a_model_by_its_hub_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up", str(DEMO), "--check", "--model.path", "Qwen/Qwen2.5-0.5B"]) == 2
-    assert (
-        "penstock downloads nothing: run `hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER`" in capsys.readouterr().err
-    )
+def test_a_model_by_a_hub_name_that_the_cache_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["up", str(DEMO), "--check", "--model.path", "Qwen/Qwen2.5-0.5B-none"]) == 2
+    assert "model.path: Qwen/Qwen2.5-0.5B-none is neither a path on this machine nor a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["up", "launcher", "rollout", "learner"])
@@ -316,3 +402,39 @@ def test_the_sparkline_of_top_starts_with_the_steps_before() -> None:
     with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(respond)) as client:
         assert top.rewards_of(client) == [0.25, 0.5, 0.75, 1.0]
     assert sparkline([0.25, 0.5, 0.75, 1.0], top.HISTORY) == "▃▅▇█"
+
+
+def test_the_doctor_takes_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--run-dir", str(tmp_path)]) == 2
+    assert "has no config.yaml; give the folder of a run that was started" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("run: a\nmodle: {path: b}\n")
+    assert cli.main(["doctor", "--run-dir", str(tmp_path)]) == 2
+    assert str(tmp_path / "config.yaml") in capsys.readouterr().err
+
+
+def test_the_table_of_policies_shows_snapshots_on_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    held = Policy(
+        policy_version=450, step=450, parent_version=449, published_at_ms=1_700_000_000_000, weights_digest="0" * 32,
+        snapshot_path="/runs/snapshots/version-450", state="PUBLISHED", metrics={"reward_mean": 0.5},
+        server_ids=("rollout-0",), is_held=True, pins=(),
+    )  # fmt: skip
+    policies._print([held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})])
+    head, first, marks, second = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "version",
+        "step",
+        "reward",
+        "state",
+        "snapshot",
+        "digest",
+        "published",
+        "(UTC)",
+        "served",
+        "by",
+    ]
+    assert first.split()[3:5] == ["published", "kept"] and marks.split() == ["held"]
+    assert second.split()[3:5] == ["published", "-"]
+    assert all(len(line) <= 80 for line in (head, first, marks, second))

@@ -21,7 +21,7 @@ from penstock.codec import (
     group_to_proto,
 )
 from penstock.errors import PoisonGroup
-from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
+from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, TokenReward, Trajectory, VersionSegment
 
 OLD_GROUP = (
     "50534b010028b52ffd642500950500c4090a017210802018032209726f6c6c6f75742d302a0567736d386b320a746f6f6c5f6167656e743a"
@@ -136,19 +136,28 @@ def test_bytes_after_the_end_are_found() -> None:
 
 
 def test_calls_with_different_sampling_are_told_apart_token_by_token() -> None:
-    calls = (SamplingSegment(0, 1, 0.0, 1.0), SamplingSegment(1, 4, 0.25, 0.5))
+    calls = (SamplingSegment(0, 1, 0.0, 1.0), SamplingSegment(1, 4, 0.25, 0.5, 20, 0.125))
     decoded = decode_group(encode_group(make_group(make_trajectory(sampling_segments=calls), make_trajectory())))
     mixed, plain = decoded.trajectories
     assert (mixed.sampling_segments, plain.sampling_segments) == (calls, ())
     assert mixed.token_temperatures(decoded.sampling).tolist() == [1.0, 0.25, 0.25, 0.25], "greedy is reported at 1"
     assert plain.token_temperatures(decoded.sampling).tolist() == [0.5] * 4
     assert [t.min_top_p(decoded.sampling) for t in decoded.trajectories] == [0.5, 0.25]
+    assert [t.has_top_k_or_min_p(decoded.sampling) for t in decoded.trajectories] == [True, False]
+
+
+def test_rewards_of_tokens_are_stored() -> None:
+    rewards = (TokenReward(0, 0.5), TokenReward(3, -1.0))
+    decoded = decode_group(encode_group(make_group(make_trajectory(token_rewards=rewards), make_trajectory())))
+    assert [trajectory.token_rewards for trajectory in decoded.trajectories] == [rewards, ()]
 
 
 def test_an_older_reader_refuses_what_it_would_misread_and_reads_the_rest() -> None:
     plain = encode_group(make_group())
     mixed = encode_group(make_group(make_trajectory(sampling_segments=(SamplingSegment(0, 4, 0.5, 1.0),))))
-    assert [struct.unpack_from("<3sH", data)[1] for data in (plain, mixed)] == [1, 2]
+    episodes = encode_group(make_group(make_trajectory(episode=1), make_trajectory(episode=1)))
+    assert [struct.unpack_from("<3sH", data)[1] for data in (plain, mixed, episodes)] == [1, 2, 3]
+    assert [path.episode for path in decode_group(episodes).trajectories] == [1, 1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=-1), Sampling(temperature=float("nan")), Sampling(top_p=0)])
@@ -171,6 +180,9 @@ def test_another_schema_version_is_told_apart_from_damage() -> None:
         ({"sampling_segments": (SamplingSegment(0, 3, 1.0, 1.0),)}, "shape"),
         ({"sampling_segments": (SamplingSegment(0, 3, 1.0, 1.0), SamplingSegment(2, 4, 1.0, 1.0))}, "shape"),
         ({"sampling_segments": (SamplingSegment(0, 4, -1.0, 1.0),)}, "shape"),
+        ({"token_rewards": (TokenReward(4, 1.0),)}, "shape"),
+        ({"token_rewards": (TokenReward(2, 1.0), TokenReward(2, 1.0))}, "shape"),
+        ({"token_rewards": (TokenReward(2, float("inf")),)}, "non_finite"),
         ({"segments": (VersionSegment(0, 5, 7),)}, "shape"),
         ({"segments": (VersionSegment(0, 0, 7), VersionSegment(0, 4, 7))}, "shape"),
         ({"segments": ()}, "shape"),

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from penstock.config.loading import dump_config, load_config, parse_overrides
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
     path
-    for pattern in ("examples/**/demo.yaml", "examples/presets/*.yaml", "deploy/compose/run-*.yaml")
+    for pattern in (
+        "examples/**/demo.yaml",
+        "examples/presets/*.yaml",
+        "examples/own_steps/*.yaml",
+        "deploy/compose/run-*.yaml",
+    )
     for path in ROOT.glob(pattern)
 )
 
@@ -33,6 +44,12 @@ def test_scientific_notation_without_a_dot_is_a_number(file: Path) -> None:
     assert load_config(file).learner.lr == 1e-4
 
 
+def test_a_misspelled_key_is_named_before_the_key_that_is_missing_for_it(file: Path) -> None:
+    file.write_text("modle: {path: somewhere}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml: unknown key 'modle'; did you mean 'model'\?$"):
+        load_config(file)
+
+
 def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> None:
     config = load_config(file, ["--learner.placement", "split-collocate"])
     dumped = tmp_path / "resolved.yaml"
@@ -45,11 +62,18 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
     [
         (["--learner.num_step", "3"], "unknown key 'learner.num_step'; did you mean 'num_steps'?"),
         (["--lerner.lr", "3"], "unknown key 'lerner'; did you mean 'learner'?"),
+        (["--lr", "3"], "command line: unknown key 'lr'; did you mean 'learner.lr'?"),
+        (["--learner.LR", "3"], "unknown key 'learner.LR'; did you mean 'lr'?"),
+        (["--num-steps", "3"], "did you mean 'learner.num_steps'?"),
+        (["--max-tokens", "3"], "did you mean 'dataset.max_tokens'?"),
+        (["--learner.stalenes", "3"], "did you mean 'replay.max_staleness'?"),
+        (["--modle.path", "x"], "command line: unknown key 'modle'; did you mean 'model'?"),
         (["--learner.algorithm.loss.clip", "3"], "did you mean 'clip_low'?"),
         (["--learner.algorithm.loss.name", "pppo"], "did you mean 'ppo'?"),
         (["--rollout.reward.by_data_source", "{x: {kind: math, wrong: 1}}"], "did you mean 'wrong_score'?"),
-        (["--learner.lr", "fast"], "learner.lr: Input should be a valid number"),
+        (["--learner.lr", "fast"], "command line: learner.lr: must be a number, not 'fast'"),
         (["--learner.lr"], "--learner.lr needs a value"),
+        (["--learner.compile", "--seed", "3"], "--learner.compile needs a value"),
         (["--replay.stale_policy=wait", "--replay.selection=freshest"], "`wait` trains in order of admission"),
         (["--redis.url=http://h"], "must start with redis://, rediss:// or unix://"),
         (
@@ -63,7 +87,10 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--redis.url=rediss://h", "--redis.tls_cert_file=c.pem"], "set tls_key_file as well"),
         (["--redis.url=unix:///s", "--redis.cluster=true"], "a Redis Cluster needs"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
-        (["--run", "No Spaces"], "run: String should match pattern"),
+        (
+            ["--run", "No Spaces"],
+            "run: must be at most 63 small letters, digits, - and _, without spaces, not 'No Spaces'",
+        ),
         (["--seed.x", "1"], "seed"),
     ],
 )
@@ -97,3 +124,33 @@ def test_every_shipped_config_loads(path: Path) -> None:
 
 def test_overrides_take_both_spellings() -> None:
     assert parse_overrides(["--a.b", "1", "--c-d=x"]) == [(["a", "b"], 1), (["c_d"], "x")]
+
+
+def _numeric_fields(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """The path of every field that takes a number, and whether it takes whole numbers only."""
+    for name, field in model.model_fields.items():
+        kinds = get_args(field.annotation) or (field.annotation,)
+        if int in kinds or float in kinds:
+            yield (*path, name), float not in kinds
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _numeric_fields(kind, (*path, name))
+
+
+@pytest.mark.parametrize("number", [10**20, math.nan])
+def test_no_field_takes_a_number_that_would_fill_the_memory(number: float) -> None:
+    accepted = []
+    for path, is_whole in _numeric_fields(RunConfig):
+        section: dict[str, Any] = {path[-1]: number}
+        for name in reversed(path[:-1]):
+            section = {name: section}
+        with contextlib.suppress(ValidationError):
+            RunConfig.model_validate({"model": {"path": "somewhere"}} | section)
+            accepted += [path] if is_whole or not math.isfinite(number) else []
+    assert accepted == []
+
+
+@pytest.mark.parametrize("field", ["policy.num_ranks", "lr", "num_steps", "batch_timeout_s"])
+def test_a_number_that_is_too_large_is_refused_with_its_limit(file: Path, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"learner.{field}: must be at most .*, not 1(e\+12|0{{12}})"):
+        load_config(file, [f"--learner.{field}", str(10**12)])

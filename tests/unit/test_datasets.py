@@ -12,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.errors import InvalidInput
+from penstock.codec import decode_prompt, encode_prompt
+from penstock.config.dataset import ColumnsConfig, DatasetConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.feed.dataset_files import read_files
 from penstock.feed.datasets import read_prompts
 from penstock.feed.parquet_rows import ReadLimits
 from penstock.trajectory import Prompt, Sampling
@@ -74,7 +77,7 @@ def test_rows_become_prompts(tmp_path: Path, name: str) -> None:
         ground_truth="2",
         extra_info={"index": 1, "split": "train"},
     )
-    assert [prompt.agent_name for prompt in prompts] == ["single_turn_agent", "tool_agent", "tool_agent"]
+    assert [prompt.agent_name for prompt in prompts] == ["", "tool_agent", "tool_agent"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -91,6 +94,9 @@ def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
         ({"prompt": None}, "line 3: prompt: must be .* not missing"),
         ({"prompt": [{"role": "user"}]}, r"line 3: prompt\[0\]: must have a `role` and a `content`"),
         ({"prompt": [{"role": "user", "content": ["image"]}]}, r"line 3: prompt\[0\]: "),
+        ({"prompt": [{"role": "user", "content": "x", "weight": 1}]}, r"prompt\[0\]: has the field weight"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r"prompt\[0\]: has content of type image"),
+        ({"images": ["a.png"]}, "line 3: images: images, videos and audio are not supported"),
         ({"reward_model": "4"}, "line 3: reward_model: must be an object, not str"),
         ({"extra_info": [1]}, "line 3: extra_info: must be an object, not list"),
         ({"extra_info": {"x": float("nan")}}, "line 3: extra_info: cannot be written as JSON"),
@@ -147,7 +153,7 @@ def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_prompts_says_what_it_has(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(InvalidInput, match="no column `prompt`, only question, answer; rename"):
+    with pytest.raises(InvalidInput, match="no column `prompt`, only question, answer; name the one"):
         read(path)
 
 
@@ -155,6 +161,97 @@ def test_a_parquet_file_without_prompts_says_what_it_has(tmp_path: Path) -> None
 def test_a_text_is_one_message_of_the_user(tmp_path: Path, name: str) -> None:
     prompts = read(write(tmp_path / name, [{"prompt": "2+2?"}, {"prompt": "3+3?"}]))
     assert [prompt.messages for prompt in prompts] == [(("user", "2+2?"),), (("user", "3+3?"),)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_field_of_a_message_reaches_the_template(tmp_path: Path, name: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "name": "ann", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [prompt] = read(write(tmp_path / name, [{"prompt": chat}]))
+    assert prompt.chat == chat
+    assert decode_prompt(encode_prompt(prompt)).chat == chat
+    [prompt] = read(write(tmp_path / f"{name}2.jsonl", [{"prompt": [{"role": "user", "content": parts}]}]))
+    assert prompt.chat == [{"role": "user", "content": "ab"}]
+
+
+def test_columns_may_have_other_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [{"question": "2+2?", "answer": "so\n#### 4", "meta": {"id": 1}}])
+    columns = ColumnsConfig(prompt="question", ground_truth="answer", extra_info="meta")
+    config = DatasetConfig(file=path, columns=columns, data_source="openai/gsm8k")
+    [(weight, [prompt])] = read_files(path, config, 2, SAMPLING)
+    assert (weight, prompt.messages, prompt.num_samples) == (1.0, (("user", "2+2?"),), 2)
+    assert (prompt.ground_truth, prompt.extra_info, prompt.data_source) == ("so\n#### 4", {"id": 1}, "openai/gsm8k")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_column_that_the_config_names_must_be_there(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, [{"question": "2+2?", "answer": "4"}, {"question": "1+1?", "answer": None}])
+    columns = ColumnsConfig(prompt="question", ground_truth="answer")
+    [(_, prompts)] = read_files(path, DatasetConfig(file=path, columns=columns), 1, SAMPLING)
+    assert [prompt.ground_truth for prompt in prompts] == ["4", None]
+    misspelt = DatasetConfig(file=path, columns=columns.model_copy(update={"ground_truth": "anser.text"}))
+    with pytest.raises(InvalidInput, match=r"has no column `anser\.text`; correct dataset\.columns\.ground_truth"):
+        read_files(path, misspelt, 1, SAMPLING)
+
+
+def test_weights_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
+    weighted = [{"file": "a.jsonl", "weight": 0.5}]
+    with pytest.raises(ValueError, match="the rows of a loader have no weights"):
+        DatasetConfig.model_validate({"file": weighted, "loader": "rows.py:Rows"})
+    with pytest.raises(ValueError, match="every row is validated once"):
+        DatasetConfig.model_validate({"validation": {"file": weighted}})
+
+
+def test_lists_and_patterns_with_weights(tmp_path: Path) -> None:
+    for name in ("b1", "b0", "a"):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    config = DatasetConfig.model_validate(
+        {"file": [f"{tmp_path}/a.jsonl", {"file": f"{tmp_path}/b*.jsonl", "weight": 0.5}]}
+    )
+    assert config.file is not None
+    read_in = read_files(config.file, config, 1, SAMPLING)
+    assert [(weight, [prompt.messages[0][1] for prompt in part]) for weight, part in read_in] == [
+        (1.0, ["a"]), (0.5, ["b0", "b1"]),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no file matches dataset .*c\*\.jsonl"):
+        read_files(tmp_path / "c*.jsonl", config, 1, SAMPLING)
+
+
+LOADER = """
+from pathlib import Path
+
+class Rows:
+    def __init__(self, files, limit):
+        self.texts = [line for file in files for line in Path(file).read_text().split()][:limit]
+    def __len__(self):
+        return len(self.texts)
+    def __getitem__(self, index):
+        return {"prompt": self.texts[index], "data_source": "mine"}
+
+def failing(files):
+    yield {"prompt": "x"}
+    raise KeyError("answer")
+
+def wrong(files):
+    yield {"question": "x"}
+"""
+
+
+def test_a_loader_of_the_users_own_gives_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "my_data.py").write_text(LOADER)
+    (tmp_path / "words.txt").write_text("one two three")
+    text, loader = tmp_path / "words.txt", f"{tmp_path}/my_data.py:"
+    config = DatasetConfig(file=text, loader=f"{loader}Rows", loader_kwargs={"limit": 2})
+    [(_, prompts)] = read_files(text, config, 1, SAMPLING)
+    assert [(prompt.messages[0][1], prompt.data_source) for prompt in prompts] == [("one", "mine"), ("two", "mine")]
+    for name, message in (("failing", "failed: KeyError: 'answer'"), ("wrong", r"wrong row 0: prompt: must be")):
+        with pytest.raises(InvalidInput, match=message):
+            read_files(text, DatasetConfig(file=text, loader=loader + name), 1, SAMPLING)
 
 
 def test_a_folder_of_splits_wants_one_of_them(tmp_path: Path) -> None:
@@ -182,9 +279,11 @@ def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "train.csv").write_text("prompt")
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe\n")
     for name, message in (
         ("absent.jsonl", "is not a file"),
+        ("absent", "is not a file"),
         ("train.csv", "neither .parquet nor .jsonl"),
         ("text.parquet", "cannot be read as Parquet"),
         ("latin.jsonl", "cannot be read as UTF-8"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.status import alarms
 from penstock.client.responses import QueueStat, Run
 from penstock.config.loading import validate
 from penstock.sparkline import sparkline
@@ -38,6 +39,12 @@ def test_a_sparkline_has_room_for_every_value() -> None:
     assert sparkline([0.0, 5.0, 10.0], 10) == "▁▅█", "or larger than 1"
     assert sparkline([], 10) == ""
     assert len(sparkline([0.5] * 100, 10)) == 10
+
+
+def test_status_says_that_a_roll_back_holds_the_servers() -> None:
+    assert alarms(RUN) == []
+    [line] = alarms(RUN.model_copy(update={"held_version": 32}))
+    assert "holds the servers at version 32" in line.plain and "`penstock policies release`" in line.plain
 
 
 def history(step: int) -> list[dict[str, float]]:

@@ -11,12 +11,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
+import jsonschema
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from pydantic import Field
 
+from penstock.client import SyncPenstockClient
+from penstock.config.loading import validate
 from penstock.replay.contract import QueueStat
+from penstock.sessions.task_store import TaskStat
+from penstock.store.redis_memory import RedisMemory
 from penstock_learner.metrics import LearnerMetrics
+from penstock_rollout.agents.verl.stand_ins import verl_names
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunLimits, RunSnapshot
@@ -32,8 +39,14 @@ FOLDERS = (
     "penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs", "tests", "bench",
     "examples",
 )  # fmt: skip
-PLACEHOLDERS = {"folder/file.py", "path/file.py", "bench/gpu/NAME.py", "penstock/importance_ratio_max"}
-"""Words that look like paths: they stand for a file of the reader's own, or are the name of a metric."""
+PLACEHOLDERS = {
+    "folder/file.py",
+    "path/file.py",
+    "bench/gpu/NAME.py",
+    "penstock/importance_ratio_max",
+    "deploy/compose/secrets/api-key",
+}
+"""Words that look like paths: they stand for a file that the reader has or makes, or are the name of a metric."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 
@@ -45,11 +58,17 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
         ("benchmarks", "make_benchmarks"),
         ("testing", "make_test_table"),
         ("faults", "make_faults"),
+        ("verl-keys", "make_verl_keys"),
     ],
 )
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
     built = runpy.run_path(str(ROOT / "docs" / f"{maker}.py"))["build"]()
     assert (ROOT / "docs" / f"{page}.md").read_text() == built, f"run: python docs/{maker}.py"
+
+
+def test_the_gateway_s_page_of_runbooks_is_as_its_generator_would_write_it() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_runbooks.py"))
+    assert made["PAGE"].read_text() == made["build"](), "run: python docs/make_runbooks.py"
 
 
 def test_every_row_of_the_fault_matrix_has_a_result() -> None:
@@ -81,7 +100,9 @@ def test_every_config_field_is_described() -> None:
 
 def test_every_benchmark_s_results_are_on_the_page() -> None:
     shown = runpy.run_path(str(ROOT / "docs" / "make_benchmarks.py"))["BENCHES"]
-    assert set(shown) == {path.stem for path in ROOT.glob("bench/results/*.json")}
+    assert set(shown) >= {path.stem for path in ROOT.glob("bench/results/*.json")}
+    scripts = [word for _, command, _ in shown.values() for word in command.split() if word.endswith(".py")]
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -108,7 +129,7 @@ def test_every_path_in_backticks_exists(page: Path) -> None:
 
 def _missing(names: Iterable[str]) -> list[str]:
     """The names that are not the end of a path in the repository."""
-    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    found = [path for folder in (*FOLDERS, ".github") for path in (ROOT / folder).rglob("*")]
     paths = {f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.iterdir())}
     return sorted(name for name in names if not any(path.endswith(f"/{name.rstrip('/')}") for path in paths))
 
@@ -130,9 +151,47 @@ def _declared() -> set[tuple[str, str, str]]:
     LearnerMetrics(registries["learner"], placement="standalone")
     RolloutMetrics(registries["rollout"])
     gateway = GatewayMetrics(registries["gateway"], RunLimits())
-    gateway.render(RunSnapshot(QueueStat(**{field.name: 0 for field in fields(QueueStat)})))
+    stat = QueueStat(**{field.name: 0 for field in fields(QueueStat)})
+    gateway.sessions.stat = TaskStat(**{field.name: 0 for field in fields(TaskStat)})
+    gateway.render(RunSnapshot(stat, redis_memory=RedisMemory(0, 0)))
     return {
         (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)
         for process, registry in registries.items()
         for metric in registry.collect()
     }
+
+
+def test_the_page_of_the_clients_lists_every_method() -> None:
+    text = (ROOT / "docs" / "client.md").read_text()
+    table = text[text.index("## Methods") : text.index("## Errors")]
+    listed = set(re.findall(r"`(\w+)\(", table))
+    methods = {name for name in vars(SyncPenstockClient) if not name.startswith("_") and name != "http_class"}
+    assert listed == methods - {"close"}
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Page and text of every fenced block of a language."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(page.name, text) for page in PAGES for text in pattern.findall(page.read_text())]
+
+
+def test_every_yaml_of_the_pages_is_a_valid_configuration() -> None:
+    """Files of tools and interactions have their own tests: examples/ has one of each. deploy.md shows chart values."""
+    found = [(page, yaml.safe_load(text)) for page, text in blocks("yaml")]
+    schema = json.loads((ROOT / "helm/penstock/values.schema.json").read_text())
+    for page, data in found:
+        if page == "deploy.md":
+            jsonschema.validate(data, schema)
+    configs = [(p, data) for p, data in found if p != "deploy.md" and not data.keys() & {"tools", "interaction"}]
+    assert len(configs) >= 5
+    for page, data in configs:
+        validate({"model": {"path": "model"}, **data}, page)
+
+
+def test_the_python_of_the_pages_can_be_imported() -> None:
+    """Programs that call a run are run by test_doc_commands.py."""
+    found = [(page, text) for page, text in blocks("python") if "from_run_dir" not in text]
+    assert len(found) >= 4
+    for page, text in found:
+        with verl_names():  # a page shows a tool that was written for verl
+            exec(compile(text, page, "exec"), {"__name__": page})

@@ -38,6 +38,10 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, 
     int is_right = from == to && from == (void *)0x7f0000001000 && count == (size_t)5 << 32 && type == 1 && root == 0;
     return is_right && comm == COMM && stream == (void *)0x55 ? 7 : 4;
 }
+int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, void *comm, void *stream) {
+    int is_right = from == to && from == (void *)0x7f0000001000 && count == 3 && type == 1 && operation == 0;
+    return is_right && comm == COMM && stream == (void *)0x55 ? 7 : 4;
+}
 int ncclCommAbort(void *comm) { num_aborts++; return comm == COMM ? 0 : 4; }
 const char *ncclGetErrorString(int result) { return result == 6 ? "remote process exited" : "invalid argument"; }
 """
@@ -61,6 +65,7 @@ def test_every_call_passes_what_nccl_expects(nccl: NcclLibrary) -> None:
     communicator = nccl.begin(3, unique_id, 1)
     assert [nccl.is_idle(communicator) for _ in range(2)] == [False, True]
     nccl.broadcast(communicator, 0x7F0000001000, 5 << 32, 0, 0x55)
+    nccl.all_reduce(communicator, 0x7F0000001000, 3, 0x55)
     nccl.abort(communicator)
     with pytest.raises(WeightPushFailed, match=r"^NCCL failed: remote process exited \(result 6\)$"):
         nccl.is_idle(communicator)

@@ -9,6 +9,8 @@ import pytest
 
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.dataset import DatasetConfig
+from penstock.config.run import RunConfig
+from penstock.errors import InvalidInput
 from penstock.feed.dataset_feed import PromptStream
 from penstock.trajectory import Prompt, Sampling
 
@@ -67,3 +69,30 @@ def test_the_fingerprint_is_of_data_and_order() -> None:
 def test_a_config_names_its_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pattern"):
         DatasetConfig(name="a:b")
+
+
+def test_a_weight_says_how_often_an_epoch_has_a_row() -> None:
+    prompts = [Prompt(messages=(("user", str(i)),), num_samples=4, sampling=Sampling()) for i in range(12)]
+    config = DatasetConfig(epochs=4)
+    weighted = PromptStream(prompts, config, 1, [(2, 2.0), (8, 0.25), (2, 1.0)])
+    assert (weighted.epoch_prompts, weighted.num_prompts) == (8, 32)
+    epochs = [numbers(weighted.chunk(8 * epoch, 8)) for epoch in range(4)]
+    for epoch in epochs:
+        assert [epoch.count(row) for row in (0, 1, 10, 11)] == [2, 2, 1, 1]
+    drawn = [row for epoch in epochs for row in epoch if 2 <= row < 10]
+    assert sorted(drawn) == list(range(2, 10)), "each epoch has another quarter of the rows"
+    assert weighted.fingerprint != PromptStream(prompts, config, 1).fingerprint
+
+
+def config_of(folder: Path, *files: Any) -> RunConfig:
+    return RunConfig.model_validate({"run": "r", "model": {"path": str(folder)}, "dataset": {"file": list(files)}})
+
+
+def test_a_weight_that_leaves_nothing_of_a_file_is_refused(tmp_path: Path) -> None:
+    small, empty = tmp_path / "small.jsonl", tmp_path / "empty.jsonl"
+    small.write_text('{"prompt": "a"}\n' * 3)
+    empty.touch()
+    with pytest.raises(InvalidInput, match=r"weight 0\.1 leaves none of a file's 3 rows"):
+        PromptStream.read(config_of(tmp_path, {"file": str(small), "weight": 0.1}))
+    weighted = PromptStream.read(config_of(tmp_path, {"file": str(small), "weight": 2}, str(empty)))
+    assert len(weighted.chunk(0, 10)) == weighted.epoch_prompts == 6

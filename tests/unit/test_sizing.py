@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main as cli
-from penstock.cli.plan import as_json
+from penstock.cli.plan_text import as_json
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, InvalidInput
@@ -26,8 +26,11 @@ from penstock.sizing.memory import role_moments
 from penstock.sizing.memory_terms import CONTEXT, PHASES, STAGED, Role, Setup, peak, total
 from penstock.sizing.model_folder import find_shape
 from penstock.sizing.models import KNOWN
-from penstock.sizing.plan import PLACEMENTS, Workload, decode_step_s, make_plan
+from penstock.sizing.plan import make_plan
+from penstock.sizing.planned import PLACEMENTS
+from penstock.sizing.rates import decode_step_s
 from penstock.sizing.simulation import simulate
+from penstock.sizing.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {
@@ -186,9 +189,9 @@ def test_a_rank_loads_its_part_of_the_weights_and_no_more() -> None:
 
 def test_a_gather_holds_one_unit_at_a_time() -> None:
     state = 16 * KNOWN["70b"].num_parameters / 64 / 1e9
-    unit = 2 * max(KNOWN["70b"].root_parameters, KNOWN["70b"].layer_parameters) / 1e9
+    layer, embedding = (2 * n / 1e9 for n in (KNOWN["70b"].layer_parameters, KNOWN["70b"].embedding_parameters))
     gathered = _bytes("policy", "gather", "70b", 64, staging="host")
-    assert gathered == pytest.approx(state + unit * (2 + 1 / 64))
+    assert gathered == pytest.approx(state + max(layer * (2 + 1 / 64), embedding * (1 + 1 / 64)))
     assert gathered < 2 * KNOWN["70b"].num_parameters / 1e9, "never the whole model"
     assert _bytes("policy", "push", "70b", 64, staging="host") == pytest.approx(gathered)
     mixture, layer = KNOWN["30b-a3b"], 2 * KNOWN["30b-a3b"].layer_parameters / 1e9
@@ -412,7 +415,7 @@ def test_plan_says_whether_a_configuration_fits(tmp_path: Path, capsys: pytest.C
 
     code, text = plan(4, "h100")
     assert code == 0 and "policy + reference: 63." in text and "fits" in text and "GPUs          4" in text
-    assert re.search(r"policy +4 x 0.75 GPU +load \d+\.\d, step 47.3, gather 38.4, push 38.4 GB; \d+", text)
+    assert re.search(r"policy +4 x 0.75 GPU +load \d+\.\d, step 47.3, gather 34.8, push 34.8 GB; \d+", text)
     code, text = plan(1, "h100")
     assert code == 1 and "does not fit" in text
     assert plan(1, "h100", lora={"rank": 8, "alpha": 16}, master_dtype="bfloat16")[0] == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,10 @@ import pytest
 from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
-from penstock.start_checks import check_rewards, doubts_about
+from penstock.errors import ConfigError, InvalidInput
+from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
-from penstock_rollout.engines.factory import check_takes_updates
+from penstock_rollout.engines.factory import check_serves_model
 from penstock_rollout.start_check import check as check_rollout
 from penstock_services.local.start_check import check_before_start
 
@@ -86,6 +89,26 @@ def test_responses_that_leave_no_room_for_a_prompt(section: str, config: Any) ->
         check_before_start(found)
 
 
+@pytest.mark.parametrize("section", ["dataset", "dataset.validation"])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("data.md", "# Data", "is neither .parquet nor .jsonl"),
+        ("data.parquet", "# Data", "cannot be read as Parquet"),
+        ("data.jsonl", '{"question": "1+1="}', "prompt"),
+    ],
+)
+def test_a_file_that_is_no_dataset(
+    section: str, name: str, text: str, message: str, tmp_path: Path, config: Any
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidInput, match=message):
+        check_before_start(config(f"--{section}.file", str(tmp_path / name)))
+    if name == "data.jsonl":
+        words = ("--dataset.columns.prompt", "question", "--dataset.max_tokens", "8")
+        check_before_start(config(f"--{section}.file", str(tmp_path / name), f"--{section}.max_tokens", "8", *words))
+
+
 def test_an_engine_and_gpus_that_are_not_there(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("penstock_rollout.engines.factory.resolve_engine_name", lambda _: "sglang")
@@ -100,16 +123,31 @@ def test_a_model_that_the_engine_would_serve_with_old_weights(tmp_path: Path) ->
     for model_type in ("gpt_oss", "qwen3_moe"):
         (tmp_path / model_type).mkdir()
         (tmp_path / model_type / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-    check_takes_updates("vllm", tmp_path / "qwen3_moe")
-    check_takes_updates("torch", tmp_path / "gpt_oss")
+    check_serves_model("vllm", tmp_path / "qwen3_moe")
+    check_serves_model("torch", tmp_path / "gpt_oss")
     with pytest.raises(ConfigError, match="is of type gpt_oss, whose experts vLLM does not update"):
-        check_takes_updates("vllm", tmp_path / "gpt_oss")
+        check_serves_model("vllm", tmp_path / "gpt_oss")
+
+
+def test_a_deepseek_without_its_scoring_function_is_refused_for_vllm(tmp_path: Path) -> None:
+    """transformers does not write it, and vLLM then takes a softmax: its log-probs differed by 0.23 on a GPU."""
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "deepseek_v3"}')
+    check_serves_model("torch", tmp_path)
+    with pytest.raises(ConfigError, match="has no scoring_func, so vLLM would choose experts in another way"):
+        check_serves_model("vllm", tmp_path)
+    config.write_text('{"model_type": "deepseek_v3", "scoring_func": "sigmoid"}')
+    check_serves_model("vllm", tmp_path)
 
 
 def test_nucleus_sampling_in_training_is_doubted(config: Any) -> None:
     assert doubts_about(config("--dataset.file", str(DATA))) == []
     (doubt,) = doubts_about(config("--dataset.file", str(DATA), "--dataset.top_p", "0.9"))
     assert "dataset.top_p is 0.9" in doubt
+    words = ("--dataset.validation.file", str(DATA), "--learner.reward_model", f"{{path: {DATA}}}")
+    assert doubts_about(config(*words)) == [], "the reward model scores validations too"
+    (doubt,) = doubts_about(config("--dataset.file", str(DATA), "--dataset.top_k", "50"))
+    assert "dataset.top_k is 50" in doubt
 
 
 def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,5 +155,91 @@ def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.Captu
     loss = ["--learner.algorithm.loss.name", "nobody.has.this:loss"]
     assert cli.main(["up", str(DEMO), "--check", *folder, *loss, "--rollout.host", "0.0.0.0"]) == 2
     error = capsys.readouterr().err
-    assert "cannot load loss 'nobody.has.this:loss': No module named 'nobody'" in error
+    assert "learner.algorithm.loss.name: there is no module nobody" in error
     assert "rollout.host 0.0.0.0 is reachable by others" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (("--rollout.agents.tools", f"{{search: {{kind: search, index: {DATA}}}}}"), "bm25s"),
+        (("--rollout.agents.mcp_servers", "{web: {url: 'http://a/mcp'}}"), "mcp"),
+    ],
+)
+def test_a_package_of_agents_that_is_not_installed(
+    words: tuple[str, ...], package: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for check in (check_before_start, check_rollout):
+        with pytest.raises(ConfigError) as raised:
+            check(config(*words))
+        assert f"needs the package {package}; install it with: pip install 'penstock[agents]'" in str(raised.value)
+    check_before_start(config(*words, "--rollout.num_servers", "0"))
+
+
+def test_the_tools_file_is_checked(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}}
+    servers, file = tmp_path / "servers.json", tmp_path / "tools.yaml"
+    servers.write_text('{"mcpServers": {"a": {"command": "no-such-program"}}}')
+    file.write_text(json.dumps({"tools": [entry | {"mcp": {"mcp_servers_config_path": str(servers)}}]}))
+    words = ("--rollout.agents.tools_file", str(file))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tools\.0\.mcp.* needs the package mcp; install it with: pip install"):
+        check_rollout(config(*words))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: "there")
+    with pytest.raises(ConfigError, match=r"servers\.json: a\.command: there is no program no-such-program"):
+        check_rollout(config(*words))
+
+
+def test_a_tool_of_verl_with_an_unknown_key(config: Any, tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "search"}}
+    entry = {"class_name": "verl.tools.search_tool.SearchTool", "config": {"retrieval_url": "http://a"}}
+    file = tmp_path / "tools.yaml"
+    file.write_text(json.dumps({"tools": [entry | {"tool_schema": schema}]}))
+    with pytest.raises(ConfigError, match=r"tools\.0\.config: unknown key 'retrieval_url'"):
+        check_rollout(config("--rollout.agents.tools_file", str(file)))
+
+
+def test_processes_that_start_together_do_not_disturb_each_other(tmp_path: Path) -> None:
+    config = load_config(DEMO, ["--run_dir", str(tmp_path / "runs")])
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: make_run_folder(config), range(400)))
+    assert list(config.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", ["file", "validation.file"])
+def test_the_first_row_of_a_dataset_is_read(field: str, tmp_path: Path, config: Any) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n')
+    overrides = [f"--dataset.{field}", str(data), "--dataset.max_tokens", "8", "--dataset.validation.max_tokens", "8"]
+    with pytest.raises(InvalidInput, match="data.jsonl line 1: prompt: must be a list"):
+        check_before_start(config(*overrides))
+    overrides += ["--dataset.columns.prompt", "question", "--dataset.columns.ground_truth"]
+    check_before_start(config(*overrides, "answer"))
+    with pytest.raises(InvalidInput, match="has no column `anser`; correct dataset.columns.ground_truth"):
+        check_before_start(config(*overrides, "anser"))
+    data.write_text("")
+    with pytest.raises(InvalidInput, match="data.jsonl: has no rows; write some, or name another file"):
+        check_before_start(config(*overrides, "answer"))
+
+
+def test_a_dataset_needs_the_model_s_chat_template(tmp_path: Path, config: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(config().model.path, model)
+    overrides = ["--model.path", str(model), "--dataset.file", str(DATA), "--dataset.max_tokens", "8"]
+    check_before_start(config(*overrides))
+    (model / "chat_template.jinja").unlink()
+    check_before_start(config("--model.path", str(model)))
+    for check in (check_before_start, check_rollout):
+        with pytest.raises(ConfigError, match=r"has no chat template, which .* need; put one into .*template.jinja"):
+            check(config(*overrides))
+    described = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages }}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(described))
+    check_before_start(config(*overrides))
+
+
+def test_a_sampler_that_its_file_lacks_is_found(tmp_path: Path, config: Any) -> None:
+    file = reward_file(tmp_path, "class Sampler: ...")
+    check_before_start(config("--dataset.sampler", f"{file}:Sampler"))
+    with pytest.raises(ConfigError, match=r"dataset\.sampler .* does not define Sampeler"):
+        check_before_start(config("--dataset.sampler", f"{file}:Sampeler"))

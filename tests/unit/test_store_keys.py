@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.store.keys import CreatedRunsKeys, RunKeys, key_names, lua_names
-from penstock.store.scripts import QUEUE, STORE, ScriptFolder
+from penstock.store.scripts import QUEUE, SESSIONS, STORE, ScriptFolder
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     (folder, entry.name.removesuffix(".lua"))
-    for folder in (STORE, QUEUE)
+    for folder in (STORE, QUEUE, SESSIONS)
     for entry in (resources.files(folder.package) / "lua").iterdir()
     if not entry.name.startswith("prelude")
 ]
@@ -24,7 +24,7 @@ def test_names() -> None:
     keys = RunKeys("demo")
     assert keys.counters == "penstock:{demo}:counters"
     assert keys.group(7, 1) == "penstock:{demo}:group:7:1"
-    assert keys.session("s", "rewarded") == "penstock:{demo}:session:s:rewarded"
+    assert keys.session("s", "calls") == "penstock:{demo}:session:s:calls"
     assert lua_names("COUNTERS, GROUP").splitlines() == [
         "local PREFIX = KEYS[1]",
         "local COUNTERS = PREFIX .. 'counters'",

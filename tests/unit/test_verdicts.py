@@ -60,11 +60,22 @@ def test_the_cause_of_a_flat_reward(numbers: dict[str, float], code: str, level:
         ((0.1, 0.2, 0.3), "few_steps"),
         ((0.1, 0.12, 0.1, 0.2, 0.22, 0.25, 0.3, 0.33, 0.32), "rising"),
         ((0.3, 0.33, 0.32, 0.2, 0.22, 0.25, 0.1, 0.12, 0.1), "falling"),
-        ((0.1, 0.5, 0.2, 0.1, 0.4, 0.3, 0.2, 0.5, 0.1), "flat"),
+        ((0.1, 0.5, 0.2, 0.1, 0.4, 0.3, 0.2, 0.5, 0.1, 0.4, 0.3, 0.1), "flat"),
+        ((0.42, 0.43, 0.40, 0.48, 0.45, 0.51), "few_steps"),
     ],
 )
 def test_the_trend_of_the_reward(rewards: tuple[float, ...], code: str) -> None:
     assert learning_verdict(situation(with_rewards(*rewards))).code == code
+
+
+def test_a_learned_task_is_no_failure() -> None:
+    """All groups are equal, because all samples are right; all wrong is a failure."""
+    range_of = {"zero_advantage_group_ratio": 0.96, "reward_min": 0.0, "reward_max": 1.0}
+    solved = learning_verdict(situation(with_rewards(*[0.99] * 12, **range_of)))
+    assert (solved.code, solved.level) == ("solved", "ok")
+    assert learning_verdict(situation(with_rewards(*[0.02] * 12, **range_of))).code == "no_spread"
+    all_wrong = with_rewards(*[0.0] * 12, **range_of | {"reward_max": 0.0})
+    assert learning_verdict(situation(all_wrong)).code == "no_spread"
 
 
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:
@@ -84,12 +95,12 @@ def test_weights_that_do_not_arrive_are_named() -> None:
     [
         ({}, {}, {}, "learner", "10 s a step, of which update 60%, forward 20%, gather 10%, waiting 10%"),
         ({"gather_s": 5.0, "update_s": 2.0}, {}, {}, "weights", "gather 50%"),
-        ({"wait_s": 8.0}, {}, {}, "groups", "waits 80% of 10 s a step: generation takes long: 8 groups on 1 servers"),
-        ({"wait_s": 8.0}, {"scoring_groups": 6}, {}, "rewards", "6 of 8 groups on 1 servers are being scored"),
+        ({"wait_s": 8.0}, {}, {}, "groups", "waits 80% of 10 s a step: generation takes long: 8 groups on 1 server"),
+        ({"wait_s": 8.0}, {"scoring_groups": 6}, {}, "rewards", "6 of 8 groups on 1 server are being scored"),
         ({"wait_s": 8.0}, {"waiting_requests": 9, "kv_cache_usage": 0.99}, {}, "kv_full", "KV cache is full (99%)"),
         ({"wait_s": 8.0}, {"waiting_requests": 65}, {}, "engine", "65 requests wait and 64 run"),
         ({"wait_s": 8.0}, {"running_groups": 0}, {"pending_prompts": 0}, "prompts", "no prompts are pending"),
-        ({"wait_s": 8.0}, {"running_groups": 0}, {"queued": 12}, "admission", "12 groups are queued"),
+        ({"wait_s": 8.0}, {"running_groups": 0}, {"queued": 12, "delivered": 5}, "admission", "7 groups are"),
     ],
 )  # fmt: skip
 def test_what_a_run_waits_for(
@@ -107,6 +118,13 @@ def test_what_a_run_waits_for(
 )  # fmt: skip
 def test_a_run_that_cannot_make_steps(changes: dict[str, Any], code: str) -> None:
     assert speed_verdict(situation(**changes)).code == code
+
+
+@pytest.mark.parametrize(("server", "stat"), [({}, {}), ({"running_groups": 0}, {"queued": 12})])
+def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any], stat: dict[str, int]) -> None:
+    servers, counts = [replace(SERVER, **server)], replace(STAT, **stat)
+    verdict = speed_verdict(situation((), servers=servers, stat=counts))
+    assert verdict.text.startswith(f"no step yet: {counts.in_flight} groups are being generated") and not verdict.advice
 
 
 def test_versions_without_a_step_are_left_out() -> None:

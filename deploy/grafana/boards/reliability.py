@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from panel import Board, Section, lines, quantile, rate, spread
+from panel import Board, Section, lines, quantile, rate, run_wide, since, spread
 
 PARTS = Section(
     "Parts",
@@ -10,18 +10,26 @@ PARTS = Section(
         lines(
             "Targets",
             "1 if the last scrape succeeded.",
-            ('min by (job, instance) (up{job=~"penstock-.*"})', "{{job}} {{instance}}"),
+            ('min by (job, instance) (up{run!=""})', "{{job}} {{instance}}"),
+            unit="none",
+            limits={0: "red", 1: "green"},
+            alerts=("TargetDown",),
         ),
         lines(
             "Heartbeats",
             "Time since the last heartbeat.",
             ("max by (component) (penstock_heartbeat_age_seconds)", "{{component}}"),
             unit="s",
+            limits={60: "red"},
+            alerts=("ComponentHeartbeatLost",),
         ),
         lines(
             "Restarts",
             "Restarts in the last hour.",
-            ("sum by (component) (increase(penstock_component_restarts_total[1h]))", "{{component}}"),
+            (run_wide("increase(penstock_component_restarts_total[1h])", "component"), "{{component}}"),
+            unit="suffix:restarts",
+            limits={1: "orange"},
+            opens=("learner/Role restarts",),
         ),
         lines(
             "Recovery",
@@ -38,6 +46,10 @@ PARTS = Section(
             "Paused servers",
             "Servers that lease nothing because everything that they tried failed.",
             ("max(penstock_rollout_servers_paused)", ""),
+            unit="suffix:servers",
+            limits={1: "red"},
+            opens=("rollout/Given back",),
+            alerts=("LeasingPaused",),
         ),
         lines(
             "Quarantined servers",
@@ -45,8 +57,22 @@ PARTS = Section(
             "were put into quarantine in the last hour.",
             ("max(penstock_rollout_servers_quarantined)", "now"),
             ("sum(increase(penstock_learner_quarantines_total[1h]))", "last hour"),
+            unit="suffix:servers",
+            limits={1: "red"},
+            opens=("learner/Log-prob mismatch by server",),
+            alerts=("ServerQuarantined",),
         ),
-        lines("Alerts", "Alerts that fire.", ('count(ALERTS{alertstate="firing"}) or vector(0)', "")),
+        lines(
+            "Alerts",
+            "Alerts that fire, by name.",
+            (
+                'max by (run, alertname) (ALERTS{alertstate="firing"})'
+                ' or on () label_replace(vector(0), "alertname", "none", "", "")',
+                "{{run}} {{alertname}}",
+            ),
+            unit="none",
+            limits={1: "red"},
+        ),
     ),
 )
 
@@ -58,11 +84,15 @@ WEIGHTS = Section(
             "95th percentile, by transport and phase.",
             (quantile(0.95, "penstock_weight_sync_duration_seconds", "transport, phase"), "{{transport}} {{phase}}"),
             unit="s",
+            opens=("rollout/Paused",),
         ),
         lines(
             "Pushes",
             "Pushes per minute to single servers, by result.",
             (f"60 * {rate('penstock_weight_syncs_total', 'result')}", "{{result}}"),
+            unit="suffix:pushes/min",
+            opens=("overview/Policy versions",),
+            alerts=("WeightSyncFailing",),
         ),
         lines(
             "Bytes", "Bytes per second, over all servers.", (rate("penstock_weight_sync_bytes_total"), ""), unit="Bps"
@@ -70,7 +100,7 @@ WEIGHTS = Section(
         lines(
             "Since the last push",
             "Time since the last successful push.",
-            ("time() - max(penstock_weight_sync_last_success_timestamp_seconds)", ""),
+            (since("penstock_weight_sync_last_success_timestamp_seconds"), "{{run}}"),
             unit="s",
         ),
     ),
@@ -82,16 +112,44 @@ DURABILITY = Section(
         lines(
             "Disk",
             "Free space on the disk of the run's folder, and what two more checkpoints need.",
-            ("min by (folder) (penstock_disk_free_bytes)", "{{folder}} free"),
-            ("max by (folder) (penstock_disk_needed_bytes)", "{{folder}} needed"),
-            ("max by (folder) (penstock_disk_size_bytes)", "{{folder}} size"),
+            ("min by (job, folder) (penstock_disk_free_bytes)", "{{job}} {{folder}} free"),
+            ("max by (job, folder) (penstock_disk_needed_bytes)", "{{job}} {{folder}} needed"),
+            ("max by (job, folder) (penstock_disk_size_bytes)", "{{job}} {{folder}} size"),
             unit="bytes",
+            opens=("overview/What runs out next?",),
+            alerts=("DiskNearlyFull", "DiskRunsOut"),
+        ),
+        lines(
+            "Redis' memory",
+            "Memory that Redis uses, its limit, and what it will use in an hour if it grows as in the last half hour.",
+            ("max(penstock_redis_memory_used_bytes)", "used"),
+            ("clamp_min(max(predict_linear(penstock_redis_memory_used_bytes[30m], 3600)), 0)", "in an hour"),
+            ("min(penstock_redis_memory_limit_bytes)", "limit"),
+            unit="bytes",
+            opens=("overview/What runs out next?", "overview/Bytes"),
+            alerts=("RedisMemoryRunsOut",),
+        ),
+        lines(
+            "Host memory",
+            "Memory that the machine, or the container, of a process still has, and the smallest of them in an hour.",
+            ("min by (job, instance) (penstock_host_memory_available_bytes)", "{{job}} {{instance}}"),
+            (
+                "clamp_min(min(predict_linear(penstock_host_memory_available_bytes[30m], 3600)), 0)",
+                "smallest in an hour",
+            ),
+            ("min(penstock_host_memory_size_bytes)", "smallest machine"),
+            unit="bytes",
+            opens=("overview/What runs out next?", "learner/Memory peak"),
+            alerts=("HostMemoryRunsOut",),
         ),
         lines(
             "Since the last checkpoint",
             "Time since the last durable checkpoint.",
-            ("time() - max(penstock_checkpoint_last_success_timestamp_seconds)", ""),
+            (since("penstock_checkpoint_last_success_timestamp_seconds"), "{{run}}"),
             unit="s",
+            limits={3600: "orange", 5400: "red"},
+            opens=("reliability/Checkpoint duration", "reliability/Disk"),
+            alerts=("CheckpointStale",),
         ),
         spread(
             "Checkpoint duration",
@@ -101,17 +159,25 @@ DURABILITY = Section(
         lines(
             "Dropped",
             "Groups dropped in the last hour, by reason.",
-            ("sum by (reason) (increase(penstock_expired_total[1h]))", "expired {{reason}}"),
-            ("sum by (reason) (increase(penstock_dead_lettered_total[1h]))", "dead {{reason}}"),
+            (run_wide("increase(penstock_expired_total[1h])", "reason"), "expired {{reason}}"),
+            (run_wide("increase(penstock_dead_lettered_total[1h])", "reason"), "dead {{reason}}"),
+            unit="suffix:groups",
+            alerts=("DropsHigh",),
         ),
         lines(
             "Repeated",
             "Groups and prompts delivered again in the last hour.",
-            ("sum(increase(penstock_redelivered_total[1h]))", "groups delivered again"),
-            ("sum(increase(penstock_reclaimed_total[1h]))", "leases that ran out"),
+            (run_wide("increase(penstock_redelivered_total[1h])"), "groups delivered again"),
+            (run_wide("increase(penstock_reclaimed_total[1h])"), "leases that ran out"),
+            unit="short",
         ),
         lines(
-            "Conservation error", "Groups lost or counted twice. Must be 0.", ("max(penstock_conservation_error)", "")
+            "Conservation error",
+            "Groups lost or counted twice. Must be 0.",
+            ("max(abs(penstock_conservation_error))", ""),
+            unit="suffix:groups",
+            limits={1: "red"},
+            alerts=("ConservationBroken",),
         ),
     ),
 )

@@ -1,6 +1,6 @@
 {{/* Parts that every pod and container shares. */}}
 {{- define "penstock.podSecurity" -}}
-serviceAccountName: {{ include "penstock.fullname" . }}
+serviceAccountName: {{ include "penstock.serviceAccount" . }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
@@ -20,60 +20,6 @@ securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
-{{- end -}}
-
-{{- define "penstock.scheduling" -}}
-{{- with .nodeSelector }}
-nodeSelector: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with .tolerations }}
-tolerations: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with .affinity }}
-affinity: {{ toYaml . | nindent 2 }}
-{{- end }}
-{{- with .priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- end -}}
-
-{{/* include "penstock.spread" (list . "gateway" .Values.gateway.spreadOver): spreads the pods of a component evenly over each domain. */}}
-{{- define "penstock.spread" -}}
-{{- $root := index . 0 -}}
-{{- $component := index . 1 -}}
-{{- with index . 2 -}}
-topologySpreadConstraints:
-  {{- range . }}
-  - topologyKey: {{ . }}
-    maxSkew: 1
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels: {{- include "penstock.selector" $root | nindent 8 }}
-        app.kubernetes.io/component: {{ $component }}
-  {{- end }}
-{{- end -}}
-{{- end -}}
-
-{{/* include "penstock.budget" (list . "gateway" "label: value" "maxUnavailable: 1"): bounds how many pods with the label may
-be evicted at once. */}}
-{{- define "penstock.budget" -}}
-{{- $root := index . 0 -}}
-apiVersion: policy/v1
-kind: PodDisruptionBudget
-metadata:
-  name: {{ include "penstock.fullname" $root }}-{{ index . 1 }}
-  labels: {{- include "penstock.labels" $root | nindent 4 }}
-spec:
-  {{ index . 3 }}
-  # A pod that is not healthy may always be evicted.
-  unhealthyPodEvictionPolicy: AlwaysAllow
-  selector:
-    matchLabels: {{- include "penstock.selector" $root | nindent 6 }}
-      {{ index . 2 }}
-{{- end -}}
-
-{{- define "penstock.checksums" -}}
-checksum/config: {{ include "penstock.config" . | sha256sum }}
 {{- end -}}
 
 {{/* Logs are JSON. Caches go to /tmp, since the root file system is read-only. */}}
@@ -129,20 +75,66 @@ path of the password file are in the run's configuration. */}}
 - {name: runs, mountPath: /runs}
 {{- end -}}
 
-{{/* The claims of `storage` with the input of a run: models and data. An image may contain them instead. */}}
+{{/* The volumes with the input of a run: models, data, and the token of the Hugging Face Hub. An image may contain models and data
+instead. */}}
 {{- define "penstock.inputMounts" -}}
-{{- range $name, $claim := pick .Values.storage "models" "data" }}
-{{- if $claim.existingClaim }}
-- {name: {{ $name }}, mountPath: {{ $claim.mountPath }}, readOnly: true}
+{{- if include "penstock.modelsVolume" . }}
+- {name: models, mountPath: {{ .Values.storage.models.mountPath }}, readOnly: true}
+{{- end }}
+{{- if .Values.storage.data.existingClaim }}
+- {name: data, mountPath: {{ .Values.storage.data.mountPath }}, readOnly: true}
+{{- end }}
+{{- include "penstock.tokenMount" . }}
+{{- end -}}
+
+{{- define "penstock.inputVolumes" -}}
+{{- with include "penstock.modelsVolume" . }}
+{{ . }}
+{{- end }}
+{{- with .Values.storage.data.existingClaim }}
+- {name: data, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
+{{- end }}
+{{- include "penstock.tokenVolume" . }}
+{{- end -}}
+
+{{/* The volume of models: a claim of yours, the claim that modelDownload fills, or one of the pod itself. */}}
+{{- define "penstock.modelsVolume" -}}
+{{- $download := .Values.modelDownload -}}
+{{- if and $download.source (eq $download.into "pod") -}}
+- {name: models, emptyDir: {sizeLimit: {{ $download.size }}}}
+{{- else if $download.source -}}
+- {name: models, persistentVolumeClaim: {claimName: {{ include "penstock.modelsClaim" . }}}}
+{{- else if .Values.storage.models.existingClaim -}}
+- {name: models, persistentVolumeClaim: {claimName: {{ .Values.storage.models.existingClaim }}, readOnly: true}}
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.modelsClaim" -}}
+{{- .Values.modelDownload.existingClaim | default (printf "%s-models" (include "penstock.fullname" .)) -}}
+{{- end -}}
+
+{{/* The token of the Hugging Face Hub is a file: Hugging Face's library reads the path from HF_TOKEN_PATH. */}}
+{{- define "penstock.tokenMount" -}}
+{{- if .Values.huggingFace.tokenSecret }}
+- {name: huggingface, mountPath: /etc/penstock/huggingface, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.tokenVolume" -}}
+{{- with .Values.huggingFace }}
+{{- if .tokenSecret }}
+- name: huggingface
+  secret:
+    secretName: {{ .tokenSecret }}
+    defaultMode: 0440
+    items: [{key: {{ .tokenKey }}, path: token}]
 {{- end }}
 {{- end }}
 {{- end -}}
 
-{{- define "penstock.inputVolumes" -}}
-{{- range $name, $claim := pick .Values.storage "models" "data" }}
-{{- if $claim.existingClaim }}
-- {name: {{ $name }}, persistentVolumeClaim: {claimName: {{ $claim.existingClaim }}, readOnly: true}}
-{{- end }}
+{{- define "penstock.tokenEnv" -}}
+{{- if .Values.huggingFace.tokenSecret }}
+- {name: HF_TOKEN_PATH, value: /etc/penstock/huggingface/token}
 {{- end }}
 {{- end -}}
 
@@ -161,6 +153,22 @@ path of the password file are in the run's configuration. */}}
       {{- range rest . }}
       - {key: {{ . }}, path: {{ . }}}
       {{- end }}
+{{- include "penstock.providerVolume" (first .) }}
+{{- end -}}
+
+{{- define "penstock.keysMount" -}}
+- {name: keys, mountPath: /etc/penstock/keys, readOnly: true}
+{{- if .Values.secretProviderClass }}
+- {name: secret-provider, mountPath: /etc/penstock/secret-provider, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* The Secrets Store driver makes the Secret of secretName as soon as a pod mounts its volume. */}}
+{{- define "penstock.providerVolume" -}}
+{{- with .Values.secretProviderClass }}
+- name: secret-provider
+  csi: {driver: secrets-store.csi.k8s.io, readOnly: true, volumeAttributes: {secretProviderClass: {{ . }}}}
+{{- end }}
 {{- end -}}
 
 {{/* The Secret with keys and passwords: yours, or the one that the chart makes. */}}

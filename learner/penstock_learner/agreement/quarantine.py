@@ -62,14 +62,16 @@ class ServerQuarantine:
         return server_id in self.records
 
     async def refuses(self, group: Group) -> bool:
-        """Whether a server in quarantine sampled the group, other than as a probe, or a server that left it sampled
-        the group with the weights that it had before."""
-        if not self.holds(group.server_id):
-            oldest = min(trajectory.min_version for trajectory in group.trajectories)
-            return oldest < self._trusted_from.get(group.server_id, 0)
+        """Whether a server in quarantine sampled a part of the group, other than as a probe, or a server that left it
+        sampled a part with the weights that it had before."""
+        servers = {group.server_id, *(name for trajectory in group.trajectories for name in trajectory.server_ids)}
+        if any(group.min_version < self._trusted_from.get(name, 0) for name in servers if not self.holds(name)):
+            return True
+        if not any(map(self.holds, servers)):
+            return False
         await self.read()
-        record = self.records.get(group.server_id)
-        return record is not None and group.prompt_id not in record.probe_ids
+        held = [record for name in servers if (record := self.records.get(name)) is not None]
+        return any(group.prompt_id not in record.probe_ids for record in held)
 
     async def begin(self, verdict: Verdict, policy_version: int) -> None:
         """Put a server into quarantine, or note that its probes disagreed too."""

@@ -1,6 +1,7 @@
 """Which trajectories of a batch are compared, and what a comparison finds.
 
-Baselines are left out: they are not trained, and greedy decoding reports its log-probs at another temperature.
+Baselines are left out: they are not trained, and greedy decoding reports its log-probs at another temperature. So are
+trajectories that one server has continued for another: they would not say which of the two is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PER_SERVER = 16
 """Trajectories of one server that are compared in a step, at most."""
 ENOUGH_TOKENS = 256
 """Trained tokens of one server after which no more of its trajectories are compared in a step."""
+UNBOUNDED_NATS = 20.0
+"""More than any difference that renormalising over one token of a vocabulary can make."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Sample:
 
     group: Group
     trajectory: Trajectory
+
+    @property
+    def server_id(self) -> str:
+        """The server that sampled it."""
+        return self.trajectory.server_ids[0] if self.trajectory.server_ids else self.group.server_id
 
     @property
     def num_tokens(self) -> int:
@@ -55,17 +63,20 @@ class Comparison:
     mean_nats: float
     """Mean absolute difference."""
     nucleus_nats: float
-    """The difference that top-p alone explains: the engine renormalises over a nucleus that holds at least top_p."""
+    """The difference that top-p alone explains: the engine renormalises over a nucleus that holds at least top_p. Under
+    top-k and min-p the nucleus may hold anything, so UNBOUNDED_NATS."""
 
 
 def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> list[Sample]:
     """A few trajectories of every server, of each of its versions, as far as the budget of tokens reaches.
 
     The servers in `first` always have their turn. The order of the others depends on the step."""
-    by_server: dict[str, list[Group]] = {}
+    by_server: dict[str, list[tuple[int, Sample]]] = {}
     for group in groups:
-        by_server.setdefault(group.server_id, []).append(group)
-    budget = max(MIN_BUDGET_TOKENS, SHARE * sum(sample.num_tokens for group in groups for sample in _comparable(group)))
+        for place, sample in enumerate(_comparable(group)):
+            by_server.setdefault(sample.server_id, []).append((place, sample))
+    total = sum(sample.num_tokens for placed in by_server.values() for _, sample in placed)
+    budget = max(MIN_BUDGET_TOKENS, SHARE * total)
     chosen: list[Sample] = []
     for name in sorted(by_server, key=lambda name: (name not in first, zlib.crc32(f"{step} {name}".encode()))):
         if name not in first and sum(sample.num_tokens for sample in chosen) >= budget:
@@ -86,15 +97,17 @@ def enough(samples: Sequence[Sample], num_tokens: int) -> list[Sample]:
 
 
 def _comparable(group: Group) -> list[Sample]:
-    return [Sample(group, t) for t in group.trajectories if not t.is_baseline and t.loss_mask.any()]
+    return [
+        Sample(group, trajectory)
+        for trajectory in group.trajectories
+        if not trajectory.is_baseline and trajectory.loss_mask.any() and len(trajectory.server_ids) <= 1
+    ]
 
 
-def _in_order(groups: Sequence[Group]) -> list[Sample]:
-    """The samples of one server: one of each version in turn, the newest first, and from different groups first."""
-    ranked = sorted(
-        ((place, sample) for group in groups for place, sample in enumerate(_comparable(group))),
-        key=lambda entry: entry[0],
-    )
+def _in_order(placed: Sequence[tuple[int, Sample]]) -> list[Sample]:
+    """The samples of one server, with the place of each in its group: one of each version in turn, the newest first,
+    and from different groups first."""
+    ranked = sorted(placed, key=lambda entry: entry[0])
     turns: Counter[int] = Counter()
     ordered = []
     for _, sample in ranked:
@@ -112,6 +125,8 @@ def compare(samples: Sequence[Sample], staleness: Sequence[int], log_probs: NDAr
         trained, end = trajectory.loss_mask.astype(bool), start + len(trajectory.token_ids)
         difference = np.abs(log_probs[start:end] - trajectory.log_probs)[trained]
         nucleus_nats = -math.log(trajectory.min_top_p(group.sampling))
-        comparisons.append(Comparison(group.server_id, steps, len(difference), float(difference.mean()), nucleus_nats))
+        if trajectory.has_top_k_or_min_p(group.sampling):
+            nucleus_nats = UNBOUNDED_NATS
+        comparisons.append(Comparison(sample.server_id, steps, len(difference), float(difference.mean()), nucleus_nats))
         start = end
     return comparisons

@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `registry` | names to functions, and `package.module:function` for custom ones |
+| `registry` | names to functions, and the path of a custom one to its function |
 | `segments` | sums, means and the reverse scan over packed sequences |
 | `advantages` | `ADVANTAGES`, `compute_advantages` |
 | `losses` | `LOSSES`, `policy_loss` |
@@ -10,6 +10,7 @@
 | `corrections` | `WEIGHTS`, `REJECTIONS`, `correct`, `measure_mismatch` |
 | `kl` | `PENALTIES`, `kl_penalty`, the coefficient controllers |
 | `value_loss` | `value_loss` |
+| `trial` | a small batch for a user's advantage and loss, before a start |
 | `shaping` | DAPO's overlong penalty, rewards placed on the last token |
 
 Tensors have no padding: the response tokens of S sequences are concatenated into flat tensors of T entries.

@@ -1,4 +1,5 @@
-"""Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs.
+"""Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs. A function of a
+user may return the advantages of the tokens alone.
 
 Groups must be complete, and whitening uses all tokens that it is given. So call these on the whole batch, before it is
 split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
@@ -6,17 +7,21 @@ the mean of R over its group, and `W` is `segments.whiten`.
 
 A sequence without a trained token has no R. It is no member of its group: it counts neither in the mean and the
 standard deviation nor in the group's size.
+
+Sequences of one episode, such as the paths of a session, are one sample of their group: each counts for its share, so
+that a session with many paths weighs no more than a session with one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from penstock.config.algorithms import AdvantageConfig
+from penstock.errors import ConfigError
 from penstock_learner.algorithms.registry import Registry
 from penstock_learner.algorithms.segments import (
     apply_mask,
@@ -47,6 +52,10 @@ class AdvantageInputs:
     """[T] the critic's values, which gae needs."""
     is_greedy: Tensor | None = None
     """[S] bool, true for the greedy sample of each group, which remax needs."""
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """[S] each of the reward's parts that `advantage.reward_keys` names."""
+    episodes: Tensor | None = None
+    """[S] int64. Sequences of a group with the same number are one sample; 0 for a sequence that is one itself."""
 
     def __post_init__(self) -> None:
         num_tokens = self.token_rewards.shape[0]
@@ -71,7 +80,7 @@ class AdvantageStatistics:
     num_sequences: int
     num_groups: int
     num_singleton_groups: int
-    """Groups with one sequence that is trained. rloo and opo learn nothing from them, and other estimators have no
+    """Groups with one sample that is trained. rloo and opo learn nothing from them, and other estimators have no
     baseline for them."""
 
 
@@ -89,50 +98,80 @@ class AdvantageOutputs:
     """[T] `A + V` for gae (the critic's targets), G for reinforce_plus_plus and remax, None for the others."""
 
 
-AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs]
+AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutputs | Tensor]
 
 
 @dataclass(frozen=True)
 class _Groups:
     """The total reward and the group of each sequence.
 
-    `index[S]` numbers the groups 0..G-1. `is_member[S]` is false for a sequence without a trained token. `sizes[S]` is
-    the number of members of each sequence's group."""
+    `index[S]` numbers the groups 0..G-1. `is_member[S]` is false for a sequence without a trained token. `shares[S]` is
+    1 over the number of members of its episode, and 0 if it is no member. `sizes[S]` is the number of samples of each
+    sequence's group."""
 
     rewards: Tensor
     index: Tensor
     is_member: Tensor
+    shares: Tensor
     sizes: Tensor
     num_groups: int
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs) -> _Groups:
-        rewards = segment_sum(apply_mask(inputs.token_rewards, inputs.mask), inputs.sequence_ids, inputs.num_sequences)
+    def of(cls, inputs: AdvantageInputs, rewards: Tensor | None = None) -> _Groups:
+        """The groups by their total rewards, or by `rewards` [S]."""
+        if rewards is None:
+            token_rewards = apply_mask(inputs.token_rewards, inputs.mask)
+            rewards = segment_sum(token_rewards, inputs.sequence_ids, inputs.num_sequences)
         num_trained = segment_sum(inputs.mask.bool().to(rewards.dtype), inputs.sequence_ids, inputs.num_sequences)
         is_member = num_trained > 0
         distinct, index = torch.unique(inputs.group_ids, return_inverse=True)
         num_groups = int(distinct.shape[0])
-        sizes = segment_sum(is_member.to(rewards.dtype), index, num_groups)[index]
-        return cls(rewards, index, is_member, sizes, num_groups)
+        shares = _shares(inputs.episodes, index, is_member, rewards.dtype)
+        # Thirds of an episode do not add up to exactly 1.
+        sizes = segment_sum(shares, index, num_groups).round()[index]
+        return cls(rewards, index, is_member, shares, sizes, num_groups)
 
     def sum(self, per_sequence: Tensor) -> Tensor:
-        """[S] the sum over each sequence's group."""
+        """[S] the sum over the sequences of each sequence's group."""
         return segment_sum(per_sequence, self.index, self.num_groups)[self.index]
+
+    def sum_samples(self, per_sequence: Tensor) -> Tensor:
+        """[S] the sum over the samples of each sequence's group. A sample has the mean of its sequences."""
+        return self.sum(per_sequence * self.shares)
 
     def centered(self) -> Tensor:
         """[S] `R - mu`, and 0 for sequences that are no members. Exactly 0 if a group's rewards are equal: the smallest
         is subtracted before the mean."""
         rewards = torch.where(self.is_member, self.rewards, torch.inf)
         lifted = apply_mask(rewards - segment_min(rewards, self.index, self.num_groups)[self.index], self.is_member)
-        return apply_mask(lifted - self.sum(lifted) / self.sizes.clamp(min=1), self.is_member)
+        return apply_mask(lifted - self.sum_samples(lifted) / self.sizes.clamp(min=1), self.is_member)
 
     def centered_or_raw(self) -> Tensor:
         """[S] `R - mu`, with mu = 0 for a group of one."""
         return torch.where(self.sizes == 1, self.rewards, self.centered())
 
+    def normalized(self, by_std: bool) -> Tensor:
+        """[S] `(R - mu) / (sigma + 1e-6)` with unbiased sigma, or `R - mu`. A group of one has mu = 0 and sigma = 1."""
+        centered = self.centered_or_raw()
+        if not by_std:
+            return centered
+        variance = self.sum_samples(centered.square()) / (self.sizes - 1).clamp(min=1)
+        return centered / (torch.where(self.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON)
+
     def statistics(self) -> AdvantageStatistics:
-        num_singletons = int((self.is_member & (self.sizes == 1)).sum())
+        num_singletons = round(float(self.shares[self.sizes == 1].sum()))
         return AdvantageStatistics(self.rewards.shape[0], self.num_groups, num_singletons)
+
+
+def _shares(episodes: Tensor | None, groups: Tensor, is_member: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is no member."""
+    if episodes is None:
+        return is_member.to(dtype)
+    alone = -1 - torch.arange(len(episodes), device=episodes.device)
+    names = torch.stack([groups, torch.where(episodes == 0, alone, episodes)], dim=1)
+    distinct, index = torch.unique(names, dim=0, return_inverse=True)
+    members = segment_sum(is_member.to(dtype), index, distinct.shape[0])[index]
+    return is_member.to(dtype) / members.clamp(min=1)
 
 
 def _broadcast(per_sequence: Tensor, inputs: AdvantageInputs) -> Tensor:
@@ -164,12 +203,19 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
     A group of one has mu = 0 and sigma = 1, and is counted in the statistics.
     """
-    groups = _Groups.of(inputs)
-    centered = groups.centered_or_raw()
-    if config.normalize_by_std:
-        variance = groups.sum(centered.square()) / (groups.sizes - 1).clamp(min=1)
-        centered = centered / (torch.where(groups.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON)
-    return _outputs(inputs, _broadcast(centered, inputs))
+    return _outputs(inputs, _broadcast(_Groups.of(inputs).normalized(config.normalize_by_std), inputs))
+
+
+def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`W(sum_k weight_k GRPO(R_k))`: each part R_k of the reward is normalized within its group by itself, so that a
+    part with a large spread does not hide the others. The total reward is not used."""
+    total = torch.zeros_like(inputs.token_rewards)
+    for key, weight in zip(config.reward_keys, config.reward_weights or (1.0,) * len(config.reward_keys), strict=True):
+        if key not in inputs.reward_parts:
+            raise ValueError(f"advantage gdpo needs the part {key!r} of every sample's reward")
+        part = _Groups.of(inputs, inputs.reward_parts[key].to(total.dtype)).normalized(config.normalize_by_std)
+        total += weight * _broadcast(part, inputs)
+    return _outputs(inputs, whiten(total, inputs.mask))
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -197,6 +243,32 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     centered = groups.centered()
     baseline = groups.sum(lengths * centered) / groups.sum(lengths).clamp(min=1)
     return _outputs(inputs, _broadcast(centered - baseline, inputs))
+
+
+def grpo_passk(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`(R - R_second) / (sigma + 1e-6)` for the best sample of a group, 0 for all others (Pass@k).
+
+    A group whose best reward is shared, and a group of one, get 0. Without the division if `normalize_by_std` is False.
+    """
+    groups = _Groups.of(inputs)
+    rewards = torch.where(groups.is_member, groups.rewards, -torch.inf)
+    is_best = groups.is_member & (rewards == -segment_min(-rewards, groups.index, groups.num_groups)[groups.index])
+    others = torch.where(is_best, -torch.inf, rewards)
+    second = -segment_min(-others, groups.index, groups.num_groups)[groups.index]
+    is_alone = (groups.sum_samples(is_best.to(rewards.dtype)).round() == 1) & (groups.sizes > 1)
+    gap = torch.where(is_best & is_alone, groups.rewards - second, 0.0)
+    if config.normalize_by_std:
+        variance = groups.sum_samples(groups.centered().square()) / (groups.sizes - 1).clamp(min=1)
+        gap = gap / (variance.sqrt() + _STD_EPSILON)
+    return _outputs(inputs, _broadcast(gap, inputs))
+
+
+def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
+    """`alpha (R - mu)`, alpha = samples / samples whose R is not 0, over the batch. A group of one has mu = 0."""
+    groups = _Groups.of(inputs)
+    num_rewarded = groups.shares[groups.rewards != 0].sum().clamp(min=1)
+    alpha = groups.shares.sum() / num_rewarded
+    return _outputs(inputs, _broadcast(alpha * groups.centered_or_raw(), inputs))
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -231,11 +303,22 @@ ADVANTAGES: Registry[AdvantageFunction] = Registry(
         "rloo": rloo,
         "remax": remax,
         "opo": opo,
+        "grpo_passk": grpo_passk,
+        "gpg": gpg,
+        "gdpo": gdpo,
     },
 )
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """Apply the estimator that `config.name` names, without gradients."""
+    """Apply the estimator that `config.name` names, without gradients. Raises ConfigError if a user's function returns
+    something else."""
     with torch.no_grad():
-        return ADVANTAGES.get(config.name)(inputs, config)
+        outputs = ADVANTAGES.get(config.name)(inputs, config)
+        if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
+            outputs = _outputs(inputs, apply_mask(outputs, inputs.mask))
+    if not isinstance(outputs, AdvantageOutputs) or outputs.advantages.shape != inputs.mask.shape:
+        raise ConfigError(
+            f"advantage {config.name} must return a tensor with one advantage per token, or AdvantageOutputs"
+        )
+    return outputs

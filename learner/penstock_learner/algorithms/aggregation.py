@@ -51,6 +51,11 @@ def token_mean(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominato
     return apply_mask(per_token, mask).sum() / max(denominators.num_tokens, 1)
 
 
+def token_sum(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
+    """`sum_t l_t`, divided by nothing: a larger batch has larger gradients."""
+    return apply_mask(per_token, mask).sum()
+
+
 def seq_mean_token_sum(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
     """`sum_s sum_t l_t / num_sequences`."""
     return apply_mask(per_token, mask).sum() / max(denominators.num_sequences, 1)
@@ -75,6 +80,7 @@ AGGREGATIONS: Registry[AggregationFunction] = Registry(
     "aggregation",
     {
         "token-mean": token_mean,
+        "token-sum": token_sum,
         "seq-mean-token-sum": seq_mean_token_sum,
         "seq-mean-token-mean": seq_mean_token_mean,
         "seq-mean-token-sum-norm": seq_mean_token_sum_norm,

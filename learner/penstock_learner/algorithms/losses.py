@@ -1,7 +1,8 @@
 """Policy losses, per token and before aggregation.
 
-Each is a pure function (LossInputs, LossConfig) -> LossOutputs. `ratio = exp(clamp(lp - old, -20, 20))`, `sg` stops the
-gradient, A is the advantage. Importance weights and rejection are applied afterwards (`corrections.Correction.apply`).
+Each is a pure function (LossInputs, LossConfig) -> LossOutputs. A function of a user may return [T], the losses alone.
+`ratio = exp(clamp(lp - old, -20, 20))`, `sg` stops the gradient, A is the advantage. Importance weights and rejection
+are applied afterwards (`corrections.Correction.apply`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import LossConfig
+from penstock.errors import ConfigError
 from penstock_learner.algorithms.registry import Registry
 from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_mean
 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
+_LEFT = 1e-8
+"""Added to the probability of all other tokens, which may be 0."""
+_LOT_FACTOR = 98765.4321
+"""The fraction of a log-prob times this stands for a random number."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class LossOutputs:
     statistics: LossStatistics
 
 
-LossFunction = Callable[[LossInputs, LossConfig], LossOutputs]
+LossFunction = Callable[[LossInputs, LossConfig], LossOutputs | Tensor]
 
 
 def _log_ratio(log_probs: Tensor, base_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -165,9 +171,155 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return _outputs(loss, inputs, log_ratio, low=torch.zeros_like(ratio > 0), high=ratio > config.ratio_cap)
 
 
-LOSSES: Registry[LossFunction] = Registry("loss", {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce})
+def gpg(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """`-A lp`: the plain policy gradient, without a ratio."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return _outputs(-advantages * inputs.log_probs, inputs, log_ratio, low=never, high=never)
+
+
+def geo_mean(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages.
+
+    `x` is `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for
+    A < 0."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    low = (log_ratio < -config.epsilon_low) & (advantages < 0)
+    high = (log_ratio > config.epsilon_high) & (advantages > 0)
+    bounded = torch.where(low | high, log_ratio.clamp(-config.epsilon_low, config.epsilon_high), log_ratio)
+    num_sequences = count_segments(inputs.sequence_ids)
+    ratio = _clamped_exp(segment_mean(bounded, inputs.mask, inputs.sequence_ids, num_sequences))
+    advantage = segment_mean(advantages, inputs.mask, inputs.sequence_ids, num_sequences)
+    return _outputs((-advantage * ratio)[inputs.sequence_ids], inputs, log_ratio, low=low, high=high)
+
+
+def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """`-A (4 / tau) sigmoid(tau (ratio - 1))`: a soft gate in place of a clip, with a tau for each sign of A."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    tau = torch.where(advantages > 0, config.tau_positive, config.tau_negative)
+    gate = torch.sigmoid(tau * (_clamped_exp(log_ratio) - 1)) * 4 / tau
+    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return _outputs(-gate * advantages, inputs, log_ratio, low=never, high=never)
+
+
+def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """Clip-Cov: PPO's clip, without the dual clip, but a few tokens whose covariance is within (cov_low, cov_high) are
+    left out: `cov_share` of all, at least one, and none that PPO clips.
+
+    Which of them is random, but a function of the log-probs: the same inputs have the same loss."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
+    covariance = _covariance(inputs)
+    may_go = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
+    log_probs = apply_mask(inputs.log_probs.detach(), inputs.mask)
+    lot = (log_probs.double() * _LOT_FACTOR).frac().abs()
+    gone = may_go & _largest(torch.where(may_go, lot, -1.0), inputs.mask, config.cov_share)
+    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high)
+
+
+def kl_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """KL-Cov: `-A ratio`, plus `cov_kl_coefficient |lp - old|` for the `cov_share` of tokens, at least one, with the
+    largest covariance."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    covariance = torch.where(inputs.mask.bool(), _covariance(inputs), -torch.inf)
+    penalised = _largest(covariance, inputs.mask, config.cov_share)
+    penalty = torch.where(penalised, config.cov_kl_coefficient * log_ratio.abs(), 0.0)
+    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return _outputs(-advantages * _clamped_exp(log_ratio) + penalty, inputs, log_ratio, low=never, high=never)
+
+
+def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """DPPO with the total variation: `-sg[min(ratio, dual_clip)] A lp`, and 0 for tokens that have moved far enough in
+    the direction of A: `p - p_old > clip_high` for A > 0, `p - p_old < -clip_low` for others."""
+    shift = _shift(inputs)
+    return _trust_region(inputs, config, low=shift < -config.epsilon_low, high=shift > config.epsilon_high)
+
+
+def dppo_kl(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """The same with the KL divergence of the token against all others: `KL(p_old, p) > clip_high` for A > 0 and
+    p > p_old, `> clip_low` for other A and p < p_old."""
+    lp, old = (apply_mask(each.detach(), inputs.mask) for each in (inputs.log_probs, inputs.old_log_probs))
+    others = ((1 - old.exp() + _LEFT) / (1 - lp.exp() + _LEFT)).log()
+    divergence, shift = old.exp() * (old - lp) + (1 - old.exp()) * others, _shift(inputs)
+    low = (divergence > config.epsilon_low) & (shift < 0)
+    return _trust_region(inputs, config, low=low, high=(divergence > config.epsilon_high) & (shift > 0))
+
+
+def _shift(inputs: LossInputs) -> Tensor:
+    """[T] how much the probability of each token has grown since the proximal policy."""
+    return apply_mask(inputs.log_probs.detach().exp() - inputs.old_log_probs.exp(), inputs.mask)
+
+
+def _trust_region(inputs: LossInputs, config: LossConfig, *, low: Tensor, high: Tensor) -> LossOutputs:
+    """`-sg[min(ratio, dual_clip)] A lp`, without the tokens that are `high` for A > 0 or `low` for others."""
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    ratio = _clamped_exp(log_ratio.detach())
+    dual = torch.zeros_like(low) if config.dual_clip is None else ratio > config.dual_clip
+    low, high = low & (advantages <= 0), high & (advantages > 0)
+    loss = -ratio.clamp(max=config.dual_clip) * advantages * inputs.log_probs
+    gone = low | high
+    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high, dual=dual & ~gone)
+
+
+def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
+    """`-A lp + dro_beta (lp - old)^2 / 2`: a penalty in place of a clip."""
+    if config.dro_beta is None:
+        raise ValueError("loss dro needs dro_beta, the weight of its penalty")
+    advantages = apply_mask(inputs.advantages, inputs.mask)
+    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    loss = -advantages * inputs.log_probs + config.dro_beta / 2 * log_ratio.square()
+    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return _outputs(loss, inputs, log_ratio, low=never, high=never)
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    """[T] each trained token's part in the covariance of advantage and log-prob, over the micro-batch."""
+    num_tokens = inputs.mask.bool().sum().clamp(min=1)
+    advantages, log_probs = (
+        apply_mask(tensor.detach(), inputs.mask) for tensor in (inputs.advantages, inputs.log_probs)
+    )
+    return (advantages - advantages.sum() / num_tokens) * (log_probs - log_probs.sum() / num_tokens)
+
+
+def _largest(scores: Tensor, mask: Tensor, share: float) -> Tensor:
+    """[T] whether a token has one of the largest scores. There are `share` times the trained tokens of them, but at
+    least one. The number is not read back from the device."""
+    place = scores.argsort(descending=True, stable=True).argsort()
+    return place < (mask.bool().sum() * share).floor().clamp(min=1)
+
+
+LOSSES: Registry[LossFunction] = Registry(
+    "loss",
+    {
+        "ppo": ppo,
+        "gspo": gspo,
+        "cispo": cispo,
+        "reinforce": reinforce,
+        "gpg": gpg,
+        "geo_mean": geo_mean,
+        "sapo": sapo,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+        "dro": dro,
+    },
+)
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """Apply the loss that `config.name` names."""
-    return LOSSES.get(config.name)(inputs, config)
+    """Apply the loss that `config.name` names. Raises ConfigError if a user's function returns something else."""
+    outputs = LOSSES.get(config.name)(inputs, config)
+    if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
+        log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+        nothing = torch.zeros_like(inputs.mask, dtype=torch.bool)
+        outputs = _outputs(outputs, inputs, log_ratio, low=nothing, high=nothing)
+    if not isinstance(outputs, LossOutputs) or outputs.per_token.shape != inputs.mask.shape:
+        raise ConfigError(f"loss {config.name} must return a tensor with one loss per token, or LossOutputs")
+    return outputs

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from penstock.config.algorithms import check_name
+from penstock.errors import ConfigError
+from penstock.user_code import load_callable
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Registry(Generic[FunctionT]):
-    """The functions of one kind by name. `package.module:function` names any other function.
+    """The functions of one kind by name. `path/file.py:function` or `package.module:function` names any other function.
 
-    Example: `ADVANTAGES.get("grpo")`, `ADVANTAGES.get("my_project.advantages:leave_two_out")`.
+    Example: `ADVANTAGES.get("grpo")`, `ADVANTAGES.get("my_advantages.py:leave_two_out")`.
     """
 
     def __init__(self, kind: str, functions: Mapping[str, FunctionT]) -> None:
@@ -28,16 +30,19 @@ class Registry(Generic[FunctionT]):
         return tuple(self._functions)
 
     def get(self, name: str) -> FunctionT:
-        """The function called `name`. Raises ValueError for an unknown name and suggests the nearest known one."""
+        """The function called `name`. Raises ValueError for an unknown name, and suggests the nearest known one.
+
+        Raises ConfigError for a path that cannot be imported, or whose function does not take two arguments. A file is
+        executed once in each process."""
         check_name(self._kind, name, self.names)
         return self._functions[name] if name in self._functions else self._load(name)
 
     def _load(self, path: str) -> FunctionT:
-        module_name, _, function_name = path.partition(":")
+        function = load_callable(path, f"learner.algorithm.{self._kind}.name")
         try:
-            function = getattr(import_module(module_name), function_name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"cannot load {self._kind} {path!r}: {error}; is it on PYTHONPATH?") from error
-        if not callable(function):
-            raise ValueError(f"cannot use {self._kind} {path!r}: it is a {type(function).__name__}, not a function")
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"learner.algorithm.{self._kind}.name: {path} must take the inputs and the config: {error}"
+            ) from error
         return cast(FunctionT, function)

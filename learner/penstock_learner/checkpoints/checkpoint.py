@@ -9,7 +9,6 @@ of a learner that was fenced off never looks newer than its successor's.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,9 +21,11 @@ from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.records import read_known_fields
 from penstock.replay.contract import GoneBack
+from penstock_learner.checkpoints.flushing import flush
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.file_checksums import FileRecord
 
 TRAINER_FILE = "trainer.json"
@@ -53,8 +54,9 @@ class TrainerState:
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_roll_backs: int = 0
     """How many of the operator's roll back orders were handled."""
-    roll_backs: list[tuple[int, int]] = field(default_factory=list)
-    """Each version that was rolled back to, and the new version that then had its weights."""
+    roll_backs: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Each version that was rolled back to or started again from, the new version that then had its weights, and
+    whether it was a start."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
@@ -71,9 +73,11 @@ class TrainerState:
 class CheckpointStore:
     """The checkpoints of one run's folder."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, uploads: CheckpointUploads | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.uploads = uploads
+        """Where checkpoints are also kept, if the config names an object store."""
         self.gone_back: GoneBack | None = None
         """What the run went back to, once a take-over has found that it did."""
 
@@ -118,11 +122,11 @@ class CheckpointStore:
             (partial / TRAINER_FILE).write_bytes(trainer)
             write_manifest(partial, {**shards, TRAINER_FILE: FileRecord.of(trainer)})
             for path in partial.rglob("*"):
-                _flush(path)
-            _flush(partial)
+                flush(path)
+            flush(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-        _flush(self.folder)
+        flush(self.folder)
         # Checkpoints that the run gave up when it went back cannot replace this one, so they do not count as kept.
         usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
         kept = [path for path in usable if path.parent == self.folder][: self.keep]
@@ -131,14 +135,26 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
+    def upload(self, checkpoint: Path) -> None:
+        """Make a checkpoint of this folder durable in the object store, if there is one. Blocks."""
+        if self.uploads is not None and checkpoint.parent.absolute() == self.folder.absolute():
+            self.uploads.upload(checkpoint, lambda name: self._is_usable(name, self.gone_back))
+
+    def abandon_upload(self) -> None:
+        if self.uploads is not None:
+            self.uploads.abandoned.set()
+
     def candidates(self, resume: str, gone_back: GoneBack | None = None) -> list[Path]:
-        """The checkpoints that `learner.checkpoint.resume` allows, the first choice first.
+        """The checkpoints that `learner.checkpoint.resume` allows, the first choice first. A newer one is fetched from
+        the object store first, if there is one.
 
         If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
         checkpoints. Checkpoints that the run abandoned when it went back are left out."""
-        found = self.newest_first() if gone_back is None else self._without_abandoned(gone_back)
         if resume == "off":
             return []
+        if self.uploads is not None:
+            self.uploads.fetch_newest(self.folder, lambda name: self._is_usable(name, gone_back))
+        found = self.newest_first() if gone_back is None else self._without_abandoned(gone_back)
         if resume == "auto" or self._resumed_from(found) == Path(resume).absolute():
             return found
         if not Path(resume).is_dir():
@@ -170,6 +186,13 @@ class CheckpointStore:
         earlier = [path for path in self.newest_first() if is_ours and path.name < target.name]
         return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
+    def _is_usable(self, name: str, gone_back: GoneBack | None) -> bool:
+        """Whether the run has not given up the checkpoint of this name."""
+        if gone_back is None or _term_of(Path(name)) >= gone_back.term:
+            return True
+        target = Path(gone_back.checkpoint)
+        return target.parent == self.folder.absolute() and name <= target.name
+
     def _resumed_from(self, newest_first: list[Path]) -> Path | None:
         """The checkpoint that the newest readable one was resumed from, if `resume` has named one."""
         for path in newest_first:
@@ -189,7 +212,8 @@ class CheckpointStore:
 
     def newest_term(self) -> int:
         """The highest term that has finished a checkpoint; 0 without one."""
-        return max((_term_of(path) for path in self.newest_first()), default=0)
+        uploaded = [] if self.uploads is None else [Path(name) for name in self.uploads.newest_first()]
+        return max((_term_of(path) for path in (*self.newest_first(), *uploaded)), default=0)
 
     def of_version(self, policy_version: int) -> Path | None:
         """The newest checkpoint that holds the weights of a version, or None.
@@ -214,7 +238,9 @@ def read_state(path: Path) -> TrainerState:
     record, _ = _read_trainer(path)
     try:
         state = read_known_fields(TrainerState, record)
-        ranges, roll_backs = ([(int(a), int(b)) for a, b in pairs] for pairs in (state.ledger, state.roll_backs))
+        ranges = [(int(a), int(b)) for a, b in state.ledger]
+        # Checkpoints from before restarts were recorded have pairs.
+        roll_backs = [(int(a), int(b), any(restart)) for a, b, *restart in state.roll_backs]
     except (ValueError, TypeError) as error:
         raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
     return replace(state, ledger=ranges, roll_backs=roll_backs)
@@ -249,11 +275,3 @@ def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
 
 def _term_of(path: Path) -> int:
     return int(path.name.split("-")[1])
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

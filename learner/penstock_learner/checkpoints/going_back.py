@@ -8,13 +8,13 @@ count.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import CheckpointDamaged, Unavailable
 from penstock.replay.contract import GoneBack
+from penstock_learner.checkpoints.flushing import flush
 
 GOING_BACK_FILE = "going-back.json"
 
@@ -47,9 +47,9 @@ def record_going_back(folder: Path, term: int, gone_back: GoneBack | None, *, is
         folder.mkdir(parents=True, exist_ok=True)
         with partial.open("w") as writing:
             json.dump({"checkpoint": checkpoint, "term": gone_back.term, "is_done": is_done}, writing)
-            writing.flush()
-            os.fsync(writing.fileno())
+        flush(partial)
         partial.rename(file)
+        flush(folder)
     except OSError as error:
         raise Unavailable(f"{file} cannot be written ({error.strerror}); start the learner again") from error
 

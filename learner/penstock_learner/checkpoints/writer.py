@@ -1,10 +1,10 @@
 """Writes checkpoints during training: training waits while the ranks copy their shards, but not for the files.
 
-    stage (training waits) ─► ranks write ─► flush and rename ─► acknowledge
-                              └────────── beside the next steps ──────────┘
+    stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
+                              └──────────────── beside the next steps ───────────────┘
 
-Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, never before. One
-checkpoint is written at a time.
+Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, and after the upload if
+there is one (uploads.py), never before. One checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one term. `on_durable` is called after each rename."""
+    """Writes the checkpoints of one term. `on_durable` is called when one is durable."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class CheckpointWriter:
     async def abandon(self) -> None:
         """Cancel the checkpoint that is being written, if any."""
         if self._writing is not None:
+            self.store.abandon_upload()
             await end_task(self._writing)
 
     async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
@@ -81,7 +82,8 @@ class CheckpointWriter:
             saving = (role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values())
             written = dict(zip(self.trained, await gather_all(*saving), strict=True))
         crash_point("before_flush")
-        await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
+        checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
+        await asyncio.to_thread(self.store.upload, checkpoint)
         self.ledger.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")

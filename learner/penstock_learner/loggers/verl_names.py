@@ -54,8 +54,13 @@ _NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Return every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several."""
-    named = {
-        VERL_NAMES.get(name, OWN_PREFIX + name): value for name, value in metrics.items() if name not in _NOT_LOGGED
-    }
-    return named | {name: derive(metrics) for name, derive in _DERIVED.items()}
+    """Return every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several.
+
+    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
+    named = {_verl_name(name): value for name, value in metrics.items() if name not in _NOT_LOGGED}
+    is_supervised = any("/" in name for name in metrics)
+    return named | ({} if is_supervised else {name: derive(metrics) for name, derive in _DERIVED.items()})
+
+
+def _verl_name(name: str) -> str:
+    return name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name)

@@ -14,8 +14,9 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from penstock.cancellation import end_task
+from penstock_learner.batches.sequence_batch import SequenceBatch, no_sequences
 from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.training_step import ForwardOutputs, TrainingStep
+from penstock_learner.loop.training_step import TrainingStep
 
 
 class BatchAhead:
@@ -27,7 +28,7 @@ class BatchAhead:
     def __init__(
         self,
         reading: asyncio.Task[Batch],
-        forwards: asyncio.Task[ForwardOutputs],
+        forwards: asyncio.Task[SequenceBatch],
         wanted: asyncio.Event,
         replaced: BatchAhead | None = None,
     ) -> None:
@@ -43,8 +44,8 @@ class BatchAhead:
         wanted = asyncio.Event()
         reading = asyncio.create_task(reader.read(step, version, wanted))
 
-        async def forwards() -> ForwardOutputs:
-            return await training.frozen_forwards((await reading).groups)
+        async def forwards() -> SequenceBatch:
+            return await _ahead(training, await reading)
 
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
@@ -72,11 +73,11 @@ class BatchAhead:
         """A batch that is made from this one. The computed forwards are kept if it has the same groups."""
         reading = asyncio.create_task(read)
 
-        async def forwards() -> ForwardOutputs:
+        async def forwards() -> SequenceBatch:
             batch = await reading
             # Awaited even if its result is not needed, and never cancelled: it may be restarting a role.
             computed = await self.forwards
-            return computed if batch is self.reading.result() else await training.frozen_forwards(batch.groups)
+            return computed if batch is self.reading.result() else await _ahead(training, batch)
 
         return BatchAhead(reading, asyncio.create_task(forwards()), self.wanted, replaced=self)
 
@@ -86,3 +87,8 @@ class BatchAhead:
             await end_task(task)
         if self.replaced is not None:
             await self.replaced.end()
+
+
+async def _ahead(training: TrainingStep, batch: Batch) -> SequenceBatch:
+    """What is computed ahead. A batch without groups is never trained: the data has ended."""
+    return await training.ahead(batch.groups) if batch.groups else no_sequences()

@@ -21,8 +21,11 @@ from penstock.replay.contract import Delivery, GroupConsumer
 from penstock.samples.selection import is_sampled
 from penstock.trajectory import Group
 from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.batches.token_check import check_tokens
 from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.loop.data_end import REMAINDER, DataEnd
 from penstock_learner.loop.failed_rewards import FailedRewards
+from penstock_learner.loop.group_filter import reason_to_discard
 from penstock_learner.loop.roll_back import RollBack, oldest_version
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ DECODED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Batch:
+    """The groups of one step. There are fewer than `replay.groups_per_step` if the dataset has ended, and none if no
+    step follows."""
+
     step: int
     groups: tuple[Group, ...]
     prompts: Mapping[int, bytes] = field(default_factory=dict)
@@ -65,6 +71,7 @@ class BatchReader:
         manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
         quarantine: ServerQuarantine | None = None,
         failed_rewards: FailedRewards | None = None, is_paused: Callable[[], Awaitable[bool]] | None = None,
+        data_end: DataEnd | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
@@ -75,6 +82,8 @@ class BatchReader:
         self.vocabulary_size = vocabulary_size
         self.quarantine = quarantine
         self.is_paused = is_paused
+        self.data_end = data_end
+        """Without it, a batch is always completed."""
         self.failed_rewards = failed_rewards or FailedRewards(None, replay.groups_per_step)
         self._in_batches: set[int] = set()
         """Prompts of batches that were returned and are not in the ledger yet."""
@@ -114,6 +123,11 @@ class BatchReader:
             await self.queue.expire(prompt_id, reason)
         return [group for group in groups if group.prompt_id not in prompt_ids]
 
+    async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups without those that the limit on failed rewards refuses. Their prompts are sampled again."""
+        refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
+        return await self._without(groups, refused, REWARD_FAILED)
+
     async def _complete(
         self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
     ) -> Batch:
@@ -121,9 +135,16 @@ class BatchReader:
         while (missing := self.replay.groups_per_step - len(groups)) > 0:
             taken = await self.queue.take(step, missing)
             groups += await self._accept(taken, policy_version)
-            refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
-            groups = await self._without(groups, refused, REWARD_FAILED)
+            groups = await self._without_failed(groups)
             if not taken:
+                if self.data_end is not None and await self.data_end.is_reached():
+                    num_groups = len(groups)
+                    if not self.data_end.drops_remainder:
+                        await self.failed_rewards.judge_last(groups)
+                        groups = await self._without_failed(groups)
+                    if len(groups) == num_groups:
+                        return await self._remainder(step, groups, self.data_end)
+                    continue  # their prompts are pending again, so the data has not ended
                 if deadline == math.inf and (wanted is None or wanted.is_set()):
                     deadline = time.monotonic() + self.learner.batch_timeout_s
                 if time.monotonic() > deadline and self.is_paused is not None and await self.is_paused():
@@ -135,6 +156,15 @@ class BatchReader:
                     )
                 await self.queue.wait_for_groups(min(WAIT_S, max(0.0, deadline - time.monotonic())))
                 await asyncio.sleep(GATHER_S)
+        return Batch(step, tuple(groups), await self._prompts(groups))
+
+    async def _remainder(self, step: int, groups: list[Group], data_end: DataEnd) -> Batch:
+        """The batch of the last step, from what is left of the dataset. Empty if nothing is left or it is dropped."""
+        if data_end.drops_remainder:
+            for group in groups:
+                self._in_batches.discard(group.prompt_id)
+                await self.queue.discard(group.prompt_id, REMAINDER)
+            groups = []
         return Batch(step, tuple(groups), await self._prompts(groups))
 
     async def _prompts(self, groups: Sequence[Group]) -> dict[int, bytes]:
@@ -169,7 +199,7 @@ class BatchReader:
                     detail = "it has no greedy sample to compare with; is the servers' config the same?"
                     raise PoisonGroup("shape", detail)
                 if self.vocabulary_size is not None:
-                    _check_tokens(group, self.vocabulary_size)
+                    check_tokens(group, self.vocabulary_size)
                 decoded.append(group)
             except PoisonGroup as error:
                 decoded.append(error)
@@ -179,8 +209,8 @@ class BatchReader:
         """The group, or None if it must not be trained.
 
         A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
-        Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards have no
-        spread."""
+        Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards or
+        lengths are filtered."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.ledger.is_durable(delivery.prompt_id):
@@ -200,8 +230,8 @@ class BatchReader:
         if self.failed_rewards.is_refused(decoded):
             await self.queue.expire(decoded.prompt_id, REWARD_FAILED)
             return None
-        if self.replay.dynamic_sampling and not _has_spread(decoded):
-            await self.queue.discard(decoded.prompt_id, "no_spread")
+        if reason := reason_to_discard(decoded, self.replay):
+            await self.queue.discard(decoded.prompt_id, reason)
             if self.quarantine is not None:
                 await self.quarantine.one_more_probe(decoded)
             return None
@@ -214,21 +244,5 @@ class BatchReader:
         return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
 
 
-def _check_tokens(group: Group, vocabulary_size: int) -> None:
-    """Raise PoisonGroup for a token that the model does not have. It would end the rank that looks it up."""
-    for ids in (group.prompt_token_ids, *(trajectory.token_ids for trajectory in group.trajectories)):
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= vocabulary_size:
-            unknown = lowest if lowest < 0 else highest
-            raise PoisonGroup("shape", f"token {unknown} is not in the model's vocabulary of {vocabulary_size}")
-
-
 def _has_baseline(group: Group) -> bool:
     return sum(trajectory.is_baseline for trajectory in group.trajectories) == 1
-
-
-def _has_spread(group: Group) -> bool:
-    """Whether the samples with a trained token differ in reward. A group with one such sample counts as having spread:
-    the sample is not compared with itself."""
-    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.loss_mask.any()]
-    return len(rewards) == 1 or len(set(rewards)) > 1

@@ -14,17 +14,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.cancellation import end_task
+from penstock.client.responses import LAST_VALIDATION
 from penstock.config.run import RunConfig
 from penstock.disk_space import DiskWatch, folder_bytes
 from penstock.errors import RoleDied
+from penstock.process_endpoint import Readiness
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import LEARNER
+from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.notices import Notices
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
@@ -34,26 +38,31 @@ from penstock_learner.agreement.check import LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
+from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loggers.opening import open_loggers
+from penstock_learner.loggers.reward_model_validation import RewardModelValidation
 from penstock_learner.loggers.samples import SampleLog
 from penstock_learner.loggers.validations import ValidationLog
 from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.data_end import DataEnd
 from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.server_agreement import ServerAgreement
-from penstock_learner.loop.skipped_steps import SkippedSteps
+from penstock_learner.loop.silent_servers import SilentServers
 from penstock_learner.loop.step_loop import StepLoop
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.take_over import find_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
-from penstock_learner.loop.training_step import TRAINED_ROLES, TrainingStep
+from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_actors import LANES
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
+from penstock_learner.roles.trained import trained_roles
+from penstock_learner.steps.skipped_updates import SkippedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +88,18 @@ class LearnerController:
         self.queue = queue
         self.fleet = fleet
         self.roles = roles
-        self.trained = {name: roles[name] for name in TRAINED_ROLES if name in roles}
+        self.trained = {name: roles[name] for name in trained_roles(config.learner)}
         self.policy = roles["policy"]
         self.metrics = metrics
         self.tracing = tracing or Tracing()
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
-        self.training = TrainingStep(config.learner, roles, self.recovery, metrics, skipped)
+        self.training = TrainingStep(config.learner, roles, list(self.trained), self.recovery, metrics, skipped)
         self.profiles = StepProfiles(config, roles)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
-        self.checkpoints = CheckpointStore(config.folder / "checkpoints", config.learner.checkpoint.keep)
+        self.checkpoints = CheckpointStore(
+            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
+        )
         self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
         metrics.disk.follow("run_dir", self.disk)
         self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats, config.model.dtype)
@@ -98,6 +109,7 @@ class LearnerController:
         self.resuming = config.learner.checkpoint
         """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
         self._has_term = False
+        self._is_training = False
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again.
@@ -116,8 +128,14 @@ class LearnerController:
                     await self._run_term()
                 return
             except RoleDied as error:
-                died = error
+                died, self._is_training = error, False
                 await self._raise_if_fenced()
+
+    def readiness(self) -> Readiness:
+        """What `/readyz` says. It is called from another thread."""
+        if self.stopping.is_set():
+            return Readiness("draining", "ends its step, writes a checkpoint and acknowledges its groups")
+        return Readiness("ready") if self._is_training else Readiness("loading", self.phases.newest)
 
     async def _raise_if_fenced(self) -> None:
         """Raise Fenced if another learner took over from this one. A learner that was suspended may find that before it
@@ -159,6 +177,7 @@ class LearnerController:
         taken = await take_over(self.queue, self.checkpoints, self.resuming, self._load, self.config.replay.settle_s)
         self._has_term = True
         term = await begin_term(self.config, self.queue, taken)
+        self._is_training = True
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)
         quarantine = ServerQuarantine(Quarantines(self.fleet.client, self.config.run), term.number)
@@ -167,13 +186,17 @@ class LearnerController:
         )
         steps = self._make_step_loop(term, orders, publication, quarantine)
         validations = ValidationLog(self.queue, steps.loggers, term.step)
+        scored = self._reward_model_validation()
+        silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
         beside = [
             asyncio.create_task(validations.watch()),
             asyncio.create_task(publication.publish_loop()),
             asyncio.create_task(publication.catch_up_loop()),
             asyncio.create_task(orders.watch()),
+            asyncio.create_task(silent_servers.watch()),
+            *([asyncio.create_task(scored.watch())] if scored is not None else []),
         ]
-        training = asyncio.create_task(steps.run())
+        training = asyncio.create_task(self._train(steps, validations, scored))
         try:
             done, _ = await asyncio.wait({*beside, training}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -186,10 +209,33 @@ class LearnerController:
             await asyncio.to_thread(steps.samples.close)
             await asyncio.to_thread(steps.loggers.close)
 
+    def _reward_model_validation(self) -> RewardModelValidation | None:
+        """Scores validations with the reward model, if the run has one."""
+        if (config := self.config.learner.reward_model) is None:
+            return None
+        return RewardModelValidation(
+            self.queue, self.training.reward_model_scores, config, self.config.replay.groups_per_step,
+            vocabulary_size(self.config.model.path),
+        )  # fmt: skip
+
+    async def _train(self, steps: StepLoop, validations: ValidationLog, scored: RewardModelValidation | None) -> None:
+        """Make the steps of a term. If none follows, wait for the validation of the last policy, which is scored beside
+        training, so that it reaches the loggers."""
+        await steps.run()
+        timeout_s = self.config.dataset.validation.last_timeout_s
+        if timeout_s and self.config.dataset.validation.file is not None and not self.stopping.is_set():
+            await self.phases.enter(LEARNER, LAST_VALIDATION)
+            heartbeats = Heartbeats(self.fleet.client, self.config.run)
+            started = time.monotonic()
+            await validations.wait_for_last(steps.term.step, heartbeats, timeout_s, self.stopping)
+            if scored is not None:
+                await scored.finish(max(0.0, started + timeout_s - time.monotonic()), self.stopping)
+
     def _make_step_loop(
         self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
     ) -> StepLoop:
         loggers = open_loggers(self.config, term.step)
+        data_end = DataEnd(self.queue, self.config.dataset)
         return StepLoop(
             config=self.config,
             term=term,
@@ -208,7 +254,9 @@ class LearnerController:
                     self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
                 ),
                 self._is_paused,
+                data_end,
             ),
+            data_end=data_end,
             training=self.training,
             profiles=self.profiles,
             agreement=ServerAgreement(

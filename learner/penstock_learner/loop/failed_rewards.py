@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from penstock.trajectory import Group
 
@@ -17,7 +17,7 @@ async def pause_nothing(reason: str) -> None:
 
 
 class FailedRewards:
-    """Counts failed rewards over the newest `groups_per_step` groups.
+    """Counts failed rewards over the newest `groups_per_step` groups, or over the groups of the last, smaller step.
 
     When their share reaches `limit`, the run is paused with the reason. From then on, groups with failed rewards are
     not trained: their prompts are sampled again after the run was resumed. The first group without a failure ends
@@ -40,16 +40,27 @@ class FailedRewards:
         if not num_failed:
             self.refuses = False
         self._newest.append((num_failed, len(group.trajectories)))
-        failed, samples = (sum(counts) for counts in zip(*self._newest, strict=True))
-        if len(self._newest) == self._newest.maxlen and failed >= self.limit * samples:
-            self._newest.clear()
-            self.refuses = True
-            reason = (
-                f"the reward failed on {failed} of the newest {samples} samples; correct the reward, start the run "
-                "again, and resume it"
-            )
-            logger.error("the run pauses: %s", reason)
-            await self.pause(reason)
+        if len(self._newest) == self._newest.maxlen:
+            await self._judge(self._newest)
+
+    async def judge_last(self, groups: Sequence[Group]) -> None:
+        """Judge the last step, which has fewer groups than the others, by its own samples alone."""
+        if groups:
+            await self._judge([(num_failed_rewards(group), len(group.trajectories)) for group in groups])
+
+    async def _judge(self, counts: Collection[tuple[int, int]]) -> None:
+        """Pause the run if the share of failed samples has reached the limit."""
+        failed, samples = sum(failed for failed, _ in counts), sum(samples for _, samples in counts)
+        if self.limit is None or failed < self.limit * samples:
+            return
+        self._newest.clear()
+        self.refuses = True
+        reason = (
+            f"the reward failed on {failed} of the newest {samples} samples; correct the reward, start the run again, "
+            "and resume it"
+        )
+        logger.error("the run pauses: %s", reason)
+        await self.pause(reason)
 
     def is_refused(self, group: Group) -> bool:
         return self.refuses and num_failed_rewards(group) > 0

@@ -98,7 +98,10 @@ class PolicyPublication:
         """The version whose snapshot is written because it was promoted."""
         self._changed = asyncio.Condition()
         self._snapshot_step: int | None = None
-        self._kept_version: int | None = None
+        self._kept: set[int] = set()
+        """Versions whose snapshots this learner has written."""
+        self._staged: set[int] = set()
+        """Versions whose buckets rank 0 holds."""
         self._failures: dict[str, tuple[int, float]] = {}
         """For each server its failed pushes in a row, and when it may be tried again."""
 
@@ -106,16 +109,20 @@ class PolicyPublication:
         self, policy_version: int, step: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
     ) -> Offer:
         """Stage the policy's weights as a version and offer it. Returns when training may change the weights again."""
+        promoted = await self.policies.promoted_version()
         if self._offer is not None:
             trace_parents += self._offer.trace_parents
         offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
         async with self._changed:
             in_use = {self._pushing, self.current, self._promoting, *self._catching_up.values()}
+            if promoted in self._staged - self._kept:
+                in_use.add(promoted)  # its snapshot was promised, and is not written yet
             if self._offer is not None:
                 self._count_skipped(self._offer.policy_version, policy_version)
             self._offer = offer
             self._changed.notify_all()
-        keep = [version for version in in_use if version is not None]
+            keep = [version for version in in_use if version is not None]
+            self._staged = {*keep, policy_version}
         await self.policy.call_all("gather_weights", policy_version, self.term, keep)
         return offer
 
@@ -170,7 +177,7 @@ class PolicyPublication:
             await self._keep_promoted()
             if self.current is None or (self._pushing is not None and not self._failures):
                 continue  # the running push serves STALE servers too
-            if by_snapshot and self._kept_version == self.current:
+            if by_snapshot and self.current in self._kept:
                 continue  # servers load the snapshot themselves
             stale = await self._followers(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
@@ -359,18 +366,25 @@ class PolicyPublication:
         return reachable
 
     async def _keep_promoted(self) -> None:
-        """Write a snapshot of the current version if it was promoted and has none."""
-        version = self.current
-        if version is None or version == self._kept_version or self._pushing is not None:
+        """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""
+        version = await self.policies.promoted_version()
+        if version is None or version not in self._staged - self._kept or self._pushing is not None:
             return
-        if version != await self.policies.promoted_version():
-            return
+        await self._keep(version)
+        logger.info("version %d was promoted, so its snapshot is kept", version)
+
+    async def _keep(self, version: int) -> None:
+        """Write a snapshot of a version, whose buckets stay until it is written."""
         self._promoting = version
         try:
             await self._write_snapshot(version)
-            logger.info("version %d was promoted, so its snapshot is kept", version)
         finally:
             self._promoting = None
+
+    async def keep_last(self) -> None:
+        """Write a snapshot of the current version if it has none. Called when no step follows."""
+        if self.current is not None and self.current not in self._kept:
+            await self._keep(self.current)
 
     async def _snapshot(self, policy_version: int, step: int) -> Path | None:
         """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
@@ -397,7 +411,7 @@ class PolicyPublication:
                 f"no space is left to write the snapshot of version {policy_version} ({measure_disk(folder)}); free "
                 "space there, or lower weights.keep_snapshots, then start the learner again"
             ) from error
-        self._kept_version = policy_version
+        self._kept.add(policy_version)
         kept = await self.policies.kept_versions()
         on_disk = await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
         await self.policies.record_snapshots(on_disk)

@@ -28,14 +28,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RollBack:
-    """`new_version` has the weights of `policy_version`. The versions between them are given up."""
+    """`new_version` has the weights of `policy_version`. The versions between them are given up.
+
+    A learner that starts again from its checkpoint gives nothing up, but renumbers its versions in the same way: the
+    steps after the checkpoint are trained once more, with the same batches, and make the same weights again."""
 
     policy_version: int
     new_version: int
+    is_restart: bool = False
 
     def gave_up(self, group: Group) -> bool:
         """Whether a version that was given up sampled a token of the group."""
-        return any(
+        return not self.is_restart and any(
             self.policy_version < segment.policy_version < self.new_version
             for trajectory in group.trajectories
             for segment in trajectory.segments
@@ -47,14 +51,21 @@ def in_steps(versions: NDArray[np.int64], roll_backs: Sequence[RollBack]) -> NDA
 
     A version that was rolled back to gets the number of the new version with its weights, and older versions move along
     with it. For example, after a roll back from 5 to 3 as version 6, version 3 counts as 6 and version 2 as 5. Versions
-    that were given up have no meaningful number."""
-    targets = np.array([roll_back.policy_version for roll_back in roll_backs])
+    that were given up have no meaningful number.
+
+    After a restart from version 3 as version 6, versions 4 and 5 move too: version 4 counts as 7, which will have its
+    weights. A sample of such a version is newer than the policy, so its age is negative."""
+    given = np.array([roll_back.policy_version for roll_back in roll_backs])
+    targets, numbers = given, versions
     for index, roll_back in enumerate(roll_backs):
         # A later roll back may go past an earlier one, which has already renumbered its target.
         target = targets[index]
-        versions = np.where(versions <= target, versions + roll_back.new_version - target, versions)
-        targets = np.where(targets <= target, targets + roll_back.new_version - target, targets)
-    return versions
+        change = roll_back.new_version - target
+        moves = versions < roll_back.new_version if roll_back.is_restart else numbers <= target
+        moves_target = given < roll_back.new_version if roll_back.is_restart else targets <= target
+        numbers = np.where(moves, numbers + change, numbers)
+        targets = np.where(moves_target, targets + change, targets)
+    return numbers
 
 
 def oldest_version(group: Group, roll_backs: Sequence[RollBack]) -> int:

@@ -125,8 +125,10 @@ class ServerAgreement:
             num_kept = sum(len(sample.trajectory.token_ids) for sample in kept)
             self._last = _Compared(self._step, kept, log_probs[:num_kept], len(roll_backs))
         oldest = np.array([sample.trajectory.min_version for sample in samples])
-        staleness = (version - in_steps(oldest, roll_backs)).tolist()
-        return self.check.judge(compare(samples, staleness, log_probs), frozenset(self.quarantine.records))
+        staleness = version - in_steps(oldest, roll_backs)
+        for each in roll_backs:  # versions from before a restart are not compared: a lost batch may make others of them
+            staleness[(each.policy_version < oldest) & (oldest < each.new_version)] = -1
+        return self.check.judge(compare(samples, staleness.tolist(), log_probs), frozenset(self.quarantine.records))
 
     def _raise_if_all_disagree(self, verdicts: Mapping[str, Verdict]) -> None:
         """Raise ConfigError if no server is left whose samples can be trained."""

@@ -11,16 +11,20 @@ Groups of a server whose log-probs disagree with the learner's are replaced befo
 A group is acknowledged only after a durable checkpoint whose ledger holds its prompt. Every call to the queue carries
 the term, so a learner that was replaced cannot acknowledge anything.
 
+The loop ends after `num_steps`, or when the dataset has ended: the last batch is then smaller, or left out.
+
 A roll back is followed between two steps (roll_back.py). The weights of the older version get a new number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.client.responses import FIRST_BATCH
 from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.replay.contract import GroupConsumer
@@ -29,6 +33,7 @@ from penstock.store.heartbeats import LEARNER
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
@@ -36,6 +41,7 @@ from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import Batch, BatchReader
+from penstock_learner.loop.data_end import DataEnd
 from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
@@ -43,22 +49,24 @@ from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
-from penstock_learner.loop.training_step import ForwardOutputs, TrainingStep
+from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.roles.role_group import RoleGroup
 
+logger = logging.getLogger(__name__)
 STARVED_SHARE = 0.25
 """Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
 
 
 @dataclass(frozen=True)
 class StepLoop:
-    """Trains one step after another, until the last one or until the operator stops the learner."""
+    """Trains one step after another, until the last one, the end of the data, or the operator's order to stop."""
 
     config: RunConfig
     term: Term
     queue: GroupConsumer
     orders: OperatorOrders
     reader: BatchReader
+    data_end: DataEnd
     training: TrainingStep
     profiles: StepProfiles
     agreement: ServerAgreement
@@ -76,11 +84,12 @@ class StepLoop:
     policies: PolicyRegistry
 
     async def run(self) -> None:
-        """Train until the last step or a stop. Ends with a checkpoint that covers every group that was trained."""
+        """Train until the last step, the end of the data or a stop. Ends with a checkpoint that covers every group
+        that was trained."""
         await self.phases.enter(LEARNER, "publishing the weights that the run starts from")
         await self._publish_start()
         await self.agreement.begin()
-        await self.phases.enter(LEARNER, "waiting for the first batch")
+        await self.phases.enter(LEARNER, FIRST_BATCH)
         current: BatchAhead | None = None
         following: BatchAhead | None = None
         has_trained = False
@@ -96,6 +105,10 @@ class StepLoop:
                 batch = await self._batch_unless_interrupted(current)
                 if batch is None:
                     continue
+                if not batch.groups:
+                    await self.data_end.raise_if_nothing_was_trained(self.term.step)
+                    logger.info("the dataset has ended after step %d", self.term.step)
+                    break
                 version = self.term.policy_version
                 if refused := await self.agreement.refused(batch, version, self.term.roll_backs):
                     following = current.without(self.reader, self.training, refused, version)
@@ -113,19 +126,26 @@ class StepLoop:
                 self.writer.raise_if_failed()
                 if batch.step % self.config.learner.checkpoint.every_steps == 0:
                     await self._checkpoint()
-            if self.orders.stopping.is_set():
-                await self._checkpoint()  # before the push, because the operator may not wait that long
-            await self.publication.wait_until_published()
-            await self._checkpoint()
-            await self.writer.wait_until_written()
+            await self._finish()
         finally:
             for unused in (current, following):
                 if unused is not None:
                     await unused.end()
 
+    async def _finish(self) -> None:
+        """Publish and save what was trained. If no step follows, record that the run has finished."""
+        if self.orders.stopping.is_set():
+            await self._checkpoint()  # before the push, because the operator may not wait that long
+        await self.publication.wait_until_published()
+        await self._checkpoint()
+        await self.writer.wait_until_written()
+        if not self.orders.stopping.is_set():
+            await self.publication.keep_last()
+            await self.queue.finish(self.term.step)
+
     def _is_last(self, step: int) -> bool:
-        """Whether no step follows this one. With `num_steps` 0 there is always a next one."""
-        return 0 < self.config.learner.num_steps <= step
+        """Whether the config allows no step after this one. The data may end before."""
+        return self.config.dataset.validation.only or 0 < self.config.learner.num_steps <= step
 
     def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
@@ -133,13 +153,15 @@ class StepLoop:
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from.
 
-        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version. After going
-        back, groups that the versions in between have sampled are dropped, as after a roll back."""
+        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version, which is no
+        step and does not count as staleness. After going back, groups that the versions in between have sampled are
+        dropped, as after a roll back."""
         was_published = (await self.queue.stat()).policy_version > 0
         is_new = self.term.step == 0 and not was_published
         version = 0 if is_new else await self.queue.allocate_version(self.term.policy_version + 1)
-        if self.term.has_gone_back:
-            self.term.roll_backs.append(RollBack(self.term.policy_version, version))
+        if not is_new:
+            is_restart = not self.term.has_gone_back
+            self.term.add_roll_back(RollBack(self.term.policy_version, version, is_restart))
         self.term.policy_version = version
         offer = await self.publication.gather(version, self.term.step)
         offer.metrics.set_result({})
@@ -153,7 +175,7 @@ class StepLoop:
             return
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.policy_version = version
-        self.term.roll_backs.append(RollBack(target, version))
+        self.term.add_roll_back(RollBack(target, version))
         offer = await self.publication.gather(version, self.term.step, parent_version=target)
         offer.metrics.set_result({})
         # Wait, or the next step's version could replace this one, whose record says where the weights came from.
@@ -172,7 +194,7 @@ class StepLoop:
             await self.orders.wait_for_either(ahead.reading, None)  # the reader has a deadline
         return ahead.reading.result() if ahead.reading.done() else None
 
-    async def _train(self, batch: Batch, forwards: asyncio.Task[ForwardOutputs]) -> dict[str, float]:
+    async def _train(self, batch: Batch, forwards: asyncio.Task[SequenceBatch]) -> dict[str, float]:
         """Train on the batch. Afterwards the policy's ranks hold the new weights, which are not published yet."""
         bind(step=batch.step, policy_version=self.term.policy_version)
         started_s = time.time()
@@ -206,6 +228,6 @@ class StepLoop:
         """Begin a checkpoint of everything trained so far. Its groups are acknowledged once it is durable."""
         if not self.term.uncommitted:
             return
-        state = self.term.trainer_state(await self.queue.feed_positions())
+        state = self.term.trainer_state({name: feed.position for name, feed in (await self.queue.feeds()).items()})
         covered, self.term.uncommitted = self.term.uncommitted, []
         await self.writer.begin(state, covered)

@@ -1,22 +1,18 @@
-"""The numbers of one step. They are computed once, for the log, the policy record, the loggers and Prometheus."""
+"""Numbers about the data of a step. They go to the log, the policy record, the loggers and Prometheus."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from functools import reduce
-from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trajectory import Group
-from penstock_learner.algorithms.corrections import CorrectionStatistics
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.loop.roll_back import RollBack, in_steps
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
-from penstock_learner.model.packing import SequenceBatch
-from penstock_learner.roles.update_reports import CriticReport, UpdateReport
 
 
 def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequence[RollBack] = ()) -> dict[str, float]:
@@ -25,7 +21,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
     Reward spread within groups includes their baseline samples, and leaves out samples without a trained token, as
     advantages do. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
-    staleness = policy_version - in_steps(trained.token_versions, roll_backs)
+    staleness = np.maximum(0, policy_version - in_steps(trained.token_versions, roll_backs))
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
     has_loss = np.logical_or.reduceat(batch.loss_mask, np.cumsum(batch.response_lengths) - batch.response_lengths)
@@ -94,88 +90,6 @@ def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
 def _label(name: str) -> str:
     """A name that any logger can show: letters, digits and a few signs, at most 40 of them."""
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
-
-
-def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
-    """Numbers about the policy's updates of a step. `updates` has the reports of all ranks for each update.
-
-    All updates together trained `num_tokens` tokens."""
-    reports = [report for ranks in updates for report in ranks]
-    num_tokens = max(num_tokens, 1)
-    statistics = reduce(add, [report.statistics for report in reports])
-    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
-    # Only the first update counts: later ones start from weights that are no version.
-    mismatch = reduce(add, [report.mismatch for report in updates[0]])
-    metrics = _optimizer_metrics(updates) | {
-        "kl_reference": sum(report.kl for report in reports) / num_tokens,
-        "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "clip_ratio_low": statistics.clip_fraction_low,
-        "clip_ratio_high": statistics.clip_fraction_high,
-        "importance_weight_mean": correction.mean_weight,
-        "importance_weight_max": float(correction.max_weight),
-        "importance_ratio_max": float(correction.max_ratio),
-        "is_truncated_ratio": correction.truncated_share,
-        "is_rejected_ratio": correction.rejected_share,
-        "effective_sample_ratio": correction.effective_sample_ratio,
-        "kl_behaviour": correction.mean_kl,
-        "approx_kl": statistics.approx_kl,
-        "dual_clip_ratio": statistics.dual_clip_fraction,
-    }
-    if mismatch.mean is not None:
-        metrics["logprob_mismatch"] = mismatch.mean
-    return metrics | router_metrics(updates)
-
-
-def router_metrics(updates: Sequence[Sequence[UpdateReport]]) -> dict[str, float]:
-    """Numbers about the experts of the policy's updates. Empty for a dense model.
-
-    The load of an expert is how often it was chosen, relative to the mean of its layer."""
-    reports = [report.routers for ranks in updates for report in ranks if report.routers is not None]
-    if not reports:
-        return {}
-    counts = np.sum([report.counts for report in reports], axis=0)
-    loads = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1)
-    return {
-        "router_aux_loss": sum(report.aux_loss for report in reports) / len(updates),
-        "expert_load_max": float(loads.max()),
-        "unused_expert_ratio": float((counts == 0).mean()),
-        "router_replayed_ratio": sum(report.replayed_share for report in reports) / len(updates),
-    }
-
-
-def critic_metrics(
-    updates: Sequence[Sequence[CriticReport]], batch: SequenceBatch, num_tokens: int
-) -> dict[str, float]:
-    """Numbers about the critic's updates of a step, and how good its values were at the start of the step.
-
-    `updates` and `num_tokens` are as in `update_metrics`."""
-    assert batch.values is not None and batch.returns is not None
-    num_clipped = sum(report.num_clipped for ranks in updates for report in ranks)
-    trained = batch.loss_mask.astype(bool)
-    values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
-    variance = float(returns.var()) if len(returns) else 0.0
-    return {f"critic_{name}": value for name, value in _optimizer_metrics(updates).items()} | {
-        "critic_clip_ratio": num_clipped / max(num_tokens, 1),
-        "value_mean": float(values.mean()) if len(values) else 0.0,
-        "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
-    }
-
-
-def _optimizer_metrics(updates: Sequence[Sequence[UpdateReport | CriticReport]]) -> dict[str, float]:
-    """Numbers that policy and critic share. A loss is the sum over the ranks; the rest is the same on every rank."""
-    taken = [ranks[0].step for ranks in updates]
-    return {
-        "loss": sum(report.loss for ranks in updates for report in ranks) / len(updates),
-        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
-        "lr": taken[0].lr,
-        "skipped": float(any(step.skipped for step in taken)),
-    }
-
-
-def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
-    """How many tokens fall into each bucket of the importance ratio, over all ranks, and the sum of the ratios."""
-    counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
-    return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)
 
 
 def _mixed_version_ratio(batch: SequenceBatch) -> float:

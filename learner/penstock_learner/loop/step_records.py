@@ -46,7 +46,7 @@ class StepRecords:
         ended_s = time.time()
         for group in batch.groups if batch.trace_parents else ():
             self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
-            staleness = term.policy_version - oldest_version(group, term.roll_backs)
+            staleness = max(0, term.policy_version - oldest_version(group, term.roll_backs))
             fields = {"step": batch.step, "policy_version": term.policy_version, "staleness": staleness}
             self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
 

@@ -71,6 +71,9 @@ async def take_over(
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(settle_s)
     choice = await _choose(queue, checkpoints, config, store_id, load)
+    if choice.checkpoint is not None:
+        # Its learner may have died before the upload. The groups that it covers are acknowledged next.
+        await asyncio.to_thread(checkpoints.upload, choice.checkpoint)
     gone_back = (await queue.committed()).gone_back
     if choice.uncovered or (_asks_for(config, choice) and (gone_back is None or gone_back.checkpoint != choice.path)):
         planned = GoneBack(choice.path, term, num_roll_backs=0)

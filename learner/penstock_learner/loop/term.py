@@ -14,6 +14,10 @@ from penstock_learner.loop.batch_reader import Batch
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.take_over import TakeOver, restore_batches
 
+MAX_ROLL_BACKS = 64
+"""Roll backs that a term remembers and its checkpoints store. A restart adds one too. Groups that were sampled before
+the oldest of them count as older than they are."""
+
 
 @dataclass
 class Term:
@@ -33,6 +37,7 @@ class Term:
     num_roll_backs: int
     """How many of the operator's roll back orders were handled, including those that could not be followed."""
     roll_backs: list[RollBack]
+    """The newest MAX_ROLL_BACKS, oldest first. Readers of batches share the list."""
     has_gone_back: bool
     """Whether the term starts from a checkpoint that the run went back to. Newer versions are given up then."""
     manifests: dict[int, list[int]]
@@ -47,6 +52,10 @@ class Term:
         self.ledger.add(batch.prompt_ids)
         self.uncommitted += batch.prompt_ids
 
+    def add_roll_back(self, roll_back: RollBack) -> None:
+        self.roll_backs.append(roll_back)
+        del self.roll_backs[:-MAX_ROLL_BACKS]
+
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
         return TrainerState(
             self.step,
@@ -58,7 +67,7 @@ class Term:
             store_id=self.store_id,
             resumed_from=self.resumed_from,
             num_roll_backs=self.num_roll_backs,
-            roll_backs=[(each.policy_version, each.new_version) for each in self.roll_backs],
+            roll_backs=[(each.policy_version, each.new_version, each.is_restart) for each in self.roll_backs],
         )
 
 
@@ -74,7 +83,7 @@ async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -
         kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
         num_roll_backs=state.num_roll_backs,
-        roll_backs=[RollBack(*versions) for versions in state.roll_backs],
+        roll_backs=[RollBack(*versions) for versions in state.roll_backs[-MAX_ROLL_BACKS:]],
         has_gone_back=taken.has_gone_back,
         manifests=await restore_batches(queue, state),
     )

@@ -61,6 +61,17 @@ def packed_attention(
     return output.unsqueeze(0), None
 
 
+def mark_layers(lm: torch.nn.Module) -> None:
+    """Tell each module which kind of layer it belongs to. Call this once for a model on the packed path.
+
+    Attention reads the kind and not the number of its layer: torch compiles a layer once for every value that it reads,
+    so all layers of a kind share one program."""
+    for module in lm.modules():
+        types, index = _layer_types(module), getattr(module, "layer_idx", None)
+        if types and index is not None:
+            module.packed_layer_type = types[index]
+
+
 def prepare_masks(lm: Any, packing: Packing) -> None:
     """Make the masks that layers with soft caps or sinks need on a GPU. Compiled layers only look them up."""
     config = lm.config
@@ -91,8 +102,12 @@ def _chunk_size(module: Any) -> int | None:
 
 
 def _layer_type(module: Any) -> str | None:
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    return types[module.layer_idx] if types else None
+    return module.packed_layer_type if _layer_types(module) else None
+
+
+def _layer_types(module: Any) -> list[str] | None:
+    types: list[str] | None = getattr(getattr(module, "config", None), "layer_types", None)
+    return types
 
 
 def register() -> None:

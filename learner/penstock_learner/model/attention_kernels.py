@@ -27,21 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock_learner.model.packed_layout import Packing, from_block, to_block
 from penstock_learner.model.soft_cap import soft_cap
 
-varlen_attn: Callable[..., Any] | None
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a torch that was built without flash attention
-    varlen_attn = None
-
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
-"""The parameters differ between releases of torch."""
-_VARLEN_HAS_WINDOW = "window_size" in _VARLEN_PARAMETERS
 _FLASH_HEAD_DIM = 256
 """Flash attention takes heads of at most this size."""
 _LARGE_HEADS_ON_HOPPER = {
@@ -75,21 +66,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -
     """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
     if not form.is_plain:
         return (_flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
-    has_flash = varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    has_flash = has_flash and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM
+    has_flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    has_flash = has_flash and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM and varlen_function() is not None
     if form.window is None:
         return (_varlen if has_flash and not packing.is_full else _padded)(q, k, v, packing, form)
-    return (_varlen if has_flash and _VARLEN_HAS_WINDOW else _padded)(q, k, v, packing, form)
+    return (_varlen if has_flash and "window_size" in _varlen_parameters() else _padded)(q, k, v, packing, form)
+
+
+@cache
+def varlen_function() -> Callable[..., Any] | None:
+    """Flash attention over packed tokens, or None in a torch that was built without it.
+
+    Its module imports the whole of torch's compiler. A rank on CPUs, which does not need it, starts without."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """The parameters of `varlen_function`. They differ between releases of torch."""
+    function = varlen_function()
+    return frozenset(inspect.signature(function).parameters) if function is not None else frozenset()
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    function, parameters = varlen_function(), _varlen_parameters()
+    assert function is not None
     options: dict[str, Any] = {"is_causal": True}
-    if _VARLEN_HAS_WINDOW:
+    if "window_size" in parameters:
         options = {"window_size": (-1 if form.window is None else form.window - 1, 0)}
-    if "enable_gqa" in _VARLEN_PARAMETERS:  # releases without the parameter do it by themselves
+    if "enable_gqa" in parameters:  # releases without the parameter do it by themselves
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     if form.scale is not None:
-        if "scale" in _VARLEN_PARAMETERS:
+        if "scale" in parameters:
             options["scale"] = form.scale
         else:
             q = q * (form.scale * q.shape[2] ** 0.5)
@@ -97,8 +109,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) 
     if value_dim != q.shape[2]:
         v = functional.pad(v, (0, q.shape[2] - value_dim))
     offsets, longest = packing.offsets, packing.longest
-    assert varlen_attn is not None
-    attended: Tensor = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+    attended: Tensor = function(q, k, v, offsets, offsets, longest, longest, **options)
     return attended[:, :, :value_dim]
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention import prepare_masks
 from penstock_learner.model.device_copies import to_device
 from penstock_learner.model.packed_layout import Packing
-from penstock_learner.model.packing import SequenceBatch
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
 

@@ -43,9 +43,13 @@ class CausalLM(FolderModel):
         self.logit_form = logit_form_of(self.lm.config)
         self.watch: RouterWatch | None = None
         """Watches the routers of a mixture of experts, if set."""
+        self.entropy_has_gradient = False
+        """Whether a loss uses the entropy. Its gradient costs a little time and memory."""
+        if path.is_packed:
+            attention.mark_layers(lm)
 
     def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob [T], with gradient, and entropy [T], without, of every response token.
+        """Log-prob [T], with gradient, and entropy [T] of every response token.
 
         `padded` asks for Hugging Face's own forward also of a model on the packed path."""
         padded = padded or not self.path.is_packed
@@ -64,7 +68,13 @@ class CausalLM(FolderModel):
         packing = inputs.packing
         logits: Tensor = self.lm(**padded_inputs(inputs)).logits
         predicting = logits[packing.rows[inputs.predicting], packing.columns[inputs.predicting]]
-        return log_probs_of_logits(predicting, inputs.targets, inputs.temperatures, chunk_tokens=self.chunk_tokens)
+        return log_probs_of_logits(
+            predicting,
+            inputs.targets,
+            inputs.temperatures,
+            chunk_tokens=self.chunk_tokens,
+            entropy_has_gradient=self.entropy_has_gradient,
+        )
 
     def _forward_slice(self, inputs: ModelInputs, parallel: SequenceParallel) -> tuple[Tensor, Tensor]:
         """Compute this rank's slice of the tokens. Every rank gets the results of all tokens."""
@@ -90,6 +100,7 @@ class CausalLM(FolderModel):
             chunk_tokens=self.chunk_tokens,
             form=self.logit_form,
             compiled=self.compiled,
+            entropy_has_gradient=self.entropy_has_gradient,
         )
 
 

@@ -23,7 +23,7 @@ _PLAIN = LogitForm()
 _ALIGNED = 128
 """The size of a vocabulary block is a multiple of this: products of odd sizes are slow."""
 Statistics = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None, "_OfEntropy | None"], Tensor]
 
 
 def log_probs_and_entropy(
@@ -35,8 +35,10 @@ def log_probs_and_entropy(
     chunk_tokens: int,
     form: LogitForm = _PLAIN,
     compiled: bool = False,
+    entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob [T] of each target, with gradient to `hidden` [T, H] and `weight` [V, H], and entropy [T], without.
+    """Log-prob [T] of each target and entropy [T], with gradient to `hidden` [T, H] and `weight` [V, H]. The entropy
+    has none unless it is asked for.
 
     Both are float32 and use the logits in their `form`, divided by `temperatures` [T]. `compiled` fuses the operations
     between the matrix products."""
@@ -44,13 +46,18 @@ def log_probs_and_entropy(
     temperatures = temperatures / form.scale if form.scale != 1 else temperatures
     cap = None if form.softcap is None else form.softcap / form.scale
     log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperatures, cap, chunk_tokens, compiled
+        hidden, weight, targets, temperatures, cap, chunk_tokens, compiled, entropy_has_gradient
     )
     return log_probs, entropy
 
 
 def log_probs_of_logits(
-    logits: Tensor, targets: Tensor, temperatures: Tensor, *, chunk_tokens: int
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    chunk_tokens: int,
+    entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them.
 
@@ -60,7 +67,7 @@ def log_probs_of_logits(
         for chunk in zip(*(tensor.split(chunk_tokens) for tensor in (logits, targets, temperatures)), strict=True)
     ]
     log_probs, entropy, _ = (torch.cat(part) for part in zip(*parts, strict=True))
-    return log_probs, entropy.detach()
+    return log_probs, entropy if entropy_has_gradient else entropy.detach()
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -90,19 +97,29 @@ def _logit_gradient(
     log_denominator: Tensor,
     gradient: Tensor,
     cap: float | None,
+    of_entropy: _OfEntropy | None = None,
 ) -> Tensor:
     """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature · slope of the soft cap.
 
-    `targets` are relative to the first entry of the block."""
+    With `of_entropy`, the entropy's gradient · -probability · (log-prob + entropy) is added to the factor before the
+    division. `targets` are relative to the first entry of the block."""
     capped = _capped(logits, cap)
-    probabilities = (capped / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)).exp()
+    log_probs = capped / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)
+    # In place where nothing else reads them: a block of float32 logits is the largest tensor of a step.
+    probabilities = log_probs.exp_() if of_entropy is None else log_probs.exp()
     is_target = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == targets.unsqueeze(1)
     result = (is_target.float() - probabilities) * (gradient / temperatures).unsqueeze(1)
+    if of_entropy is not None:
+        entropy, entropy_gradient = of_entropy
+        slope = probabilities * (log_probs + entropy.unsqueeze(1))
+        result = result - slope * (entropy_gradient / temperatures).unsqueeze(1)
     if cap is not None:
         result = result * (1 - (capped / cap).square())
     return result.to(logits.dtype)
 
 
+_OfEntropy = tuple[Tensor, Tensor]
+"""Entropies [T] and the gradient with respect to them [T]."""
 _compiled: dict[str, Any] = {}
 """The compiled functions, made on first use."""
 
@@ -127,6 +144,7 @@ class _LogProbs(torch.autograd.Function):
         cap: float | None,
         chunk_tokens: int,
         compiled: bool,
+        entropy_has_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         statistics = _functions(compiled)[0]
         columns = _columns(weight)
@@ -137,14 +155,17 @@ class _LogProbs(torch.autograd.Function):
             )
         ]
         log_probs, entropy, log_denominator = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, temperatures, log_denominator)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, log_denominator, entropy)
         ctx.cap, ctx.chunk_tokens, ctx.compiled = cap, chunk_tokens, compiled
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_has_gradient = entropy_has_gradient
+        if not entropy_has_gradient:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, entropy_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures, log_denominator = ctx.saved_tensors
+        hidden, weight, targets, temperatures, log_denominator, entropy = ctx.saved_tensors
+        of_entropy = (entropy, entropy_gradient) if ctx.entropy_has_gradient else None
         logit_gradient = _functions(ctx.compiled)[1]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
@@ -153,14 +174,15 @@ class _LogProbs(torch.autograd.Function):
         for first in range(0, len(weight), size):
             block = weight[first : first + size]
             grad_logits = logit_gradient(
-                hidden @ _columns(block), targets - first, temperatures, log_denominator, gradient, ctx.cap
+                hidden @ _columns(block), targets - first, temperatures, log_denominator, gradient, ctx.cap, of_entropy
             )
             if grad_hidden is not None:
                 _add_product(grad_hidden, grad_logits, block)
             if grad_weight is not None:
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[first : first + size])
             del grad_logits
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        of_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return of_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _columns(weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.architectures import ModelPath, logit_form_of
+from penstock_learner.model.attention import mark_layers
 from penstock_learner.model.backbone import ModelInputs, decoder_layers, hidden_states, padded_inputs
 from penstock_learner.model.causal_lm import open_model, open_on_path
 from penstock_learner.model.loading.weights import FolderModel, read_weights
@@ -27,6 +28,8 @@ class ScalarModel(FolderModel):
         super().__init__()
         self.lm = lm
         self.path = path
+        if path.is_packed:
+            mark_layers(lm)
 
     def forward(
         self, inputs: ModelInputs, positions: Tensor, *, padded: bool = False, with_head: bool = True
@@ -133,7 +136,8 @@ def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:
     own, wanted = (_vocabulary(folder) for folder in (path, policy_path))
     if own is not None and wanted is not None and own != wanted:
         raise ConfigError(
-            f"{key} {path} has another tokenizer than model.path {policy_path}; give one of the same family"
+            f"{key} {path} has another tokenizer than model.path {policy_path}; give one of the same family, or for a "
+            "reward model set tokenizer to own"
         )
 
 

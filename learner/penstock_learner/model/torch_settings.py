@@ -1,10 +1,11 @@
-"""All settings of torch that affect a whole process: threads, GPU memory and the compiler.
+"""All settings of torch that affect a whole process: threads, memory and the compiler.
 
 Nothing is set on import. Each rank, `penstock sft` and the GPU benchmark call `set_up_torch` when they start.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,10 @@ RECOMPILE_LIMIT = 64
 All layers share the compiled code. It is compiled for each share of activations that is kept, for equal and for mixed
 lengths, with and without gradients."""
 
+LARGE_BYTES = 4 * 2**20
+"""Host memory of this size and above goes back to the system as soon as it is freed."""
+_M_MMAP_THRESHOLD = -3
+
 
 def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: bool = False) -> None:
     """Call once when the process starts, before the GPU is first used.
@@ -29,9 +34,17 @@ def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: b
     torch.set_num_threads(num_threads)
     # Batches differ in length, and segments that can grow avoid gaps. A value that the environment has set is kept.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _return_large_memory()
     if compiles:  # importing torch._dynamo takes a second or two
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         torch._dynamo.config.fail_on_recompile_limit_hit = fail_at_recompile_limit
+
+
+def _return_large_memory() -> None:
+    """Keep glibc from raising its threshold for large blocks by itself. Gathering layer after layer would leave gaps
+    that add up to the size of the rank's part. A C library without the setting stays as it is."""
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @cache

@@ -28,8 +28,11 @@ def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> Scale
     )
 
 
-def learning_rate(learner: LearnerConfig, lr: float, step: int) -> float:
-    """The learning rate of `step`, counted from 1: a linear warm-up to `lr`, then the schedule."""
+def learning_rate(learner: LearnerConfig, lr: float, num_done: int) -> float:
+    """The learning rate after `num_done` steps: a linear warm-up from 0 to `lr`, then the schedule.
+
+    The first step of a warm-up has the rate 0, as with verl's and Hugging Face's schedulers."""
+    step = max(num_done, 0)
     if step < learner.warmup_steps:
         return lr * step / learner.warmup_steps
     if learner.lr_schedule == "constant":
@@ -43,18 +46,18 @@ def apply_gradients(
     model: nn.Module,
     optimizer: ScaledAdamW,
     learner: LearnerConfig,
-    step: int,
+    num_done: int,
     *,
     lr: float,
     losses: Tensor,
     hold: bool = False,
 ) -> OptimizerStep:
-    """Clip the gradients and take a step. Collective.
+    """Clip the gradients and take a step, with the learning rate after `num_done` steps of this model. Collective.
 
     The step is skipped if the gradient or one of the `losses` is not finite on any rank. `hold` leaves the weights and
     the optimizer as they are. Every trained parameter is sharded over all ranks, so the norm is computed over all
     shards together."""
-    lr = learning_rate(learner, lr, step)
+    lr = learning_rate(learner, lr, num_done)
     for group in optimizer.param_groups:
         group["lr"] = lr
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]

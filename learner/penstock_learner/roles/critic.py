@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.device_copies import required_to_device, to_device
-from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import CriticReport
-
-KEY = "learner.critic.path"
 
 
 class CriticWorker(TrainerRank):
@@ -31,16 +31,15 @@ class CriticWorker(TrainerRank):
     role = "critic"
 
     def load(self) -> None:
-        config = self.config.learner.critic
-        assert config is not None
-        path = config.path or self.config.model.path
-        check_tokenizer(path, self.config.model.path, KEY)
+        path = self.settings.path or self.config.model.path
+        check_tokenizer(path, self.config.model.path, self.path_key)
         dtype = DTYPES[self.config.learner.master_dtype]
-        self.model = open_scalar_model(path, dtype, key=KEY, make_head=True)
-        self.lr = config.lr
-        self.prepare(self.model, config.lr)
-        require_right(self.model, KEY, self.device, compute_dtype_of(self.config))
+        self.model = open_scalar_model(path, dtype, key=self.path_key, make_head=True)
+        self.lr = self.settings.lr
+        self.prepare(self.model, self.lr)
+        require_right(self.model, self.path_key, self.device, compute_dtype_of(self.config))
 
+    @dispatched(join="tokens")
     def values(self, part: RankShard) -> NDArray[np.float32]:
         """[T] values of this rank's micro-batches under the current weights, concatenated."""
         with torch.no_grad():
@@ -48,13 +47,14 @@ class CriticWorker(TrainerRank):
         joined: NDArray[np.float32] = np.concatenate(results)
         return joined
 
+    @dispatched(join="reports")
     def update(self, part: RankShard, denominators: Denominators, step: int) -> CriticReport:
         """Take one optimizer step, of which this rank computes its part. Collective."""
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         on_device = torch.stack([self._accumulate(micro, denominators) for micro in part.micro_batches])
         learner = self.config.learner
-        taken = apply_gradients(self.model, self.optimizer, learner, step, lr=self.lr, losses=on_device[:, 0])
+        taken = apply_gradients(self.model, self.optimizer, learner, step - 1, lr=self.lr, losses=on_device[:, 0])
         sums = on_device.tolist()
         nonfinite = tuple(index for index, (loss, _) in enumerate(sums) if not math.isfinite(loss))
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))

@@ -7,6 +7,7 @@ placement it runs on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 import ray
@@ -21,9 +22,9 @@ from penstock_learner.roles.role_group import RoleGroup
 
 
 def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:
-    """Logical CPUs that a private Ray must offer so that all roles fit."""
+    """Logical CPUs that a private Ray must offer so that all roles fit. Ray starts as many processes at once."""
     groups = active_resource_groups(learner.placement, roles)
-    return 1 + int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
+    return int(sum(bundle.get("CPU", 0) for group in groups for bundle in bundles(group)) + 0.999)
 
 
 def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here: float) -> None:
@@ -43,17 +44,24 @@ async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeou
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
     for group in active_resource_groups(config.learner.placement, roles):
         reserved = _reserve(config, group)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await reserved.ready()
-        except TimeoutError as error:
+        if not await _is_ready(reserved, timeout_s):
             raise DeadlineExceeded(
                 f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
                 "add nodes, or lower learner.*.num_ranks"
-            ) from error
+            )
         for name, role in group.items():
             placed[name] = RoleGroup(RoleActors(config, name, role, reserved), config.learner.rank_timeout_s)
     return placed
+
+
+async def _is_ready(reserved: PlacementGroup, timeout_s: float) -> bool:
+    """Whether Ray reserves the resources in time. `PlacementGroup.ready` would run a task, in a process of its own."""
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        # In short pieces, because a thread cannot be cancelled.
+        if await asyncio.to_thread(reserved.wait, min(left_s, 0.5)):
+            return True
+    return False
 
 
 def _reserve(config: RunConfig, group: Mapping[str, RoleConfig]) -> PlacementGroup:

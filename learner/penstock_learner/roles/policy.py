@@ -12,15 +12,13 @@ from safetensors import safe_open
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
 from penstock_learner.algorithms.aggregation import Denominators
-from penstock_learner.model.adapter import adapter_off, add_adapter
-from penstock_learner.model.architectures import require_parallel
-from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.packing import RankShard
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
-from penstock_learner.model.published_layout import fit_to_folder
-from penstock_learner.model.routers import watch_routers
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.model.adapter import adapter_off
+from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sequence_parallel import make_sequence_parallel
+from penstock_learner.roles.dispatch import dispatched
+from penstock_learner.roles.policy_model import open_policy
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import UpdateReport
@@ -37,17 +35,8 @@ class PolicyWorker(TrainerRank):
 
     def load(self) -> None:
         learner = self.config.learner
-        self.model = open_model(
-            self.config.model.path,
-            DTYPES[learner.master_dtype],
-            learner.logprob_chunk_tokens,
-            compiled=learner.compile,
-        )
-        require_parallel(self.model.lm.config, self.model.path, learner.sequence_parallel)
-        fit_to_folder(self.model.lm, self.config.model.path, "model.path")
-        if learner.lora is not None:
-            add_adapter(self.model, learner.lora)
-        self.model.watch = watch_routers(self.model.lm, learner)
+        self.model = open_policy(self.config)
+        self.model.entropy_has_gradient = learner.algorithm.loss.entropy_coefficient != 0
         self.prepare(self.model, learner.lr)
         require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
         parallel = make_sequence_parallel(learner.sequence_parallel)
@@ -55,15 +44,18 @@ class PolicyWorker(TrainerRank):
         host = self.config.learner.publish_host or self.node_address
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
 
+    @dispatched(join="tokens")
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs under the current weights, which are the proximal policy of the step."""
         return self.policy_update.log_probs(part)
 
+    @dispatched(join="tokens")
     def reference_log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs under the weights that the run started from: the model's own, without its adapter."""
         with adapter_off(self.model):
             return self.policy_update.log_probs(part)
 
+    @dispatched(join="reports")
     def update(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
@@ -82,7 +74,7 @@ class PolicyWorker(TrainerRank):
             shapes = pushed_shapes(self.model)
             exact = exact_names(self.model)
             staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale, exact=exact)
-        for name, weight in gathered_weights(self.model):
+        for name, weight in gathered_weights(self.model, compute_dtype_of(self.config)):
             if staged is not None:
                 staged.put(name, weight)
 

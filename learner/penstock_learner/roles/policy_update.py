@@ -30,10 +30,11 @@ from penstock_learner.algorithms.corrections import (
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
 from penstock_learner.algorithms.segments import apply_mask
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.device_copies import required_to_device, to_device
-from penstock_learner.model.packing import RankShard, SequenceBatch
 from penstock_learner.model.routers import Balance
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
@@ -89,9 +90,15 @@ class PolicyUpdate:
         self.optimizer.zero_grad(set_to_none=True)
         reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
         on_device = torch.stack([report.sums for report in reports])
-        hold = step <= self.learner.critic_warmup_steps
+        first = max(self.learner.critic_warmup_steps, 1)
         taken = apply_gradients(
-            self.model, self.optimizer, self.learner, step, lr=self.learner.lr, losses=on_device[:, :2], hold=hold
+            self.model,
+            self.optimizer,
+            self.learner,
+            step - first,
+            lr=self.learner.lr,
+            losses=on_device[:, :2],
+            hold=step < first,
         )
         sums = on_device.tolist()
         nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
@@ -135,8 +142,15 @@ class PolicyUpdate:
             reference = to_device(micro.reference_log_probs, self.device)
             kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
             kl_sum = kl.detach().sum()
-            if config.kl.placement == "loss":
-                total = loss + kl_coefficient * aggregate(kl, mask, sequence_ids, mode, denominators)
+            if config.kl.in_loss:
+                in_loss = config.kl.loss_penalty or config.kl.penalty
+                if in_loss != config.kl.penalty:
+                    kl = kl_penalty(log_probs, reference, correction.kept, in_loss)
+                factor = config.kl.loss_factor(kl_coefficient)
+                total = loss + factor * aggregate(kl, mask, sequence_ids, mode, denominators)
+        if config.loss.entropy_coefficient:
+            bonus = aggregate(apply_mask(entropy, mask), mask, sequence_ids, mode, denominators)
+            total = total - config.loss.entropy_coefficient * bonus
         routing = self._routing(micro, denominators)
         if routing is not None and self.learner.router.aux_loss_coefficient > 0:
             # Ranks that share sequences compute the loss of their own tokens. Its mean over them counts.
@@ -146,7 +160,7 @@ class PolicyUpdate:
         (total * dist.get_world_size()).backward()
         versions = to_device(micro.unmixed_versions, self.device)
         mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
-        sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy, mask).sum()])
+        sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy.detach(), mask).sum()])
         return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch, routing)
 
     def _routing(self, micro: SequenceBatch, denominators: Denominators) -> _Routing | None:

@@ -23,6 +23,7 @@ from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.rendezvous import open_store
+from penstock_learner.roles.dispatch import Dispatch, declarations
 from penstock_learner.roles.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,15 @@ class Rank:
     """Base of the role workers. Ranks never read the queue: the controller sends each rank its part of a batch."""
 
     role = "rank"
+    """Name of the role. A role of the user's own gets it from the config."""
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, owner: str = "") -> None:
+    def __init__(self, config: RunConfig, rank: int, world_size: int, owner: str = "", name: str = "") -> None:
         self.config = config
+        if name:
+            self.role = name
+        learner = config.learner
+        self.settings: Any = learner.roles.get(self.role) or getattr(learner, self.role, None)
+        """The role's own part of the config."""
         self.rank = rank
         self.world_size = world_size
         self.owner = owner
@@ -64,6 +71,10 @@ class Rank:
     def mark_up(self) -> None:
         """All ranks of the role have loaded their model. From here on another controller may adopt this one."""
         self.is_up = True
+
+    def declarations(self) -> dict[str, Dispatch]:
+        """The methods that steps may call."""
+        return declarations(type(self))
 
     def adopt(self, owner: str, config: RunConfig) -> str:
         """Accept the calls of another controller, and of no earlier one. Returns `up`, `spare` (no model is loaded), or
@@ -103,7 +114,7 @@ class Rank:
         learner = self.config.learner
         set_up_torch(learner.threads_per_rank, compiles=learner.compile)
         torch.manual_seed(self.config.seed)
-        use_gpu = getattr(learner, self.role).gpus_per_rank > 0
+        use_gpu = self.settings.gpus_per_rank > 0
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
         timeout = timedelta(seconds=learner.rank_timeout_s)
         if self.rank != 0:
@@ -129,6 +140,12 @@ class Rank:
 
     def wait_idle(self) -> None:
         """Do nothing. A call in a lane returns once the earlier call in that lane has ended."""
+
+    @property
+    def path_key(self) -> str:
+        """The config key of the role's model folder, for error messages."""
+        own = "roles." if self.role in self.config.learner.roles else ""
+        return f"learner.{own}{self.role}.path"
 
     @property
     def node_address(self) -> str:

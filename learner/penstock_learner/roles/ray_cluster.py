@@ -22,6 +22,8 @@ from penstock_learner.roles.role_actors import namespace_of
 
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"
+START_ATTEMPTS = 3
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -32,10 +34,7 @@ def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[
     # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder. Ray opens the folder
     # that it is given to all users, so it gets one inside a folder that only this user can enter.
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        try:
-            _start(config, roles, f"{folder}/ray")
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
+        _start_patiently(config, roles, Path(folder))
         is_alive = True
         try:
             yield
@@ -67,6 +66,21 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder: Path) -> None:
+    """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine, and cannot
+    be set."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _start(config, roles, str(folder / f"r{attempt}"))
+            return
+        except Exception as error:  # for a start that takes too long Ray raises no narrower class
+            if config.learner.ray_address or attempt == START_ATTEMPTS or "timed out" not in str(error):
+                raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
+            logger.warning("Ray took too long to start; it is started again (%d of %d)", attempt + 1, START_ATTEMPTS)
+            kill_own_processes()
+            ray.shutdown()
 
 
 def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> None:

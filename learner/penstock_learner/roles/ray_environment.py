@@ -10,12 +10,13 @@ from penstock.ports import is_loopback, keep_collectives_on_loopback
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Turn off telemetry and set the threads per rank. Call before ray is imported.
+    """Turn off telemetry and downloads, and set the threads per rank. Call before ray is imported.
 
     A private Ray gets a token, and listens on loopback only, as do the process groups of its ranks. A cluster that is
     joined has its own settings."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the models are local by now, and ranks make no network calls
     os.environ["OMP_NUM_THREADS"] = str(config.learner.threads_per_rank)
     if config.learner.profile.ray_timeline:
         os.environ["RAY_PROFILING"] = "1"

@@ -1,23 +1,24 @@
-"""The reward model role: scores each trajectory with a classifier or a judge that reads exactly its tokens."""
+"""The reward model role: scores each trajectory with a classifier or a judge that reads its tokens, or its text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.packing import RankShard, SequenceBatch
+from penstock_learner.model.retokenization import Retokenization
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard
+from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.rank import Rank
-
-KEY = "learner.reward_model.path"
 
 
 class RewardModelWorker(Rank):
@@ -26,20 +27,26 @@ class RewardModelWorker(Rank):
     role = "reward_model"
 
     def load(self) -> None:
-        config = self.config.learner.reward_model
-        assert config is not None
-        check_tokenizer(config.path, self.config.model.path, KEY)
+        config, key = self.settings, self.path_key
+        self.retokenize: Callable[[SequenceBatch], SequenceBatch] = lambda batch: batch
+        if config.tokenizer == "own":
+            self.retokenize = Retokenization(self.config.model.path, config.path, key)
+        else:
+            check_tokenizer(config.path, self.config.model.path, key)
         self.question: list[int] = []
         if config.judge is None:
-            self.model: ScalarModel = open_scalar_model(config.path, self.model_dtype, key=KEY, make_head=False)
+            self.model: ScalarModel = open_scalar_model(config.path, self.model_dtype, key=key, make_head=False)
         else:
-            self.model, self.question = open_judge(config.path, self.model_dtype, config.judge, "learner.reward_model")
+            self.model, self.question = open_judge(
+                config.path, self.model_dtype, config.judge, key.removesuffix(".path")
+            )
         self.model.requires_grad_(False)
         if self.world_size > 1:
             shard(self.model)
         read_weights(self.model, self.device)
-        require_right(self.model, KEY, self.device, self.model_dtype)
+        require_right(self.model, key, self.device, self.model_dtype)
 
+    @dispatched(join="sequences")
     def scores(self, part: RankShard) -> NDArray[np.float32]:
         """[S] one score for each sequence of this rank's micro-batches, in order.
 
@@ -48,7 +55,7 @@ class RewardModelWorker(Rank):
         results = []
         with torch.no_grad():
             for micro in part.micro_batches:
-                asked = followed_by(micro, self.question)
+                asked = followed_by(self.retokenize(micro), self.question)
                 last = torch.as_tensor(np.cumsum(asked.lengths) - 1, device=self.device)
                 results.append(self.model(ModelInputs.of(asked, self.device), last).cpu().numpy())
         joined: NDArray[np.float32] = np.concatenate(results)

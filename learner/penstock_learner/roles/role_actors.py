@@ -53,15 +53,23 @@ class RoleActors:
     def has_spares(self) -> bool:
         return self.config.learner.spare_ranks
 
+    @property
+    def can_be_adopted(self) -> bool:
+        """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
+        version of its file."""
+        own = self.config.learner.roles.get(self.name)
+        return own is None or not own.is_own_class
+
     def prepare(self) -> None:
         """Import the models, which `make` needs and a controller that adopts its ranks does not. Blocks for seconds."""
         importlib.import_module("penstock_learner.roles.workers")
 
     def make(self, number: int, owner: str) -> list[Any]:
         """Make one actor per rank. `number` makes the names differ from those of the other sets."""
-        from penstock_learner.roles.workers import WORKERS
+        from penstock_learner.roles.workers import worker_of
 
-        remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(WORKERS[self.name])
+        worker = worker_of(self.config.learner, self.name)
+        remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(worker)
         share = 0.5 if self.has_spares else 1.0  # a rank and its spare have the same bundle
         try:
             return [
@@ -73,7 +81,7 @@ class RoleActors:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         self.reserved, placement_group_bundle_index=rank
                     ),
-                ).remote(self.config, rank, self.role.num_ranks, owner)
+                ).remote(self.config, rank, self.role.num_ranks, owner, self.name)
                 for rank in range(self.role.num_ranks)
             ]
         except ValueError as error:

@@ -13,6 +13,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 
 from penstock.cancellation import end_task
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
+from penstock_learner.roles.dispatch import Dispatch
 from penstock_learner.roles.role_actors import BEAT_LANE, LANES, RoleActors
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class RoleGroup:
         self.num_sets = 0
         self.is_up = False
         """Whether the newest set was started completely. Its ranks may have died since."""
+        self.declarations: dict[str, Dispatch] = {}
+        """The methods that steps may call, as the ranks declare them."""
 
     @property
     def num_ranks(self) -> int:
@@ -106,6 +109,7 @@ class RoleGroup:
         rendezvous = await self.call_rank(0, "rendezvous")
         await self.call_all("join", rendezvous)
         await self.call_all("load")
+        self.declarations = await self.call_rank(0, "declarations")
         await self.call_all("mark_up")
         self.is_up = True
 
@@ -115,6 +119,8 @@ class RoleGroup:
 
         From here on the ranks refuse the calls of every earlier controller. They may have trained further than the
         newest checkpoint: restore it before they are used."""
+        if not self.source.can_be_adopted:
+            return False  # `start` kills them
         for number, actors in self.source.find().items():
             self.num_sets = number
             states = await self._adopt_set(actors)
@@ -125,6 +131,8 @@ class RoleGroup:
             else:
                 for actor in actors:
                     ray.kill(actor)
+        if self.is_up:
+            self.declarations = await self.call_rank(0, "declarations")
         return self.is_up
 
     async def refill_spares(self) -> None:

@@ -6,6 +6,7 @@ The controller reads these reports, so this file imports nothing of the models: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,17 @@ from numpy.typing import NDArray
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.optim.step import OptimizerStep
+
+
+class TrainedReport(Protocol):
+    """What every trained role reports about one rank's part of an update."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def step(self) -> OptimizerStep: ...
+    @property
+    def nonfinite(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

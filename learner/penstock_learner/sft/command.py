@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.errors import ConfigError
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock sft", description="Fine-tune a model on rows of a Parquet file.")
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of a run: its model and learner settings")
-    parser.add_argument("--data", type=Path, required=True, help="Parquet: messages, or prompt and response, or text")
+    parser = Parser(
+        prog="penstock sft",
+        description="Fine-tune a model on supervised examples. The same command continues a training that was stopped.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of a run: its model, learner and sft")
+    parser.add_argument("--data", nargs="+", help="files or patterns with messages, prompt and response, or text")
     parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=64, help="rows per optimizer step")
-    arguments, overrides = parser.parse_known_args(argv)
+    parser.add_argument("--epochs", type=int, help="passes over the data (default: sft.epochs, 1)")
+    parser.add_argument("--batch-size", type=int, help="rows per optimizer step (default: sft.batch_size, 64)")
+    arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
+    from penstock.hub import with_local_examples, with_local_models
     from penstock.logs import setup_logging
 
-    config = load_config(arguments.config, overrides)
+    given = {"file": arguments.data, "epochs": arguments.epochs, "batch_size": arguments.batch_size}
+    options = [word for name, value in given.items() if value for word in (f"--sft.{name}", json.dumps(value))]
+    # The number of steps follows from the file. A schedule that ends with them must not be refused before that.
+    unknown_end = ["--learner.num_steps", str(10**9)]
+    ranks = ["--learner.policy.num_ranks", os.environ.get("WORLD_SIZE", "1")]
+    config = load_config(arguments.config, [*unknown_end, *options, *overrides, *ranks])
     setup_logging("sft", config.run)
     if arguments.out.exists():
         raise ConfigError(f"--out {arguments.out} exists already; name a new folder")
-    if min(arguments.epochs, arguments.batch_size) < 1:
+    if min(value for value in (arguments.epochs, arguments.batch_size, 1) if value is not None) < 1:
         raise ConfigError("--epochs and --batch-size must be at least 1")
-    if config.learner.lora is not None or config.learner.sequence_parallel > 1:
-        raise ConfigError("penstock sft trains whole models on whole sequences; leave lora and sequence_parallel out")
+    if config.learner.router.replay:
+        raise ConfigError("penstock sft has no router.replay; leave it out")
+    config = with_local_examples(with_local_models(config))
     from penstock_learner.sft.training import fine_tune
 
-    fine_tune(config, arguments.data, arguments.out, num_epochs=arguments.epochs, batch_size=arguments.batch_size)
+    stopped = fine_tune(config, arguments.out)
+    if stopped is not None:
+        print(f"stopped after step {stopped.step}; the same command continues from {stopped.checkpoint}")
+        return INTERRUPTED
     print(f"wrote the model to {arguments.out}")
     return 0

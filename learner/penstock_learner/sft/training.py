@@ -1,136 +1,250 @@
 """Supervised fine-tuning with the learner's own packed FSDP2 model, without Ray: each process is a rank.
 
 `penstock sft` runs one rank. `torchrun --nproc-per-node N -m penstock.cli.main sft …` runs N, which share the batches.
-Model, optimizer, schedule, precision and memory settings come from the run's config.
+Model, optimizer, schedule, precision, adapter, checkpoints and loggers come from the run's config.
+
+The rows of a step follow from the seed and the number of the step alone. So a training that is continued from a
+checkpoint takes exactly the steps that it would have taken, and ends with the same weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
-from datetime import timedelta
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not listed
 
-from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
-from penstock.errors import TrainingDiverged
-from penstock_learner.algorithms.segments import apply_mask
-from penstock_learner.export import write_folder
-from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import CausalLM, load_model, open_model
-from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.packing import SequenceBatch, partition
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
-from penstock_learner.model.self_check import require_right
-from penstock_learner.model.sharding import full_weight, prepare_for_training
-from penstock_learner.model.torch_settings import set_up_torch
-from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
-from penstock_learner.sft.data import batch_of_examples, read_examples
+from penstock.config.sft import SftConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.feed.dataset_files import shown_files
+from penstock.feed.epoch_order import EpochOrder, require_drawn
+from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.export import export
+from penstock_learner.loggers.opening import StepLoggers, check_loggers, open_loggers
+from penstock_learner.sft.checkpoints import SupervisedCheckpoints
+from penstock_learner.sft.data import ExampleReader, Examples, Row, batch_of_examples
+from penstock_learner.sft.rank import SupervisedRank
 
 logger = logging.getLogger(__name__)
 
 
-def fine_tune(config: RunConfig, data: Path, out: Path, *, num_epochs: int, batch_size: int) -> None:
-    """Train on the file's rows and write the model as a Hugging Face folder.
+@dataclass(frozen=True)
+class Stopped:
+    """A training that was told to stop. It continues from its checkpoint."""
 
-    The rows are shuffled for each epoch, with the config's `seed`."""
-    from transformers import AutoTokenizer
+    step: int
+    checkpoint: Path
 
-    examples = read_examples(data, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
-    num_steps = num_epochs * -(-len(examples) // batch_size)
-    learner = LearnerConfig.model_validate(config.learner.model_dump() | {"num_steps": num_steps})
-    device = _join(learner)
+
+def fine_tune(config: RunConfig, out: Path) -> Stopped | None:
+    """Train on the rows of `sft.file` and write the model, or its adapter, to the folder `out`.
+
+    Checkpoints and metrics are in `OUT.training`, which stays."""
+    check_loggers(config.learner.loggers)
+    plan = make_plan(config)
+    learner = config.learner.model_copy(update={"num_steps": plan.num_steps, "ray_address": ""})
+    config = config.model_copy(update={"learner": learner})
+    rank = SupervisedRank(config)
     try:
-        trainer = SupervisedTrainer(config, learner, device)
-        random = np.random.default_rng(config.seed)
-        for _ in range(num_epochs):
-            order = random.permutation(len(examples)).tolist()
-            for first in range(0, len(order), batch_size):
-                loss = trainer.step(batch_of_examples([examples[i] for i in order[first : first + batch_size]]))
-                if dist.get_rank() == 0:
-                    logger.info("step %d of %d loss %.4f", trainer.num_steps, num_steps, loss)
-        _write(trainer.model, config, out)
+        if rank.rank == 0:
+            logger.info("training: %s", plan)
+        with StopSignal() as stop:
+            outcome = SupervisedTraining(config, plan, rank, out).run(stop)
     finally:
         dist.destroy_process_group()
+    if isinstance(outcome, Stopped):
+        return outcome
+    if rank.rank == 0:
+        is_adapter = learner.lora is not None and config.sft.output == "adapter"
+        del rank
+        export(config, outcome, out, config.model.dtype, adapter=is_adapter)
+    return None
 
 
-class SupervisedTrainer:
-    """Minimises the cross-entropy, averaged over the trained tokens of the whole batch."""
+@dataclass(frozen=True)
+class Plan:
+    """The rows, and which of them each step trains."""
 
-    def __init__(self, config: RunConfig, learner: LearnerConfig, device: torch.device) -> None:
-        self.learner = learner
-        self.device = device
-        self.model: CausalLM = open_model(
-            config.model.path,
-            DTYPES[learner.master_dtype],
-            learner.logprob_chunk_tokens,
-            compiled=learner.compile,
+    sft: SftConfig
+    training: Examples
+    held_out: Examples | None
+    order: EpochOrder
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.order.num_rows, self.sft.batch_size)
+        return whole + (rest > 0 and self.sft.last_batch == "train")
+
+    @property
+    def num_steps(self) -> int:
+        return self.sft.epochs * self.steps_per_epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides which rows a step trains."""
+        order = (self.order.shuffle, self.order.seed, self.sft.batch_size, self.sft.last_batch)
+        return hashlib.sha256(repr((self.training.fingerprint, order)).encode()).hexdigest()
+
+    def batch(self, step: int) -> SequenceBatch:
+        """The batch of a step. The first step is 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = place * self.sft.batch_size
+        chosen = self.order.rows(epoch)[first : first + self.sft.batch_size]
+        return _batch([self.training.rows[index] for index in chosen.tolist()])
+
+    def held_out_batches(self) -> Iterator[SequenceBatch]:
+        rows = [] if self.held_out is None else self.held_out.rows
+        for first in range(0, len(rows), self.sft.batch_size):
+            yield _batch(rows[first : first + self.sft.batch_size])
+
+    def __str__(self) -> str:
+        held_out = "" if self.held_out is None else f" Held out: {self.held_out}."
+        return f"{self.training}. {self.num_steps} steps in {self.sft.epochs} epochs.{held_out}"
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Read the files. Raises ConfigError or InvalidInput if they cannot be trained on as the config says."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    sft = config.sft
+    if sft.file is None:
+        raise ConfigError("there is no data to train on; give --data, or set sft.file")
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigError(f"model.path {config.model.path} is not a model folder (no config.json)")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    described = AutoConfig.from_pretrained(config.model.path, local_files_only=True).get_text_config()
+    reader = ExampleReader(config, tokenizer, getattr(described, "max_position_embeddings", None))
+    training = reader.read(sft.file)
+    held_out = None if sft.validation.file is None else reader.read(sft.validation.file)
+    require_drawn(training.parts, shown_files(sft.file))
+    order = EpochOrder(training.parts, shuffle=sft.shuffle, seed=config.seed % 2**32)
+    plan = Plan(sft, training, held_out, order)
+    _require_steps(config, plan)
+    return plan
+
+
+class SupervisedTraining:
+    """The loop of steps, validations and checkpoints of one rank."""
+
+    def __init__(self, config: RunConfig, plan: Plan, rank: SupervisedRank, out: Path) -> None:
+        self.config = config
+        self.plan = plan
+        self.rank = rank
+        self.folder = training_folder(out)
+        self.checkpoints = SupervisedCheckpoints(
+            self.folder / "checkpoints", config.learner.checkpoint, rank, plan.fingerprint
         )
-        prepare_for_training(self.model, learner, compute_dtype_of(config), is_cuda=device.type == "cuda")
-        read_weights(self.model, device, offload=learner.cpu_offload)
-        require_right(self.model, "model.path", device, compute_dtype_of(config))
-        self.optimizer = make_optimizer(self.model, learner, learner.lr)
-        self.num_steps = 0
-        self.num_skipped = 0
 
-    def step(self, batch: SequenceBatch) -> float:
-        """Take one optimizer step. Every rank gets the whole batch and trains its part. Returns the batch's loss."""
-        self.num_steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        num_ranks, num_tokens = dist.get_world_size(), len(batch.loss_mask)
-        shard = partition(batch, num_ranks, self.learner.micro_batch_tokens)[dist.get_rank()]
-        total = torch.zeros((), device=self.device)
-        for micro in shard.micro_batches:
-            log_probs, _ = self.model(ModelInputs.of(micro, self.device))
-            mask = to_device(micro.loss_mask, self.device).bool()
-            loss = -apply_mask(log_probs, mask).sum() / num_tokens
-            # FSDP averages gradients over ranks. The count of tokens is global, so the sum is needed.
-            (loss * num_ranks).backward()
-            total += loss.detach()
-        taken = apply_gradients(
-            self.model, self.optimizer, self.learner, self.num_steps, lr=self.learner.lr, losses=total
+    def run(self, stop: StopSignal) -> Path | Stopped:
+        """Train to the last step. Returns the last checkpoint. If a signal comes, a checkpoint is written first."""
+        self.rank.load()
+        done = self.checkpoints.restore()
+        loggers = self._open_loggers(done)
+        try:
+            return self._run(done, stop, loggers)
+        finally:
+            if loggers is not None:
+                loggers.close()
+
+    def _run(self, done: int, stop: StopSignal, loggers: StepLoggers | None) -> Path | Stopped:
+        checkpoint, num_steps = None, self.plan.num_steps
+        if done == 0 and self.plan.sft.validation.before_train and self.plan.held_out is not None:
+            self._log(loggers, {"step": 0, "val/loss": self._validate()})
+        while done < num_steps:
+            started = time.monotonic()
+            report = self.rank.step(self.plan.batch(done), done)
+            done += 1
+            numbers = {
+                "step": done,
+                "epoch": done / self.plan.steps_per_epoch,
+                "train/loss": report.loss,
+                "train/lr": report.lr,
+                "train/grad_norm": report.grad_norm,
+                "train/trained_tokens": report.num_trained,
+                "timing_s/step": time.monotonic() - started,
+            }
+            if self._is_due(self.plan.sft.validation.every_steps, done) and self.plan.held_out is not None:
+                numbers["val/loss"] = self._validate()
+            self._log(loggers, numbers)
+            is_told = self.rank.agree(stop.is_set)
+            if is_told or self._is_due(self.config.learner.checkpoint.every_steps, done):
+                checkpoint = self.checkpoints.save(done)
+            if is_told and done < num_steps:
+                assert checkpoint is not None
+                return Stopped(done, checkpoint)
+        return checkpoint or self.checkpoints.save(done)
+
+    def _is_due(self, every_steps: int, done: int) -> bool:
+        return done % every_steps == 0 or done == self.plan.num_steps
+
+    def _validate(self) -> float:
+        return self.rank.mean_loss(self.plan.held_out_batches())
+
+    def _open_loggers(self, done: int) -> StepLoggers | None:
+        """Only rank 0 has loggers. They write to the folder of the training."""
+        if self.rank.rank != 0:
+            return None
+        place = {"run_dir": self.folder.parent, "run": self.folder.name}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return open_loggers(self.config.model_copy(update=place), done)
+
+    def _log(self, loggers: StepLoggers | None, numbers: dict[str, float]) -> None:
+        if loggers is None:
+            return
+        loggers.log({**numbers, "time": time.time()})
+        shown = "  ".join(f"{name} {numbers[name]:.4f}" for name in ("train/loss", "val/loss") if name in numbers)
+        logger.info("step %d of %d  %s", numbers["step"], self.plan.num_steps, shown)
+
+
+class StopSignal:
+    """Notes that SIGTERM or SIGINT came. A second one has its usual effect."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+        signal.signal(number, self._before[number])
+        logger.warning("signal %d: a checkpoint is written after this step, and the training ends", number)
+
+
+def training_folder(out: Path) -> Path:
+    """Where the checkpoints and metrics of a training are that will write `out`."""
+    return out.with_name(f"{out.name}.training")
+
+
+def _batch(rows: Sequence[Row]) -> SequenceBatch:
+    return batch_of_examples([example for row in rows for example in row])
+
+
+def _require_steps(config: RunConfig, plan: Plan) -> None:
+    """Raise an error in one line if the files are too small for the batch or the schedule."""
+    learner, files = config.learner, shown_files(config.sft.file or ())
+    if plan.num_steps == 0:
+        raise InvalidInput(
+            files,
+            f"has {plan.order.num_rows} rows, less than one batch of {config.sft.batch_size}; lower --batch-size, or "
+            "set sft.last_batch to train",
         )
-        self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
-        if self.num_skipped and self.num_skipped == self.learner.max_skipped_steps:
-            raise TrainingDiverged(
-                f"loss or gradient was not finite at step {self.num_steps} ({self.num_skipped} such steps in a row); "
-                "lower learner.lr, or look at the data"
-            )
-        dist.all_reduce(total)
-        return float(total)
-
-
-@torch.no_grad()
-def _write(model: CausalLM, config: RunConfig, out: Path) -> None:
-    """Write the trained weights as a Hugging Face folder. Only rank 0 holds the whole model, in host memory."""
-    is_writer = dist.get_rank() == 0
-    plain = load_model(config.model.path, torch.float32, chunk_tokens=1).lm if is_writer else None
-    for name, parameter in model.lm.named_parameters():
-        whole = full_weight(parameter.detach())
-        if plain is not None:
-            plain.get_parameter(name).copy_(whole)
-    if plain is not None:
-        write_folder(plain, config.model.path, out, config.model.dtype)
-
-
-def _join(learner: LearnerConfig) -> torch.device:
-    """Join torchrun's process group, or make one with this process alone. Returns the device."""
-    set_up_torch(learner.threads_per_rank, compiles=learner.compile)
-    use_gpu = torch.cuda.is_available()
-    timeout = timedelta(seconds=learner.rank_timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    if not use_gpu:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    if learner.warmup_steps >= plan.num_steps and learner.lr_schedule != "constant":
+        raise ConfigError(
+            f"{files} gives {plan.num_steps} steps, which are not more than learner.warmup_steps "
+            f"({learner.warmup_steps}); lower it, raise --epochs, or set learner.lr_schedule to constant"
+        )

@@ -1,12 +1,13 @@
 """Gather weights from FSDP2 shards, with one all-gather per layer. Names and shapes are those of the model's folder.
 
 Nothing is held for longer than its layer, so gathering needs the memory of the largest layer, twice where transformers
-holds it in another form than the folder does (fused experts).
+holds it in another form than the folder does (fused experts). The embedding and the head are often larger than a layer,
+so they are gathered one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from penstock_learner.model.adapter import is_adapter, pushed_name
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.published_layout import from_published, own_tensors, published_shapes, to_published
+from penstock_learner.model.sharding import full_weight
 
 
 def pushed_shapes(model: CausalLM) -> list[tuple[str, tuple[int, ...]]]:
@@ -42,21 +44,40 @@ def exact_names(model: CausalLM) -> frozenset[str]:
     return frozenset(published_shapes(model.lm, [pair for pair in buffers if pair[1].dtype == torch.float32]))
 
 
-def gathered_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+def gathered_weights(model: CausalLM, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight, unsharded. This is a collective: all ranks must iterate together.
 
     A tensor is valid until the next one is requested. When the first tensor of a layer is yielded, the layer's gather
-    has finished on this rank's stream."""
+    has finished on this rank's stream. Layers are gathered in the type in which the model computes; `dtype` names it
+    for the weights outside of layers, which otherwise keep the type of their shards."""
     for unit, prefix, module in _units(model):
-        if isinstance(unit, FSDPModule):
-            unit.unshard()
-        own = {name: tensor.detach() for name, tensor in _own_tensors(prefix, module, model)}
-        if model.adapted is not None:
-            yield from ((pushed_name(model.adapted, name), tensor) for name, tensor in own.items())
-        else:
-            yield from to_published(model.lm, own).items()
-        if isinstance(unit, FSDPModule):
+        if not isinstance(unit, FSDPModule):
+            yield from _published(model, _own_tensors(prefix, module, model))
+        elif module is model.lm:
             unit.reshard()
+            for name, tensor in _own_tensors(prefix, module, model):
+                yield from _published(model, [(name, _whole(tensor, dtype))])
+        else:
+            unit.unshard()
+            yield from _published(model, _own_tensors(prefix, module, model))
+            unit.reshard()
+
+
+def _published(model: CausalLM, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of one unit under the names, and in the form, in which they are pushed."""
+    tensors = {name: tensor.detach() for name, tensor in own}
+    if model.adapted is not None:
+        yield from ((pushed_name(model.adapted, name), tensor) for name, tensor in tensors.items())
+    else:
+        yield from to_published(model.lm, tensors).items()
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Gather one tensor, on the device of its ranks also where its shards are offloaded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part = tensor.detach().to(device=tensor.device_mesh.device_type, dtype=dtype)
+    return full_weight(part)
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ local function store_accepted()
   local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
   local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
   record_successes(owners)
+  drop_all_saved(accepted)
   local now = now_ms()
   for i, id in ipairs(accepted) do
     local place, number = places[i], numbers[i] or next_admission()

@@ -88,16 +88,17 @@ for first = 1, #words, 300 do
 end
 
 -- Groups that a manifest of these steps still holds were neither trained nor dropped: the answer to a take was lost, or
--- Redis lost its tail. They become ready again.
+-- Redis lost its tail. They become ready again. A manifest of a later step keeps the groups that are not covered.
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
-  if tonumber(step) <= tonumber(ARGV[2]) then
-    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
-      if not is_covered[id] and redis.call('SREM', DELIVERED, id) == 1 then
-        make_ready(id)
-      end
+  local is_closed = tonumber(step) <= tonumber(ARGV[2])
+  for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+    if is_covered[id] then
+      if not is_closed then leave_manifest(id) end
+    elseif is_closed and redis.call('SREM', DELIVERED, id) == 1 then
+      make_ready(id)
     end
-    redis.call('HDEL', MANIFESTS, step)
   end
+  if is_closed then redis.call('HDEL', MANIFESTS, step) end
 end
 redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
 drop_kept_prompts(tonumber(ARGV[3]))

@@ -1,14 +1,23 @@
--- ARGV: feed, fingerprint, position, then payload and priority of each prompt. If the feed stands at this position and
--- has this fingerprint, adds the prompts and moves the position on in one step; otherwise adds nothing.
--- Returns position and fingerprint of the feed after the call.
-local name, position = ARGV[1], tonumber(ARGV[3])
+-- ARGV: feed, fingerprint, position, prompts of an epoch, then payload and priority of each prompt. If the feed stands at
+-- this position and has this fingerprint, adds the prompts and moves the position on in one step; otherwise adds nothing.
+-- Stores the number of prompts of an epoch, unless it is 0 or the fingerprint is another one.
+-- Returns position, fingerprint and prompts of an epoch of the feed after the call.
+local name, position, epoch_prompts = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
-if #ARGV > 3 and stored == position and fingerprint == ARGV[2] then
-  local places = {}
-  for place = 4, #ARGV, 2 do places[#places + 1] = place end
-  add_prompts(places)
-  stored = position + #places
-  redis.call('HSET', FEEDS, name, stored, name .. ':fingerprint', fingerprint)
+if fingerprint == ARGV[2] then
+  if #ARGV > 4 and stored == position then
+    local places = {}
+    for place = 5, #ARGV, 2 do places[#places + 1] = place end
+    add_prompts(places)
+    stored = position + #places
+  end
+  if stored > 0 or epoch_prompts > 0 then
+    redis.call('HSET', FEEDS, name, stored, name .. ':fingerprint', fingerprint)
+  end
+  if epoch_prompts > 0 then redis.call('HSET', FEEDS, name .. ':prompts', epoch_prompts) end
 end
-return {'position', stored, 'fingerprint', fingerprint}
+epoch_prompts = tonumber(redis.call('HGET', FEEDS, name .. ':prompts') or '0')
+return {
+  'position', stored, 'fingerprint', fingerprint, 'epoch_prompts', epoch_prompts, 'last_id', counter('next_prompt_id'),
+}

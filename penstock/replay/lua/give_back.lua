@@ -1,9 +1,11 @@
 -- ARGV: server, id, attempt, failure (empty: none), max attempts, whether the failure is final (1), number of prompts
--- that the server still works on, then the breaker's failures, non-finite failures and probe ms. Ends a lease; does
--- nothing if the server lost it already. Returns 1 if the failure opened the server's breaker.
+-- that the server still works on, then the breaker's failures, non-finite failures and probe ms, and whether saved tokens
+-- are forgotten (1). Ends a lease; does nothing if the server lost it already. Returns 1 if the failure opened the
+-- server's breaker.
 run_when_full()
 local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
+if ARGV[11] == '1' then drop_saved(id) end
 local failure, max_attempts, verdict = ARGV[4], tonumber(ARGV[5]), 'counted'
 if failure ~= '' and ARGV[6] == '0' then
   local limits = {

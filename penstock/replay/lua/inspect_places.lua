@@ -26,6 +26,8 @@ return {
   'delivered', redis.call('SCARD', DELIVERED),
   'delivered_bytes', delivered_bytes,
   'first_delivered', first_delivered,
+  'saved', redis.call('HLEN', SAVED_BYTES),
+  'saved_bytes', counter('saved_bytes'),
   'eval_pending', redis.call('ZCARD', EVAL_PENDING),
   'eval_leased', redis.call('ZCARD', EVAL_LEASES),
   'dead', redis.call('XLEN', DEAD),

@@ -62,14 +62,14 @@ local function may_answer(id)
   return tonumber(pinned) == version
 end
 
-local function lease_evaluations()
-  if quarantine then return end
-  local looked_at = wanted + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0)
+local function lease_evaluations(most)
+  if quarantine or most <= 0 then return end
+  local looked_at = most + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
-    if wanted > 0 and may_answer(id) and not skipped[id] then
+    if most > 0 and may_answer(id) and not skipped[id] then
       redis.call('ZREM', EVAL_PENDING, id)
       grant(id, EVAL_LEASES)
-      wanted = wanted - 1
+      most, wanted = most - 1, wanted - 1
     end
   end
 end
@@ -96,11 +96,18 @@ local function lease_prompts()
   end
 end
 
--- Held-out prompts come first, but a probe after one of them has failed prefers the other kind.
+-- Held-out prompts and training prompts share the places, so that training goes on during a validation: held-out
+-- prompts come first, until as many of them as of the others are leased. Either kind takes what the other leaves.
+-- A probe takes a held-out prompt first, but after one of them has failed it prefers the other kind.
 local function lease_all()
+  local share = wanted
   if breaker and breaker.failed_evaluation then lease_prompts() end
-  lease_evaluations()
+  if not breaker then
+    share = math.ceil((wanted + redis.call('ZCARD', LEASES) - redis.call('ZCARD', EVAL_LEASES)) / 2)
+  end
+  lease_evaluations(math.min(share, wanted))
   lease_prompts()
+  lease_evaluations(wanted)
 end
 lease_all()
 local has_tried_all = wanted > 0 and next(skipped) ~= nil
@@ -113,6 +120,7 @@ if quarantine and #leased > 0 then
   for i = 1, #leased, 3 do
     quarantine.probes_left = quarantine.probes_left - 1
     quarantine.probe_ids = quarantine.probe_ids .. ' ' .. leased[i]
+    drop_saved(leased[i])  -- a probe must be sampled by this server alone
   end
   redis.call('HSET', QUARANTINED, server, cjson.encode(quarantine))
 end

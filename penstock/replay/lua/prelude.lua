@@ -114,6 +114,21 @@ local function make_ready(id)
   count('queued_bytes', num_bytes)
 end
 
+-- Removes a group that was taken from the manifest that holds it. A prompt that left a step unfinished may be generated
+-- and taken again for a later one; if the first manifest still listed it, closing that step would take it from the
+-- second. The text is searched as a whole, because a step may have thousands of groups.
+local function leave_manifest(id)
+  local manifests, word = redis.call('HGETALL', MANIFESTS), ' ' .. id .. ' '
+  for i = 1, #manifests, 2 do
+    local text = ' ' .. manifests[i + 1] .. ' '
+    local first, last = string.find(text, word, 1, true)
+    if first then
+      local rest = string.match(string.sub(text, 1, first) .. string.sub(text, last + 1), '^ *(.-) *$')
+      if rest == '' then redis.call('HDEL', MANIFESTS, manifests[i]) else redis.call('HSET', MANIFESTS, manifests[i], rest) end
+    end
+  end
+end
+
 -- Removes a queued group from every place and returns the key of its payload; nil if there is no group.
 local function remove_group(id)
   local attempt, num_bytes = group_meta(id)
@@ -121,7 +136,7 @@ local function remove_group(id)
   redis.call('HDEL', META, id)
   redis.call('ZREM', FRESH, id)
   if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
-  redis.call('SREM', DELIVERED, id)
+  if redis.call('SREM', DELIVERED, id) == 1 then leave_manifest(id) end
   signal_lease()
   return group_key(id, attempt)
 end
@@ -144,6 +159,7 @@ local function release_admission(id)
 end
 
 local function forget_prompts(ids)
+  drop_all_saved(ids)
   call_many('HDEL', PROMPTS, ids)
   call_many('HDEL', ATTEMPTS, ids)
   for _, key in ipairs({FAILURES, SPARED, PRIORITIES}) do
@@ -202,23 +218,29 @@ local function return_prompt(id, failure, max_attempts)
   redis.call('ZADD', PENDING, '-inf', id)
 end
 
--- Counts a prompt of an evaluation as finished. When the evaluation is complete, its score is kept under its benchmark,
--- which is its id without the number at the end. Each benchmark is a metric's label, so only MAX_BENCHMARKS are kept.
+-- Keeps the newest score of a benchmark and, under its name with a number at the end, its history. Each benchmark is a
+-- metric's label, so only MAX_BENCHMARKS are kept.
 local MAX_BENCHMARKS = 256
 local MAX_SCORES = 5000
+local function keep_score(benchmark, numbered, score)
+  if redis.call('HEXISTS', SCORES, benchmark) == 1 or redis.call('HLEN', SCORES) < MAX_BENCHMARKS then
+    redis.call('HSET', SCORES, benchmark, score)
+  end
+  local num_digits = #numbered - #benchmark - 1
+  if num_digits > 0 and num_digits < 16 and redis.call('HLEN', SCORE_HISTORY) < MAX_SCORES then
+    redis.call('HSET', SCORE_HISTORY, numbered, score)
+  end
+end
+
+-- Counts a prompt of an evaluation as finished. When the evaluation is complete, its score is kept under its benchmark,
+-- which is its id without the number at the end.
 local function finish_evaluation_prompt(evaluation_id)
   local evaluation = EVALUATION .. evaluation_id
   local num_finished = redis.call('HINCRBY', evaluation, 'num_finished', 1)
   local num_prompts, num_samples, sum = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_samples', 'reward_sum'))
   if num_finished ~= tonumber(num_prompts) or num_samples == '0' then return end
   local benchmark = string.match(evaluation_id, '^(.*)%-%d+$') or evaluation_id
-  if redis.call('HEXISTS', SCORES, benchmark) == 1 or redis.call('HLEN', SCORES) < MAX_BENCHMARKS then
-    redis.call('HSET', SCORES, benchmark, tostring(sum / num_samples))
-  end
-  local num_digits = #evaluation_id - #benchmark - 1
-  if num_digits > 0 and num_digits < 16 and redis.call('HLEN', SCORE_HISTORY) < MAX_SCORES then
-    redis.call('HSET', SCORE_HISTORY, evaluation_id, tostring(sum / num_samples))
-  end
+  keep_score(benchmark, evaluation_id, tostring(sum / num_samples))
 end
 
 -- Counts a held-out prompt as finished, without samples, so that its evaluation ends.

@@ -1,5 +1,6 @@
--- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text. Counts
--- a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before.
+-- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text, data
+-- source and answers as JSON, encoded group to keep (or nothing), bytes of groups to keep at most, seconds to keep them.
+-- Counts a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before.
 local evaluation, id = EVALUATION .. ARGV[1], ARGV[2]
 if redis.call('HDEL', PROMPTS, id) == 0 then return 0 end
 redis.call('ZREM', EVAL_LEASES, id)
@@ -10,10 +11,20 @@ redis.call('HDEL', ATTEMPTS, id)
 redis.call('HDEL', FAILURES, id)
 redis.call('HDEL', SPARED, id)
 redis.call('HDEL', EVAL_OF, id)
+drop_saved(id)
 redis.call('HINCRBY', evaluation, 'num_samples', ARGV[3])
 redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[4])
+if ARGV[9] ~= '' then
+  if redis.call('HINCRBY', evaluation, 'kept_bytes', #ARGV[9]) <= tonumber(ARGV[10]) then
+    local groups = EVALUATION_GROUPS .. ARGV[1]
+    redis.call('HSET', groups, id, ARGV[9])
+    redis.call('EXPIRE', groups, ARGV[11])
+  else
+    redis.call('HINCRBY', evaluation, 'num_left_out', 1)
+  end
+end
 finish_evaluation_prompt(ARGV[1])
-redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7])
+redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7], 'samples:' .. id, ARGV[8])
 local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
 if not low or tonumber(ARGV[5]) < tonumber(low) then redis.call('HSET', evaluation, 'version_min', ARGV[5]) end
 if not high or tonumber(ARGV[6]) > tonumber(high) then redis.call('HSET', evaluation, 'version_max', ARGV[6]) end

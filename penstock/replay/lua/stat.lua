@@ -32,10 +32,12 @@ return {
   'reclaimed', counter('reclaimed'),
   'discarded', counter('discarded'),
   'inserted', counter('inserted'),
+  'saved_bytes', counter('saved_bytes'),
   'step', counter('step'),
   'committed_step', counter('committed_step'),
   'policy_version', counter('policy_version'),
   'term', counter('term'),
+  'finished_step', tonumber(redis.call('HGET', COUNTERS, 'finished_step') or '-1'),
   'pending_age_ms', pending_age(),
   'ready_age_ms', ready_age(),
 }

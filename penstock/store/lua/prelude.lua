@@ -27,3 +27,18 @@ local function check_term(term)
   end
   run_when_full()
 end
+
+-- Deletes the saved tokens of a prompt, if it has some.
+local function drop_saved(id)
+  local num_bytes = redis.call('HGET', SAVED_BYTES, id)
+  if not num_bytes then return end
+  redis.call('HDEL', SAVED_BYTES, id)
+  redis.call('UNLINK', SAVED .. id)
+  count('saved_bytes', -num_bytes)
+end
+
+-- The same for many prompts.
+local function drop_all_saved(ids)
+  if redis.call('EXISTS', SAVED_BYTES) == 0 then return end
+  for _, id in ipairs(ids) do drop_saved(id) end
+end

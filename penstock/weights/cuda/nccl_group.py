@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.stream import POLL_S, DeviceStream
+from penstock.weights.cuda.stream import POLL_S, DeviceAllocation, DeviceStream
 from penstock.weights.deadline import Deadline
 from penstock.weights.transports import PUBLISHER_RANK
 
@@ -68,7 +68,7 @@ def version_mismatch(publisher: str, server: str) -> str:
 
 
 class NcclGroup:
-    """Call `open` first, then `broadcast` and `wait` as often as needed, and `abort` at the end.
+    """Call `open` first, then `broadcast`, `wait` and the barrier as often as needed, and `abort` at the end.
 
     One thread uses the group, but any thread may abort it. It is not usable after a failure."""
 
@@ -86,6 +86,8 @@ class NcclGroup:
         self._is_aborted = False
         self._stream: DeviceStream
         self._copies: DeviceStream
+        self._token: DeviceAllocation | None = None
+        """The byte that a barrier sums up."""
 
     @property
     def is_open(self) -> bool:
@@ -95,6 +97,7 @@ class NcclGroup:
         """Create the communicator together with all other ranks."""
         self._stream = DeviceStream(self.device_index)
         self._copies = DeviceStream(self.device_index)
+        self._token = DeviceAllocation(1, self.device_index)
         failures: list[Exception] = []
 
         def begin() -> None:
@@ -123,6 +126,22 @@ class NcclGroup:
         event = self._guarded(self._stream.record)
         self._held[event] = hold
         return event
+
+    def enter_barrier(self, deadline: Deadline) -> int:
+        """Enqueue a barrier after the broadcasts. Every rank has to enter it. Returns the event of its end, for `wait`.
+
+        Until it ends, it occupies the GPU, and whoever synchronizes the device waits for it."""
+        token, stream = self._token, self._stream.handle
+        assert token is not None, "a barrier follows open"
+        self._guarded(lambda: self._nccl.all_reduce(self._communicator, token.pointer, token.num_bytes, stream))
+        deadline.wait_until(self._has_returned, POLL_S)
+        return self._guarded(self._stream.record)
+
+    def wait_for_barrier(self, deadline: Deadline) -> None:
+        """Enter the barrier and wait for it. Every rank has received all broadcasts then.
+
+        The end of a broadcast says less: it may have ended here while one rank still passes it on to the next."""
+        self.wait(self.enter_barrier(deadline), deadline)
 
     def copy(self, target: int, source: int, num_bytes: int, *, after: int | None = None) -> int:
         """Enqueue a copy that runs in parallel to broadcasts, or after the event `after`. Returns its event."""
@@ -160,6 +179,7 @@ class NcclGroup:
         while not (self._stream.is_drained() and self._copies.is_drained()):
             time.sleep(DRAIN_POLL_S)
         self._held.clear()
+        self._token = None
         self._stream.close()
         self._copies.close()
 

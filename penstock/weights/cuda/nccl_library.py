@@ -17,6 +17,7 @@ UNIQUE_ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 """The result codes ncclSuccess and ncclInProgress."""
 _UINT8 = 1
+_SUM = 0
 _SONAME = "libnccl.so.2"
 
 
@@ -41,6 +42,7 @@ class NcclLibrary:
             "ncclCommInitRankConfig": [POINTER(c_void_p), c_int, _UniqueId, c_int, POINTER(_Config)],
             "ncclCommGetAsyncError": [c_void_p, POINTER(c_int)],
             "ncclBroadcast": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
+            "ncclAllReduce": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
             "ncclCommAbort": [c_void_p],
         }.items():
             function = getattr(library, name)
@@ -78,6 +80,10 @@ class NcclLibrary:
     def broadcast(self, communicator: int, pointer: int, num_bytes: int, root: int, stream: int) -> None:
         """Enqueue a broadcast in place. The call may go on in the background until `is_idle` returns True."""
         self._check(self._library.ncclBroadcast(pointer, pointer, num_bytes, _UINT8, root, communicator, stream))
+
+    def all_reduce(self, communicator: int, pointer: int, num_bytes: int, stream: int) -> None:
+        """Enqueue a sum of bytes in place, which ends on no rank before every rank has begun it."""
+        self._check(self._library.ncclAllReduce(pointer, pointer, num_bytes, _UINT8, _SUM, communicator, stream))
 
     def abort(self, communicator: int) -> None:
         """End everything that the communicator does, and free it. Call it once."""

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.config.base import Config
+from penstock.config.explanation import explain
 from penstock.errors import ConfigError
 
 
@@ -29,21 +30,44 @@ class _ToolSchema(BaseModel):
     function: _Function
 
 
+class McpDeclaration(Config):
+    """MCP servers whose tools are offered, in verl's format."""
+
+    mcp_servers_config_path: Path
+    tool_selected_list: list[str] | None = None
+    """None: all tools of the servers."""
+
+
 class ToolDeclaration(Config):
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
-    tool_schema: _ToolSchema
+    tool_schema: _ToolSchema | None = None
+    """None: a tool of verl that has a schema of its own."""
+    mcp: McpDeclaration | None = None
 
     @property
-    def openai_schema(self) -> dict[str, Any]:
+    def is_mcp(self) -> bool:
+        """Whether the entry stands for the tools of MCP servers."""
+        return self.mcp is not None or self.config.get("type") == "mcp"
+
+    @property
+    def openai_schema(self) -> dict[str, Any] | None:
         """The schema as written in the file. Keys that were left out stay out."""
+        if self.tool_schema is None:
+            return None
         return {"type": "function"} | self.tool_schema.model_dump(exclude_unset=True)
 
 
 class InteractionDeclaration(Config):
-    name: str = Field(min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    """None: the name of the class without `Interaction`, in lower case, as in verl."""
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
+
+    @property
+    def chosen_name(self) -> str:
+        class_name = self.class_name.replace(":", ".").rpartition(".")[2]
+        return self.name or (class_name.removesuffix("Interaction") or class_name).lower()
 
 
 class ToolsFile(Config):
@@ -68,6 +92,5 @@ def read_declarations(path: Path, kind: type[_F], where: str) -> _F:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{where} {path}: {place}: {' '.join(first['msg'].split())}") from error
+        lines = [f"{where} {path}: {mistake.line}" for mistake in explain(error, kind)]
+        raise ConfigError("\n".join(lines)) from error

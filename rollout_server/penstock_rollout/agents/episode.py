@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
+from penstock.trajectory import ExpertIds, FinishReason, TokenReward, VersionSegment
 
+RewardUse = Literal["sum", "replace", "last", "record"]
+"""`rollout.agents.turn_rewards`."""
 Scored = tuple[float, dict[str, float]]
 """A reward and its parts."""
-
-
-class SampleScore(NamedTuple):
-    """What a scorer says about one response."""
-
-    reward: float
-    parts: dict[str, float]
-    failed: bool = False
-    """Whether the reward could not be computed, so that `reward` is `rollout.reward.error_value`."""
+NONE: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,23 +35,73 @@ class Episode:
     """Number of assistant turns."""
     last_turn_start: int = 0
     """Index of the first token of the last assistant turn."""
+    num_user_turns: int = 0
+    """Number of replies to the model: results of the calls of a turn, or a reply of an interaction."""
+    tool_rewards: tuple[float, ...] = ()
+    """One reward per tool call, in the order of the calls. They are also part of `turn_rewards`."""
+    turn_scores: tuple[float, ...] = ()
+    """One score per reply of an interaction. They are also part of `turn_rewards`."""
     turn_rewards: tuple[float, ...] = ()
     """One reward per assistant turn. Empty if the agent gives no rewards itself."""
+    token_rewards: dict[int, float] = field(default_factory=dict)
+    """Rewards of single tokens of the response by their index, in addition to those of turns."""
     final_reward: float | None = None
     """Reward that the environment gave at the end, in addition to the rewards of the turns."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Further numbers that the agent wants recorded."""
     routed_experts: ExpertIds | None = None
+    server_ids: tuple[str, ...] = ()
+    """Servers that sampled it, in order, if another server than this one sampled a part of it."""
+
+    @property
+    def info_for_rewards(self) -> dict[str, Any]:
+        """What reward functions get in `extra_info`, with verl's names. The prompt counts as a turn."""
+        return {
+            "num_turns": self.num_turns + self.num_user_turns + 1,
+            "tool_rewards": list(self.tool_rewards),
+            "turn_scores": list(self.turn_scores),
+        }
 
 
-def combine_rewards(scored: Scored, episode: Episode, how: Literal["sum", "replace", "last"]) -> Scored:
+def combine_rewards(scored: Scored, episode: Episode, how: RewardUse) -> Scored:
     """Combine the score of the reward function with the agent's own rewards. Without those the score is unchanged."""
     reward, parts = scored
-    own = [*episode.turn_rewards, *([] if episode.final_reward is None else [episode.final_reward])]
+    final = [] if episode.final_reward is None else [episode.final_reward]
+    own = [*episode.token_rewards.values(), *episode.turn_rewards, *final]
     named = {f"turn_{number}": turn for number, turn in enumerate(episode.turn_rewards, start=1)}
     if episode.final_reward is not None:
         named["final"] = episode.final_reward
-    if not own:
+    if not has_own_rewards(episode):
         return reward, parts | episode.reward_parts
-    total = {"sum": reward + sum(own), "replace": sum(own), "last": own[-1]}[how]
+    total = {"sum": reward + sum(own), "replace": sum(own), "last": own[-1], "record": reward}[how]
     return total, {"score": reward} | parts | named | episode.reward_parts
+
+
+def has_own_rewards(episode: Episode) -> bool:
+    return bool(episode.token_rewards or episode.turn_rewards or episode.final_reward is not None)
+
+
+def token_rewards_of(episode: Episode, how: RewardUse, scored: Mapping[int, float] = NONE) -> tuple[TokenReward, ...]:
+    """The agent's rewards of single tokens, and those of turns at the last token of each turn.
+
+    `scored` are those of the reward function, by token. All are part of the reward that `combine_rewards` gives. If the
+    agent gives rewards itself, that is one number with `last`, leaves the function out with `replace`, and is the
+    function's alone with `record`."""
+    own: dict[int, float] = {}
+    if how in ("sum", "replace"):
+        own = _own_token_rewards(episode)
+    if has_own_rewards(episode) and how in ("last", "replace"):
+        scored = NONE
+    rewards = {index: own.get(index, 0.0) + scored.get(index, 0.0) for index in own.keys() | scored.keys()}
+    return tuple(TokenReward(index, reward) for index, reward in sorted(rewards.items()) if reward)
+
+
+def _own_token_rewards(episode: Episode) -> dict[int, float]:
+    trained = np.append(episode.loss_mask, 0).astype(bool)
+    ends = np.flatnonzero(trained[:-1] & ~trained[1:]).tolist()
+    rewards = {index: reward for index, reward in episode.token_rewards.items() if 0 <= index < len(episode.token_ids)}
+    for number, reward in enumerate(episode.turn_rewards):
+        if ends:  # turns that follow each other without a reply have one end
+            index = ends[min(number, len(ends) - 1)]
+            rewards[index] = rewards.get(index, 0.0) + reward
+    return rewards

@@ -6,13 +6,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError
+from penstock.errors import DeadlineExceeded, InvalidInput, PenstockError
 from penstock.reward_bounds import is_reward
-from penstock_rollout.agents.declarations import InteractionsFile, read_declarations
-from penstock_rollout.agents.imports import load_object
 
 logger = logging.getLogger(__name__)
 
@@ -47,27 +44,6 @@ class Interaction:
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Free the resources of the sample. This is always called, even after a cancellation."""
-
-
-def load_interactions(path: Path) -> dict[str, Interaction]:
-    """Read the file and create one object per declared class."""
-    where = "rollout.agents.interactions_file"
-    interactions: dict[str, Interaction] = {}
-    for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
-        place = f"{where} {path}: interaction.{index}"
-        if declared.name in interactions:
-            raise ConfigError(f"{place}: an interaction {declared.name!r} was declared already; give it another name")
-        loaded = load_object(declared.class_name, f"{place}.class_name")
-        if not (isinstance(loaded, type) and issubclass(loaded, Interaction)):
-            raise ConfigError(
-                f"{place}.class_name: {declared.class_name} is not a subclass of "
-                "penstock_rollout.agents.interactions.Interaction"
-            )
-        try:
-            interactions[declared.name] = loaded(declared.config)
-        except Exception as error:
-            raise ConfigError(f"{place}: {declared.class_name} cannot be created: {error!r}") from error
-    return interactions
 
 
 class InteractionSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import asyncio
 import inspect
 import logging
 from collections.abc import Mapping
@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from penstock.config.agents import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
+from penstock.user_code import hint_for_name, load_object
+from penstock_rollout.agents.builtin.loading import create_built_in
 from penstock_rollout.agents.context import AgentLoop
-from penstock_rollout.agents.imports import load_object
-from penstock_rollout.agents.interactions import Interaction, load_interactions
+from penstock_rollout.agents.interactions import Interaction
+from penstock_rollout.agents.loading import load_interactions, load_mcp_servers, load_tools
+from penstock_rollout.agents.mcp.connection import McpConnection
+from penstock_rollout.agents.mcp.tools import McpServers, configured_servers
 from penstock_rollout.agents.single_turn import single_turn_agent
 from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
 from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
-from penstock_rollout.agents.tools import Toolbox
+from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.text.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 30.0
+"""How long one tool may take to close."""
 
 BUILT_IN: dict[str, AgentLoop] = {
     "single_turn_agent": single_turn_agent,
@@ -41,6 +47,8 @@ class Agents:
     toolbox: Toolbox
     interactions: Mapping[str, Interaction]
     parse_calls: ToolCallParser
+    tokenization: Tokenization
+    mcp: tuple[McpServers, ...] = ()
 
     @classmethod
     def load(cls, config: AgentsConfig, max_model_len: int, tokenization: Tokenization) -> Agents:
@@ -48,19 +56,49 @@ class Agents:
             config=config,
             max_model_len=max_model_len,
             loops=BUILT_IN | _custom_loops(config.custom),
-            toolbox=Toolbox.load(config.tools_file) if config.tools_file else Toolbox(),
+            toolbox=_toolbox(config),
             interactions=load_interactions(config.interactions_file) if config.interactions_file else {},
             parse_calls=find_parser(config.tool_format),
+            tokenization=tokenization,
+            mcp=_mcp_servers(config),
         )
-        agents._check_template(tokenization)
+        agents._check_default()
+        agents._check_template()
         return agents
 
+    async def open(self) -> None:
+        """Prepare the tools, before the first sample. Raises ConfigError if one cannot work here."""
+        for tool in self.toolbox.tools.values():
+            await tool.open()
+        for servers in self.mcp:
+            for remote, place in await servers.open():
+                self.toolbox.add(remote, place)
+        if self.mcp_servers:
+            self._check_template()
+
+    async def close(self) -> None:
+        """Free what the tools hold. A tool that fails does not keep the others from closing."""
+        everything: list[Tool | McpConnection] = [*self.toolbox.tools.values(), *self.mcp_servers]
+        for opened in everything:
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await opened.close()
+            except Exception as error:
+                logger.warning("%s did not close: %r", opened.name, error)
+
+    @property
+    def mcp_servers(self) -> list[McpConnection]:
+        return [server for servers in self.mcp for server in servers.connections]
+
     def find(self, name: str) -> AgentLoop:
+        """The agent of a prompt's `agent_name`. An empty name is the default agent's."""
+        name = self.name_of(name)
         if name in self.loops:
             return self.loops[name]
-        nearest = difflib.get_close_matches(name, self.loops, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(self.loops)}"
-        raise InvalidInput("agent_name", f"unknown agent {name!r}; {hint}")
+        raise InvalidInput("agent_name", f"unknown agent {name!r}; {hint_for_name(name, self.loops)}")
+
+    def name_of(self, agent_name: str) -> str:
+        return agent_name or self.config.default_agent
 
     def toolbox_for(self, prompt: Prompt) -> Toolbox:
         """The tools that the prompt's agent offers to the model. Empty unless the agent uses tools."""
@@ -68,8 +106,15 @@ class Agents:
             return Toolbox()
         return self.toolbox.offered(prompt.extra_info)
 
-    def _check_template(self, tokenization: Tokenization) -> None:
+    def _check_default(self) -> None:
+        try:
+            self.find("")
+        except InvalidInput as error:
+            raise ConfigError(f"rollout.agents.default_agent: {error.message}") from error
+
+    def _check_template(self) -> None:
         """Raise ConfigError if the chat template cannot render the messages that agents insert."""
+        tokenization = self.tokenization
         roles = [*(["tool"] if self.toolbox.tools else []), *(["user"] if self.interactions else [])]
         try:
             for role in roles:
@@ -80,6 +125,20 @@ class Agents:
             question = Prompt(messages=(("user", "0"),))
             if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):
                 logger.warning("the model's chat template does not show tools; describe them in the prompts")
+
+
+def _toolbox(config: AgentsConfig) -> Toolbox:
+    """The tools of `tools_file` and the built-in ones."""
+    toolbox = load_tools(config.tools_file) if config.tools_file else Toolbox()
+    for tool in create_built_in(config.tools):
+        toolbox.add(tool, f"rollout.agents.tools.{tool.name}")
+    return toolbox
+
+
+def _mcp_servers(config: AgentsConfig) -> tuple[McpServers, ...]:
+    """The servers of `mcp_servers` and of `tools_file`."""
+    declared = load_mcp_servers(config.tools_file) if config.tools_file else ()
+    return (configured_servers(config.mcp_servers), *declared)
 
 
 def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:

@@ -17,20 +17,23 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import FinishReason
+from penstock_rollout.agents.agent_data import AgentData
 from penstock_rollout.agents.context import AgentContext, uses_tools
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import InteractionSession
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
 from penstock_rollout.agents.tool_session import ToolSession
+from penstock_rollout.agents.tools import tools_kwargs
 from penstock_rollout.agents.transcript import Transcript, Turn
-from penstock_rollout.text.chat_turns import Message
 
 
 @uses_tools
 async def tool_agent(context: AgentContext) -> Episode:
     """Offer the tools to the model. With `interaction_kwargs` in the prompt, an interaction replies to other turns."""
     if not context.toolbox.tools:
-        raise InvalidInput("agent_name", "tool_agent has no tools to offer; set rollout.agents.tools_file")
+        raise InvalidInput(
+            "agent_name", "tool_agent has no tools to offer; set rollout.agents.tools, mcp_servers or tools_file"
+        )
     return await _Conversation(context, _interaction_kwargs(context)).run()
 
 
@@ -40,12 +43,18 @@ async def interaction_agent(context: AgentContext) -> Episode:
 
 
 class _Conversation:
-    """One sample. Interactions read `messages`; the sample's tokens come only from the transcript."""
+    """One sample. Tools and interactions read `data`; the sample's tokens come only from the transcript."""
 
     def __init__(self, context: AgentContext, interaction_kwargs: dict[str, Any] | None) -> None:
         self.context = context
         self.transcript = Transcript(context)
-        self.tools = ToolSession(context)
+        self.data = AgentData(
+            request_id=context.request_id,
+            messages=[*context.prompt.chat],
+            tools_kwargs=tools_kwargs(context.prompt.extra_info),
+            interaction_kwargs=interaction_kwargs or {},
+        )
+        self.tools = ToolSession(context, self.data)
         self.interaction = (
             None
             if interaction_kwargs is None
@@ -53,7 +62,6 @@ class _Conversation:
                 context.interactions, context.request_id, interaction_kwargs, context.config.tool_timeout_s
             )
         )
-        self.messages: list[Message] = [{"role": role, "content": text} for role, text in context.prompt.messages]
         self.turn_rewards: list[float] = []
         self.numbers: dict[str, float] = {}
 
@@ -62,7 +70,12 @@ class _Conversation:
             finish_reason = await self._turns()
             final_reward = None if finish_reason == "aborted" else await self._final_reward()
         return self.transcript.episode(
-            finish_reason, turn_rewards=self.turn_rewards, final_reward=final_reward, reward_parts=self.numbers
+            finish_reason,
+            turn_rewards=self.turn_rewards,
+            final_reward=final_reward,
+            reward_parts=self.numbers,
+            tool_rewards=self.data.tool_rewards,
+            turn_scores=self.data.turn_scores,
         )
 
     async def _turns(self) -> FinishReason:
@@ -70,18 +83,25 @@ class _Conversation:
             turn = await self.transcript.sample_turn()
             if turn.finish_reason == "aborted":
                 return "aborted"
-            is_last = self.transcript.num_turns >= self.context.config.max_turns
+            self.data.assistant_turns += 1
+            is_last = self._is_last_turn()
             answer = await self._answer(turn, is_last)
             if answer is None:
                 return turn.finish_reason
             if is_last or not self.transcript.insert(answer):
                 return "length"
-            self.messages += answer
+            self.data.messages += answer
+            self.data.user_turns += 1
 
-    async def _answer(self, turn: Turn, is_last: bool) -> list[Message] | None:
+    def _is_last_turn(self) -> bool:
+        config = self.context.config
+        is_answered_enough = config.max_user_turns is not None and self.data.user_turns >= config.max_user_turns
+        return is_answered_enough or self.transcript.num_turns >= config.max_turns
+
+    async def _answer(self, turn: Turn, is_last: bool) -> list[dict[str, Any]] | None:
         """The messages that reply to a turn, or None to end the sample. Appends the reward of the turn."""
         tokenization = self.context.tokenization
-        self.messages.append({"role": "assistant", "content": tokenization.text(turn.token_ids)})
+        self.data.messages.append({"role": "assistant", "content": tokenization.text(turn.token_ids)})
         calls: list[ToolCall | MalformedCall] = []
         if self.context.toolbox.tools and turn.finish_reason == "stop":
             calls = self.context.parse_calls(tokenization.raw_text(turn.token_ids))
@@ -90,14 +110,16 @@ class _Conversation:
         if self.interaction is None:
             self.turn_rewards.append(0.0)
             return None
-        done, feedback, reward, numbers = await self.interaction.respond(self.messages)
+        done, feedback, reward, numbers = await self.interaction.respond(self.data.messages)
         self.turn_rewards.append(reward)
+        self.data.turn_scores.append(reward)
         self._record(numbers)
         return None if done else [{"role": "user", "content": feedback}]
 
-    async def _tool_messages(self, calls: list[ToolCall | MalformedCall]) -> list[Message]:
+    async def _tool_messages(self, calls: list[ToolCall | MalformedCall]) -> list[dict[str, Any]]:
         outcomes = await self.tools.run(calls)
         self.turn_rewards.append(sum(outcome.reward for outcome in outcomes))
+        self.data.tool_rewards += [outcome.reward for outcome in outcomes]
         for outcome in outcomes:
             self._record(outcome.numbers)
         turn = self.transcript.num_turns - 1

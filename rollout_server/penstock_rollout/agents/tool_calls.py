@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock_rollout.agents.imports import load_callable
+from penstock.user_code import hint_for_name, load_callable
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,14 @@ TOOL_FORMATS: dict[str, ToolCallParser] = {
 }
 
 
-def find_parser(name: str) -> ToolCallParser:
-    """Find a parser by the name of its format, or import it by path."""
+def find_parser(name: str, where: str = "rollout.agents.tool_format") -> ToolCallParser:
+    """Find a parser by the name of its format, or import it by path. `where` is the field of the config."""
     if name in TOOL_FORMATS:
         return TOOL_FORMATS[name]
-    where = "rollout.agents.tool_format"
     if ":" in name:
         parser: ToolCallParser = load_callable(name, where)
         return parser
-    nearest = difflib.get_close_matches(name, TOOL_FORMATS, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(TOOL_FORMATS)}, or package.module:name"
+    hint = hint_for_name(name, TOOL_FORMATS, others=", or package.module:name")
     raise ConfigError(f"{where}: unknown format {name!r}; {hint}")
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.reward_bounds import is_reward
+from penstock_rollout.agents.agent_data import AgentData
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
-from penstock_rollout.agents.tools import ToolAnswer, tools_kwargs
+from penstock_rollout.agents.tools import ToolAnswer, ToolError, tools_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class ToolFailure(Exception):
 class ToolSession:
     """The tools of one sample. Failures of a tool are counted and shown to the model; they are never raised."""
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, agent_data: AgentData | None = None) -> None:
+        """`agent_data` is the state of the sample, for tools that take it."""
+        self._agent_data = agent_data or AgentData(context.request_id, [*context.prompt.chat])
         self._tools = context.toolbox.tools
         self._config = context.config
         self._metrics = context.metrics
@@ -126,20 +129,29 @@ class ToolSession:
 
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of a tool. Exceptions and missed deadlines become ToolFailure."""
-        timeout_s = self._config.tool_timeout_s
+        tool = self._tools[name]
+        timeout_s = self._timeout_s(name)
         kwargs = self._kwargs.get(name, {}).get(f"{method}_kwargs", {})
+        if method == "execute" and tool.takes_agent_data:
+            kwargs = {**kwargs, "agent_data": self._agent_data}
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                return await getattr(self._tools[name], method)(self._instance_id, *arguments, **kwargs)
+                return await getattr(tool, method)(self._instance_id, *arguments, **kwargs)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             raise ToolFailure("error", f"{name} was cancelled from within") from error
+        except ToolError as error:
+            raise ToolFailure("error", str(error)) from error
         except Exception as error:
             if deadline.expired():
                 raise ToolFailure("timeout", f"{name} did not answer within {timeout_s:g} s") from error
             raise ToolFailure("error", f"{type(error).__name__}: {error}") from error
+
+    def _timeout_s(self, name: str) -> float:
+        own = self._tools[name].timeout_s
+        return self._config.tool_timeouts_s.get(name, self._config.tool_timeout_s if own is None else own)
 
     def _cut(self, text: str) -> str:
         limit, keep = self._config.max_tool_response_chars, self._config.tool_response_keep

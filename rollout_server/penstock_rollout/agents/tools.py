@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, InvalidInput
-from penstock_rollout.agents.declarations import ToolsFile, read_declarations
-from penstock_rollout.agents.imports import load_object
 
 ToolAnswer = tuple[str, float, dict[str, float]]
 """Text for the model, reward of the call, and numbers to record."""
+
+
+class ToolError(Exception):
+    """A call failed. The model reads the message as the result; other exceptions are shown with their type."""
 
 
 class Tool:
@@ -28,6 +29,11 @@ class Tool:
     `calc_reward_kwargs` and `release_kwargs`.
     """
 
+    timeout_s: float | None = None
+    """Deadline of each call, in seconds. None: `rollout.agents.tool_timeout_s`."""
+    takes_agent_data = False
+    """Whether `execute` gets the state of the sample (`AgentData`) as `agent_data`, as verl's tools do."""
+
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any]) -> None:
         self.config = config
         self.tool_schema = tool_schema
@@ -36,6 +42,12 @@ class Tool:
     def name(self) -> str:
         name: str = self.tool_schema["function"]["name"]
         return name
+
+    async def open(self) -> None:
+        """Prepare the object itself, once, before the first sample. Raise ConfigError if it cannot work here."""
+
+    async def close(self) -> None:
+        """Free what `open` has taken. Called once, when the server ends."""
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Prepare an instance."""
@@ -56,24 +68,17 @@ class Tool:
 class Toolbox:
     """The tools of a server, or the tools that one prompt may use."""
 
-    tools: Mapping[str, Tool] = field(default_factory=dict)
+    tools: dict[str, Tool] = field(default_factory=dict)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.tool_schema for tool in self.tools.values()]
 
-    @classmethod
-    def load(cls, path: Path) -> Toolbox:
-        """Read the file and create one object per declared class."""
-        where = "rollout.agents.tools_file"
-        tools: dict[str, Tool] = {}
-        for index, declared in enumerate(read_declarations(path, ToolsFile, where).tools):
-            place = f"{where} {path}: tools.{index}"
-            tool = _create(declared.class_name, f"{place}.class_name", declared.config, declared.openai_schema)
-            if tool.name in tools:
-                raise ConfigError(f"{place}: a tool {tool.name!r} was declared already; give it another name")
-            tools[tool.name] = tool
-        return cls(tools)
+    def add(self, tool: Tool, place: str) -> None:
+        """Offer one more tool. `place` says where it is declared, for the error message."""
+        if tool.name in self.tools:
+            raise ConfigError(f"{place}: a tool {tool.name!r} was declared already; give it another name")
+        self.tools[tool.name] = tool
 
     def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
         """The tools that a prompt may use: all of them, or with `need_tools_kwargs` those named in `tools_kwargs`."""
@@ -85,7 +90,9 @@ class Toolbox:
         return Toolbox({name: tool for name, tool in self.tools.items() if name in kwargs})
 
     def _known(self) -> str:
-        return f"tools: {', '.join(self.tools)}" if self.tools else "set rollout.agents.tools_file"
+        return (
+            f"tools: {', '.join(self.tools)}" if self.tools else "set rollout.agents.tools, mcp_servers or tools_file"
+        )
 
 
 def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -101,13 +108,3 @@ def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str,
             raise InvalidInput(f"extra_info.tools_kwargs.{name}", "must be an object of objects, such as create_kwargs")
         checked[name] = {call: kwargs for call, kwargs in calls.items() if kwargs}
     return checked
-
-
-def _create(class_name: str, where: str, config: dict[str, Any], schema: dict[str, Any]) -> Tool:
-    loaded = load_object(class_name, where)
-    if not (isinstance(loaded, type) and issubclass(loaded, Tool)):
-        raise ConfigError(f"{where}: {class_name} is not a subclass of penstock_rollout.agents.tools.Tool")
-    try:
-        return loaded(config, schema)
-    except Exception as error:
-        raise ConfigError(f"{where}: {class_name} cannot be created: {error!r}") from error

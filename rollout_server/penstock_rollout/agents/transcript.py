@@ -10,7 +10,7 @@ Invariants, after every call:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,13 +19,15 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
-from penstock_rollout.agents.context import AgentContext
+from penstock_rollout.agents.context import AgentContext, Progress
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.engines.engine import GenerateRequest
+from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.text.chat_turns import Message
 
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of two turns. Samples of a prompt have neighbouring seeds, so this must be large."""
+CONTINUED_STRIDE = 1_000_000_007
+"""The same for a turn that is continued after some tokens, per token."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Transcript:
     def __init__(self, context: AgentContext) -> None:
         self.context = context
         self.num_turns = 0
+        self.num_replies = 0
+        """How often messages were inserted."""
         self._token_ids: list[int] = []
         self._loss_mask: list[int] = []
         self._log_probs: list[float] = []
@@ -48,6 +52,10 @@ class Transcript:
         self._experts: ExpertIds | None = None
         """[tokens, layers, top_k] for prompt and response but the last token, if the engine reports its experts."""
         self._last_turn_start = 0
+        self._progress: Progress | None = None
+        """Set if the first turn is saved while it is sampled."""
+        self._server_ids: tuple[str, ...] = ()
+        """Servers that sampled it, if another one began."""
 
     @property
     def room(self) -> int:
@@ -57,29 +65,87 @@ class Transcript:
         by_length = context.max_model_len - len(context.prompt_token_ids) - used
         return min(context.sampling.max_tokens - used, by_length)
 
+    def continue_saved(self) -> None:
+        """Begin with the tokens that another server sampled of this response, if there are some, and save those of the
+        first turn while it is sampled. An agent calls it before its first turn, or never.
+
+        Only the first turn is saved this way. An agent that has a conversation starts again, because the state of its
+        tools is not saved."""
+        self._progress = self.context.progress
+        if self._progress is None or (saved := self._progress.saved) is None:
+            return
+        self._token_ids, self._log_probs = list(saved.token_ids), list(saved.log_probs)
+        for segment in saved.segments:
+            self._append_segment(segment.start, segment.end, segment.policy_version)
+        self._server_ids = tuple(dict.fromkeys((*saved.server_ids, self._progress.server_id)))
+
     async def sample_turn(self) -> Turn:
         """Let the model generate until it stops or reaches a limit. All of these tokens are trained."""
-        context, start = self.context, len(self._token_ids)
-        finish_reason: FinishReason | None = None
-        request = GenerateRequest(
-            f"{context.request_id}.{self.num_turns}",
-            (*context.prompt_token_ids, *self._token_ids),
-            self._turn_sampling(),
-        )
-        # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
-        async with aclosing(cast(Any, context.engine.generate(request))) as chunks:
-            async for chunk in chunks:
-                self._token_ids += chunk.token_ids
-                self._log_probs += chunk.log_probs
-                for segment in chunk.segments:
-                    self._append_segment(start + segment.start, start + segment.end, segment.policy_version)
-                finish_reason = chunk.finish_reason
-                if chunk.routed_experts is not None:
-                    self._append_experts(chunk.routed_experts)
+        start = len(self._loss_mask)
+        first = len(self._token_ids)
+        if first > start and self._turn_room(first - start) < 1:  # a limit is lower than that of the server that began
+            finish_reason: FinishReason | None = "length"
+        else:
+            finish_reason = await self._generate(start, first)
         self._loss_mask += [1] * (len(self._token_ids) - start)
         self._last_turn_start = start
         self.num_turns += 1
+        self._progress = None
         return Turn(tuple(self._token_ids[start:]), finish_reason or "aborted")
+
+    async def _generate(self, start: int, first: int) -> FinishReason | None:
+        """Sample the turn that began at `start`, from the token at `first` on."""
+        context, progress = self.context, self._progress
+        request = GenerateRequest(
+            f"{context.request_id}.{self.num_turns}",
+            (*context.prompt_token_ids, *self._token_ids),
+            self._turn_sampling(first - start),
+            stream=bool(context.sampling.stop) or progress is not None,
+            min_chunk_tokens=1 if context.sampling.stop or progress is None else progress.chunk_tokens,
+        )
+        finish_reason: FinishReason | None = None
+        if progress is not None:
+            progress.begin(request.request_id)
+        try:
+            # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
+            async with aclosing(cast(Any, context.engine.generate(request))) as chunks:
+                async for chunk in chunks:
+                    finish_reason = self._take(chunk, start, first)
+                    if finish_reason == "stop":
+                        break
+                    if progress is not None and finish_reason != "length":
+                        is_last = finish_reason is not None
+                        progress.add(self._token_ids, self._log_probs, self._segments, is_last=is_last)
+        finally:
+            if progress is not None:
+                progress.stop(request.request_id)
+        return finish_reason
+
+    def _take(self, chunk: TokenChunk, start: int, first: int) -> FinishReason | None:
+        """Append the tokens of a chunk, up to a stop text. Returns the reason if the turn is finished."""
+        self._token_ids += chunk.token_ids
+        self._log_probs += chunk.log_probs
+        for segment in chunk.segments:
+            self._append_segment(first + segment.start, first + segment.end, segment.policy_version)
+        if chunk.routed_experts is not None:
+            self._append_experts(chunk.routed_experts)
+        if self.context.sampling.stop and self._cut_at_stop(start, len(chunk.token_ids)):
+            return "stop"
+        return chunk.finish_reason
+
+    def _cut_at_stop(self, start: int, num_new: int) -> bool:
+        """Remove what follows a stop text in the turn that began at `start`. Returns whether there is one.
+
+        The turn ends with the token, among the newest `num_new`, that completes the text."""
+        text, stop = self.context.tokenization.text, self.context.sampling.stop
+        if not any(one in text(self._token_ids[start:]) for one in stop):
+            return False
+        for end in range(len(self._token_ids) - num_new + 1, len(self._token_ids) + 1):
+            if any(one in text(self._token_ids[start:end]) for one in stop):
+                break
+        del self._token_ids[end:], self._log_probs[end:]
+        self._segments = [replace(s, end=min(s.end, end)) for s in self._segments if s.start < end]
+        return True
 
     def insert(self, messages: Sequence[Message]) -> bool:
         """Append the messages as the chat template renders them, up to the start of the next turn.
@@ -95,6 +161,7 @@ class Transcript:
         self._loss_mask += [0] * len(ids)
         self._log_probs += [0.0] * len(ids)
         self._append_segment(start, len(self._token_ids), self._segments[-1].policy_version)
+        self.num_replies += 1
         return True
 
     def episode(
@@ -102,8 +169,11 @@ class Transcript:
         finish_reason: FinishReason,
         *,
         turn_rewards: Sequence[float] = (),
+        token_rewards: Mapping[int, float] | None = None,
         final_reward: float | None = None,
         reward_parts: dict[str, float] | None = None,
+        tool_rewards: Sequence[float] = (),
+        turn_scores: Sequence[float] = (),
     ) -> Episode:
         end = len(self._token_ids)
         while end and not self._loss_mask[end - 1]:
@@ -118,20 +188,29 @@ class Transcript:
             num_turns=self.num_turns,
             last_turn_start=self._last_turn_start,
             turn_rewards=tuple(turn_rewards),
+            token_rewards=dict(token_rewards or {}),
             final_reward=final_reward,
             reward_parts=reward_parts or {},
+            num_user_turns=self.num_replies,
+            tool_rewards=tuple(tool_rewards),
+            turn_scores=tuple(turn_scores),
+            server_ids=self._server_ids,
         )
 
-    def _turn_sampling(self) -> Sampling:
-        """Sampling parameters of the next turn. The first turn keeps the sample's seed.
+    def _turn_sampling(self, num_sampled: int) -> Sampling:
+        """Sampling parameters of the next turn, of which so many tokens were sampled. The first turn keeps the sample's
+        seed, unless it is continued: its first random numbers have been used.
 
         A prompt that is too long still asks for one token, and the engine refuses it."""
-        sampling, limit = self.context.sampling, self.context.config.max_turn_tokens
-        max_tokens = max(1, self.room if limit is None else min(self.room, limit))
+        sampling, max_tokens = self.context.sampling, max(1, self._turn_room(num_sampled))
         seed = sampling.seed
-        if seed is not None and self.num_turns:
-            seed = (seed + self.num_turns * SEED_STRIDE) % 2**63
+        if seed is not None and (self.num_turns or num_sampled):
+            seed = (seed + self.num_turns * SEED_STRIDE + num_sampled * CONTINUED_STRIDE) % 2**63
         return replace(sampling, max_tokens=max_tokens, seed=seed)
+
+    def _turn_room(self, num_sampled: int) -> int:
+        limit = self.context.config.max_turn_tokens
+        return self.room if limit is None else min(self.room, limit - num_sampled)
 
     def _append_experts(self, of_turn: ExpertIds) -> None:
         """Add the experts of a turn, which cover everything from the prompt on. Tokens that were known keep theirs."""

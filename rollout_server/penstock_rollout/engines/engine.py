@@ -11,12 +11,22 @@ Every engine guarantees the following (tests/integration/engines/test_engine_con
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
 from penstock.v1 import weights_pb2
+
+
+@dataclass(frozen=True)
+class OutputConstraint:
+    """Which texts a response may be. Tokens that lead to no such text are never sampled, and the log-probs are those of
+    the distribution without them."""
+
+    kind: Literal["json_schema", "json_object", "structural_tag"]
+    text: str = ""
+    """The JSON schema, or a structural tag in xgrammar's form, as JSON text."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,10 @@ class GenerateRequest:
     """`seed` is the seed of this sample."""
     stream: bool = False
     """If False, all tokens come in one chunk at the end, which is cheaper."""
+    min_chunk_tokens: int = 1
+    """With `stream`: least number of tokens in a chunk, but for the first and the last. Larger chunks are cheaper."""
+    constraint: OutputConstraint | None = None
+    """An engine that cannot constrain its output, or does not understand the constraint, raises InvalidInput."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,11 @@ class Engine(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream the tokens of one sample. Closing the iterator aborts the request and frees its resources."""
+        ...
+
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        """End these requests early, without waiting for them. Each delivers the tokens that it has and were not
+        delivered, with finish reason `aborted`. Ids of requests that do not run are ignored."""
         ...
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:

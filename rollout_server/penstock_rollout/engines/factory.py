@@ -16,6 +16,7 @@ from penstock_rollout.engines.vllm.start import is_cpu_build
 
 logger = logging.getLogger(__name__)
 _NOT_UPDATED_BY_VLLM = ("gpt_oss",)
+_SCORED_BY_SIGMOID = ("deepseek_v3",)
 
 
 def resolve_engine_name(config: EngineConfig) -> str:
@@ -48,16 +49,24 @@ def check_devices(name: str, config: EngineConfig) -> None:
         )
 
 
-def check_takes_updates(name: str, model_path: Path) -> None:
-    """Raise ConfigError if the engine would serve this type of model with old weights after an update.
+def check_serves_model(name: str, model_path: Path) -> None:
+    """Raise ConfigError if the engine would serve this model with wrong weights or other experts, and say nothing.
 
     vLLM reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders,
-    into parameters that have no memory during a reload: nothing fails, and they keep their values."""
-    model_type = read_json(model_path / "config.json").get("model_type")
+    into parameters that have no memory during a reload: nothing fails, and they keep their values. Its deepseek_v3
+    scores experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers
+    leaves that out of folders that it writes."""
+    config = read_json(model_path / "config.json")
+    model_type = config.get("model_type")
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
         raise ConfigError(
             f"model.path {model_path} is of type {model_type}, whose experts vLLM does not update; set "
             "rollout.engine.name to torch, or use another model"
+        )
+    if name == "vllm" and model_type in _SCORED_BY_SIGMOID and config.get("scoring_func") != "sigmoid":
+        raise ConfigError(
+            f"{model_path}/config.json has no scoring_func, so vLLM would choose experts in another way than the "
+            'learner; add "scoring_func": "sigmoid" to it'
         )
 
 

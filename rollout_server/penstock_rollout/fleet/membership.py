@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
 from penstock.logs import bind
+from penstock.process_endpoint import Readiness
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
@@ -75,8 +76,23 @@ class FleetMembership:
 
     def may_lease(self) -> bool:
         """Whether this server is serving, according to a recent report. After a suspension it must report first."""
-        is_fresh = time.monotonic() - self._reported_at < self.config.replay.lease_ttl_s
-        return is_fresh and self.state in SERVING_STATES
+        return self._silence_s() < self.config.replay.lease_ttl_s and self.state in SERVING_STATES
+
+    def readiness(self) -> Readiness | None:
+        """Whether this server serves the wanted version; None before it has joined the fleet."""
+        if not self.address:
+            return None
+        if not self._reported_at:
+            return Readiness("stale", "it has joined the fleet and has not reported yet")
+        if (silence_s := self._silence_s()) >= self.config.replay.lease_ttl_s:
+            return Readiness("stale", f"it could not report to the fleet for {silence_s:.0f} s: Redis does not answer")
+        if self.state not in SERVING_STATES:
+            detail = f"it has version {self.engine.policy_version} and waits for the weights of the wanted one"
+            return Readiness("stale", f"{self.state}: {detail}")
+        return Readiness("ready", f"serves version {self.engine.policy_version}")
+
+    def _silence_s(self) -> float:
+        return time.monotonic() - self._reported_at
 
     async def report_loop(self, num_running: Callable[[], int], num_scoring: Callable[[], int] = lambda: 0) -> None:
         """Send heartbeats to the fleet, and act on the state that the registry returns."""
@@ -94,7 +110,11 @@ class FleetMembership:
             await asyncio.sleep(REPORT_S)
 
     def _enter(self, state: ServerState) -> None:
-        """Set the state, and measure how long the server was not serving."""
+        """Set the state, measure how long the server was not serving, and show the version.
+
+        A push may load a version after its publisher has given up on this server, so the version is the engine's."""
+        self.metrics.version.labels("rollout").set(self.engine.policy_version)
+        self.metrics.pinned.set(self.held_version is not None)
         if state in SERVING_STATES and self._stopped_serving_at is not None:
             self.metrics.recovery_seconds.labels("rollout").observe(time.monotonic() - self._stopped_serving_at)
             self._stopped_serving_at = None
@@ -149,7 +169,6 @@ class FleetMembership:
             return  # the push brings a newer version, and loading a snapshot would replace its stage
         try:
             await load_snapshot(self.engine, wanted, weights.push_timeout_s)
-            self.metrics.version.labels("rollout").set(wanted.policy_version)
         except WeightPushFailed as error:
             logger.warning("cannot load the snapshot of version %d: %s", wanted.policy_version, error)
             self._refused_snapshot = wanted.snapshot_path

@@ -1,10 +1,9 @@
 """Limits how many groups a server works on at once, according to the load of its engine.
 
 It is a pure state machine, without a clock or I/O. A request that waits inside the engine generates nothing. Meanwhile
-its prompt is leased and ages, and its lease is lost if the server dies. But some requests should wait. The samples of a
-group end one by one, and a new group can start only when the last sample has ended. So an engine without waiting
-requests soon has idle rows. The limit therefore lets RESERVE requests wait for each request that runs. Beyond that it
-follows the load:
+its prompt is leased and ages. But some requests should wait. The samples of a group end one by one, and a new group
+starts only when as many samples of other groups have ended as it has. So an engine without waiting requests soon has
+idle rows. The limit therefore lets RESERVE requests wait for each request that runs. Beyond that it follows the load:
 
 - The limit falls by the share of waiting requests if requests wait and the KV cache is full, since running requests are
   then preempted.

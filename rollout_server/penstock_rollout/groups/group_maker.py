@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,20 +16,31 @@ from penstock.logs import bind
 from penstock.replay.contract import Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
-from penstock_rollout.agents.context import AgentContext
-from penstock_rollout.agents.episode import Episode, SampleScore, combine_rewards
+from penstock_rollout.agents.context import AgentContext, AgentLoop
+from penstock_rollout.agents.episode import Episode, RewardUse, combine_rewards, token_rewards_of
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_sample import SavedSample
 from penstock_rollout.engines.engine import Engine
+from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.rewards.placed_scores import place_scores
+from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.text.tokenization import Tokenization
+
+NoteRunning = Callable[[int, int], None]
 
 
 class Scoring(Protocol):
     async def score(
-        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[SampleScore]:
-        """Return the score of each response of one prompt."""
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
+        sample_infos: Sequence[Mapping[str, Any]] = (),
+    ) -> list[SampleScore]:  # fmt: skip
+        """Return the score of each response of one prompt. `sample_infos` adds to the `extra_info` of each."""
         ...
+
+
+class SampleAborted(PenstockError):
+    """The engine ended a sample before it was finished."""
 
 
 class GroupMaker:
@@ -45,6 +57,7 @@ class GroupMaker:
         agents: Agents,
         greedy_baseline: bool = False,
         tracing: Tracing | None = None,
+        saver: TokenSaver | None = None,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -54,28 +67,35 @@ class GroupMaker:
         self.metrics = metrics
         self.agents = agents
         self.tracing = tracing or Tracing()
+        self.saver = saver
+        """Saves the tokens of unfinished groups. None: they are not saved."""
         self.greedy_baseline = greedy_baseline
         """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
 
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
-        """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run."""
+    async def make(self, lease: Lease, prompt: Prompt, note_running: NoteRunning = lambda running, all: None) -> Group:
+        """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run.
+
+        Samples that an earlier lease has finished or begun are taken over. `note_running` is called whenever a sample
+        ends, with the number of samples that still run and the number of all samples."""
         bind(policy_version=self.engine.policy_version)
-        agent = self.agents.find(prompt.agent_name)
-        contexts = self._contexts(lease, prompt)
+        agent_name = self.agents.name_of(prompt.agent_name)
+        contexts = self._contexts(lease, prompt, await self._saved(lease, prompt))
         with self.tracing.span("generate", prompt.trace_parent, policy_version=self.engine.policy_version):
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(agent(context)) for context in contexts]
-        episodes = [_episode(task, prompt.agent_name) for task in running]
+            episodes = await self._episodes(self.agents.find(prompt.agent_name), agent_name, contexts, note_running)
         if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
-            raise PenstockError("a sample was aborted by the engine")
+            raise SampleAborted("a sample was aborted by the engine")
         responses = [self._scored_text(episode) for episode in episodes]
         with self.tracing.span("reward", prompt.trace_parent, data_source=prompt.data_source):
             scores = await self.scorer.score(
-                f"prompt {lease.prompt_id}", prompt.data_source, responses, prompt.ground_truth, prompt.extra_info
-            )
+                f"prompt {lease.prompt_id}", prompt.data_source, responses, prompt.ground_truth,
+                prompt.extra_info, [episode.info_for_rewards for episode in episodes],
+            )  # fmt: skip
         how = self.agents.config.turn_rewards
         trajectories = tuple(
-            _trajectory(episode, score, how, is_baseline=index >= prompt.num_samples)
+            replace(
+                _trajectory(episode, score, how, self._placed(episode, score), is_baseline=index >= prompt.num_samples),
+                server_ids=() if episode.server_ids == (self.server_id,) else episode.server_ids,
+            )
             for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
         )
         group = Group(
@@ -87,7 +107,7 @@ class GroupMaker:
             sampling=prompt.sampling,
             prompt_token_ids=np.array(contexts[0].prompt_token_ids, dtype=np.int32),
             trajectories=trajectories,
-            agent_name=prompt.agent_name,
+            agent_name=agent_name,
             finished_at_ms=int(time.time() * 1000),
             trace_parent=prompt.trace_parent,
         )
@@ -101,7 +121,35 @@ class GroupMaker:
         )
         return group
 
-    def _contexts(self, lease: Lease, prompt: Prompt) -> list[AgentContext]:
+    async def _saved(self, lease: Lease, prompt: Prompt) -> dict[int, SavedSample]:
+        return {} if self.saver is None else await self.saver.read(lease, prompt, self.engine.policy_version)
+
+    async def _episodes(
+        self, agent: AgentLoop, agent_name: str, contexts: Sequence[AgentContext], note_running: NoteRunning
+    ) -> list[Episode]:
+        """Run the agent once per context. A finished sample is saved at once: its siblings or the reward may be
+        slow."""
+        num_running = len(contexts)
+
+        async def sample(context: AgentContext) -> Episode:
+            nonlocal num_running
+            saved = context.progress.saved if context.progress else None
+            episode = saved.episode if saved and saved.episode else await agent(context)
+            num_running -= 1
+            note_running(num_running, len(contexts))
+            is_new = saved is None or saved.episode is None
+            if context.progress and is_new and isinstance(episode, Episode) and _is_whole(episode):
+                context.progress.finish(episode)
+            return episode
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(sample(context)) for context in contexts]
+        return [_episode(task, agent_name) for task in running]
+
+    def _progress(self, lease: Lease, number: int, saved: SavedSample | None) -> SampleProgress | None:
+        return SampleProgress(self.saver, lease, number, saved) if self.saver and self.saver.every_tokens else None
+
+    def _contexts(self, lease: Lease, prompt: Prompt, saved: Mapping[int, SavedSample]) -> list[AgentContext]:
         """One context per sample. They differ in request id and seed. The baseline comes last."""
         toolbox = self.agents.toolbox_for(prompt)
         prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
@@ -122,13 +170,29 @@ class GroupMaker:
                 parse_calls=self.agents.parse_calls,
                 interactions=self.agents.interactions,
                 metrics=self.metrics,
+                progress=self._progress(lease, index, saved.get(index)),
             )
             for index, sampling in enumerate(samplings)
         ]
 
     def _scored_text(self, episode: Episode) -> str:
-        start = episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
-        return self.tokenization.text(episode.token_ids[start:].tolist())
+        return self.tokenization.text(episode.token_ids[self._scored_start(episode) :].tolist())
+
+    def _scored_start(self, episode: Episode) -> int:
+        """Index of the first token whose text is scored."""
+        return episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
+
+    def _placed(self, episode: Episode, score: SampleScore) -> dict[int, float]:
+        """The reward function's scores of parts of the response, by token."""
+        start = self._scored_start(episode)
+        ids = episode.token_ids[start:].tolist()
+        return place_scores(
+            score.placed, episode.loss_mask.tolist(), start, lambda n: len(self.tokenization.text(ids[:n]))
+        )
+
+
+def _is_whole(episode: Episode) -> bool:
+    return episode.finish_reason != "aborted" and len(episode.token_ids) > 0
 
 
 def _seed(prompt: Prompt, index: int) -> int | None:
@@ -144,7 +208,7 @@ def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
 
 
 def _trajectory(
-    episode: Episode, score: SampleScore, how: Literal["sum", "replace", "last"], *, is_baseline: bool
+    episode: Episode, score: SampleScore, how: RewardUse, placed: Mapping[int, float], *, is_baseline: bool
 ) -> Trajectory:
     reward, parts = combine_rewards((score.reward, score.parts), episode, how)
     return Trajectory(
@@ -158,4 +222,6 @@ def _trajectory(
         is_baseline=is_baseline,
         routed_experts=episode.routed_experts,
         reward_failed=score.failed,
+        answer=score.answer,
+        token_rewards=token_rewards_of(episode, how, placed),
     )

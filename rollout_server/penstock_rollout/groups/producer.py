@@ -7,6 +7,11 @@
 | work (×N)  | the engine, the reward, room in the queue  | tokens, the learner's takes                      |
 | heartbeat  | a third of the lease's lifetime            | the clock                                        |
 | reconcile  | RECONCILE_S                                | the clock                                        |
+| save       | tokens that can be saved                   | the engine (`token_saver.py`)                    |
+
+A group takes a place for as long as all its samples run. As they end, the group gives parts of its place back, so one
+slow sample does not keep the rows of its siblings idle. A group whose samples have all ended takes a whole place again,
+until it is scored and appended: a slow reward or a full queue must stop the leasing.
 
 Invariants: a leased prompt is in `_leases` until its group is accepted or the prompt is given back. An accepted group
 is in `_outbox` until the queue says that it was committed, buried or superseded.
@@ -17,12 +22,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
+from penstock.config.learner import RewardModelConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import (
@@ -35,14 +43,16 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
-from penstock.replay.contract import FinishedGroup, GroupProducer, Lease
+from penstock.replay.contract import FinishedGroup, GroupProducer, Lease, is_numbered
+from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.groups.appender import GroupAppender
 from penstock_rollout.groups.concurrency import ConcurrencyLimit
-from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.group_maker import GroupMaker, SampleAborted
+from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
@@ -56,6 +66,12 @@ FULL_POLL_S = 1.0
 """How often a full server checks its concurrency limit, which may have risen."""
 RECONCILE_S = 2.0
 RETRY_S = 0.5
+LAST_APPEND_S = 5.0
+"""How long a server that ends waits for finished groups to be appended, and for samples to be handed over. Short,
+because a spot machine has 30 s."""
+CONTINUABLE = (TimeoutError, DeadlineExceeded, Unavailable, SampleAborted)
+"""Failures after which the samples are continued. After any other, such as a broken sample or reward, the prompt starts
+again."""
 
 
 class Producer:
@@ -63,12 +79,14 @@ class Producer:
 
     `may_lease` is called before every lease and returns whether this server serves a version that training wants.
     `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`. `post`
-    tells the run's users why prompts fail."""
+    tells the run's users why prompts fail. Groups of evaluations are kept for the learner's `reward_model`, if the run
+    has one. `saver` is that of the maker: it hands samples over when the server ends."""
 
     def __init__(
         self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
         metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
-        tracing: Tracing | None = None, post: PostEvent = ignore_event,
+        tracing: Tracing | None = None, post: PostEvent = ignore_event, reward_model: RewardModelConfig | None = None,
+        saver: TokenSaver | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.appender = GroupAppender(queue)
@@ -81,8 +99,12 @@ class Producer:
         self.engine_stats = engine_stats
         self.tracing = tracing or Tracing()
         self.post = post
+        self.reward_model = reward_model
         self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
+        self.saver = saver
         self._leases: dict[int, Lease] = {}
+        self._occupied: dict[int, float] = {}
+        """The part of a place that each leased prompt takes; 1 if it is not in here."""
         self._workers: dict[int, asyncio.Task[None]] = {}
         self._appending: set[int] = set()
         self._outbox: dict[int, FinishedGroup] = {}
@@ -97,7 +119,7 @@ class Producer:
     async def lease_loop(self) -> None:
         self.metrics.follow(lambda: len(self._leases), lambda: self.concurrency.limit, lambda: len(self._outbox))
         while True:
-            free = self._concurrency_limit() - len(self._leases)
+            free = int(self._concurrency_limit() - self._num_places())
             if free <= 0:
                 await self._wait_for_place()
             elif not self.may_lease():
@@ -130,8 +152,17 @@ class Producer:
 
     def _concurrency_limit(self) -> int:
         if self.engine_stats is not None:
-            self.concurrency.observe(time.monotonic(), self.engine_stats(), len(self._leases))
+            self.concurrency.observe(time.monotonic(), self.engine_stats(), math.ceil(self._num_places()))
         return self.concurrency.limit
+
+    def _num_places(self) -> float:
+        """How many places the leased prompts take. Rounded, because it is a sum of parts."""
+        return round(sum(self._occupied.get(prompt_id, 1.0) for prompt_id in self._leases), 6)
+
+    def _note_running(self, lease: Lease, num_running: int, num_samples: int) -> None:
+        if self._leases.get(lease.prompt_id) is lease:
+            self._occupied[lease.prompt_id] = num_running / num_samples if num_running else 1.0
+            self._place_freed.set()
 
     async def heartbeat_loop(self) -> None:
         """Renew the leases, and stop working on prompts whose lease was lost.
@@ -146,6 +177,7 @@ class Producer:
                 continue
             for prompt_id in set(lost) - self._appending:
                 self._leases.pop(prompt_id, None)
+                self._occupied.pop(prompt_id, None)
                 self._place_freed.set()
                 if worker := self._workers.get(prompt_id):
                     logger.warning("lost the lease of prompt %d; aborting its samples", prompt_id)
@@ -166,7 +198,18 @@ class Producer:
                 logger.warning("cannot reconcile the outbox yet: %s", error)
 
     async def drain(self) -> None:
-        """Stop all work and give back every unfinished prompt. This does not count as a failed attempt."""
+        """Stop all work and give back every unfinished prompt. This does not count as a failed attempt.
+
+        A finished group that is on its way to the queue gets a few seconds to arrive, and the samples that another
+        server can continue deliver the tokens that they have: none are lost."""
+        interrupted = self.saver is not None and await self.saver.interrupt()
+        finished = [
+            worker for prompt_id, worker in self._workers.items() if interrupted or prompt_id in self._appending
+        ]
+        if finished:
+            await asyncio.wait(finished, timeout=LAST_APPEND_S)
+        if self.saver is not None:
+            await self.saver.flush()
         await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
         for lease in list(self._leases.values()):
             try:
@@ -188,16 +231,20 @@ class Producer:
             self.metrics.episode_seconds.observe(time.monotonic() - started)
             self._drop(lease)
         except Exception as error:
-            await self._give_back(lease, error)
+            is_handed_over = self.saver is not None and self.saver.is_draining and isinstance(error, SampleAborted)
+            if not is_handed_over:  # `drain` gives it back
+                await self._give_back(lease, error)
         finally:
             self._appending.discard(lease.prompt_id)
+            if self.saver is not None and self._leases.get(lease.prompt_id) is not lease:
+                self.saver.end(lease)
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
 
     async def _finish(self, lease: Lease, prompt: Prompt) -> None:
         """Make the prompt's group, then append it or record its evaluation."""
         async with asyncio.timeout(self.rollout.prompt_timeout_s):
-            group = await self.maker.make(lease, prompt)
+            group = await self.maker.make(lease, prompt, partial(self._note_running, lease))
         if prompt.evaluation_id:
             await self._record_evaluation(lease, prompt, group)
         else:
@@ -208,6 +255,7 @@ class Producer:
         """Forget a lease, unless this server has leased the prompt again in the meantime."""
         if self._leases.get(lease.prompt_id) is lease:
             del self._leases[lease.prompt_id]
+            self._occupied.pop(lease.prompt_id, None)
             self._place_freed.set()
 
     async def _append(self, lease: Lease, group: Group) -> None:
@@ -236,8 +284,28 @@ class Producer:
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
-        await self.queue.record_evaluation(prompt.evaluation_id, lease, rewards, group.min_version, group.max_version)
+        parts = [trajectory.reward_parts for trajectory in group.trajectories]
+        accuracies = [part[ACCURACY] for part in parts if math.isfinite(part.get(ACCURACY, math.nan))]
+        answers = [trajectory.answer for trajectory in group.trajectories if trajectory.answer is not None]
+        await self.queue.record_evaluation(
+            prompt.evaluation_id, lease, rewards, group.min_version, group.max_version, prompt.data_source,
+            answers if len(answers) == len(rewards) else (), await self._kept_group(prompt, group),
+            accuracies if len(accuracies) == len(rewards) else (),
+        )  # fmt: skip
         self._note_success()
+
+    async def _kept_group(self, prompt: Prompt, group: Group) -> bytes:
+        """The encoded group of a held-out prompt if the learner's reward model scores it, else nothing."""
+        scored_by = self.reward_model
+        if (
+            scored_by is None
+            or not scored_by.scores_source(prompt.data_source)
+            or not is_numbered(prompt.evaluation_id)
+        ):
+            return b""
+        # Experts are large, and the reward model has its own.
+        bare = tuple(replace(trajectory, routed_experts=None) for trajectory in group.trajectories)
+        return await asyncio.to_thread(encode_group, replace(group, trajectories=bare))
 
     def _note_success(self) -> None:
         if self._is_paused:
@@ -253,12 +321,16 @@ class Producer:
         self.metrics.failures.labels(reason).inc()
         self.post(Event("prompt_failed", reason, f"prompt {lease.prompt_id} failed ({reason}): {error}"))
         self._drop(lease)
+        forget_saved = not isinstance(error, CONTINUABLE)
+        if self.saver is not None and not forget_saved:
+            await self.saver.flush()
         try:
             # The prompt would be too long in every further attempt.
             is_final = isinstance(error, PromptTooLong)
             was_opened = await self.queue.give_back(
-                self.server_id, lease, failure=reason, is_final=is_final, num_running=len(self._leases)
-            )
+                self.server_id, lease, failure=reason, is_final=is_final, num_running=len(self._leases),
+                forget_saved=forget_saved,
+            )  # fmt: skip
             if was_opened:
                 self._is_paused = True
                 logger.error(

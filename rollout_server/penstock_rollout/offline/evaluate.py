@@ -5,18 +5,21 @@ It needs neither Redis nor an engine. The file has verl's columns and `responses
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from penstock.cli.interruption import interruptible
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
     from penstock.sample_scores import ScoreSummary
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock evaluate",
         description="Score the responses in a Parquet file by data source; prints means and pass@k, writes the scores.",
         epilog="Fields of the config may follow as overrides: --rollout.reward.num_processes 16",
@@ -40,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         help="lowest score with which a response passes (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_with_overrides(parser, argv)
 
     import asyncio
 
@@ -51,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(args.config, overrides) if args.config else load_overrides(model, overrides)
     output = args.output or args.file.with_suffix(".scored.parquet")
     run = ScoringRun(args.file, output, args.response_column, config.rollout.reward)
-    asyncio.run(run.run())
+    with interruptible("while it scored responses; nothing was written"):
+        asyncio.run(run.run())
     summaries, num_errors = run.summaries(args.pass_score), run.num_errors()
     if args.json:
         print(json.dumps(_to_json(summaries, num_errors, output), indent=2))

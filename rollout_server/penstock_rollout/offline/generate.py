@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.interruption import interruptible
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parse_with_overrides(_parser(), argv)
     config = _config(args, overrides)
     prompts = _read(args)
 
@@ -30,14 +33,15 @@ def main(argv: Sequence[str]) -> int:
 
     setup_logging("generate")
     settings = describe_settings(config, args.file, prompts, scored=args.score)
-    with AnswerStore(args.output, settings) as store:
+    again = "while it sampled answers; the same command continues"
+    with interruptible(again), AnswerStore(args.output, settings) as store:
         summary = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
     _print(args.output, summary)
     return 1 if summary.num_failed == summary.num_prompts else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="penstock generate",
         description="Sample answers to the prompts of a dataset file. Run it again to continue where it was stopped.",
         epilog="Fields of the config may follow as overrides: --rollout.engine.max_model_len 8192",
@@ -50,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens (default: %(default)s, all)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best token's")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer after this text")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
@@ -62,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     from penstock.config.loading import load_config, load_overrides
+    from penstock.hub import with_local_model
 
     if args.model is None and args.config is None:
         raise ConfigError("no model is given; add --model FOLDER or --config FILE")
@@ -69,7 +78,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
         overrides = [*overrides, "--model.path", str(args.model)]
     if args.engine is not None:
         overrides = [*overrides, "--rollout.engine.name", args.engine]
-    config = load_config(args.config, overrides) if args.config else load_overrides({}, overrides)
+    config = with_local_model(load_config(args.config, overrides) if args.config else load_overrides({}, overrides))
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(f"{config.model.path} is not a model folder; give one with config.json in it")
     return config
@@ -83,7 +92,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from penstock.trajectory import Sampling
 
     _check(args)
-    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens)
+    sampling = Sampling(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, top_k=args.top_k, min_p=args.min_p,
+        ignore_eos=args.ignore_eos, stop=tuple(args.stop),
+    )  # fmt: skip
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts; check the file")
@@ -105,6 +117,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput("--temperature", "must be 0 or more")
     if not 0 < args.top_p <= 1:
         raise InvalidInput("--top-p", "must be above 0 and at most 1")
+    if args.top_k < 0 or not 0 <= args.min_p < 1:
+        raise InvalidInput("--top-k", "must be 0 or more, and --min-p at least 0 and below 1")
 
 
 def _print(output: Path, summary: GenerationSummary) -> None:

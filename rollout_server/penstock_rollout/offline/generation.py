@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.contract import Lease
 from penstock.trajectory import Group, Prompt
-from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answer_rows import AnswerRow
 from penstock_rollout.offline.answer_store import AnswerStore
+from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
@@ -51,8 +51,9 @@ class Unscored:
     """A scorer that computes nothing, for generation without `--score`."""
 
     async def score(
-        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[SampleScore]:
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
+        sample_infos: Sequence[Mapping[str, Any]] = (),
+    ) -> list[SampleScore]:  # fmt: skip
         return [SampleScore(0.0, {})] * len(responses)
 
 
@@ -94,7 +95,7 @@ async def _answer_all(
     metrics = RolloutMetrics(CollectorRegistry())
     scorer = Scorer(config.rollout.reward, metrics) if scored else None
     length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
-    tokenization = Tokenization(config.model.path, length.fit)
+    tokenization = Tokenization(config.model.path, length.fit, config.rollout.prompt.template_arguments)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
@@ -102,6 +103,7 @@ async def _answer_all(
     try:
         if scorer is not None:
             await scorer.check()
+        await agents.open()
         await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
         with _progress(num_prompts, num_prompts - len(missing)) as advance:
@@ -124,6 +126,7 @@ async def _answer_all(
         # A forked EngineCore shares this process's wake-up pipe, so the SIGTERM that ends it arrives here too.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await engine.stop()
+        await agents.close()
         if scorer is not None:
             await scorer.close()
 

@@ -14,9 +14,9 @@ MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    messages = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
+    has_fields = any(prompt.message_fields for prompt in prompts)
     return {
-        "prompt": pa.array(messages, pa.list_(MESSAGE)),
+        "prompt": pa.array([prompt.chat for prompt in prompts], None if has_fields else pa.list_(MESSAGE)),
         "data_source": pa.array([prompt.data_source for prompt in prompts], pa.string()),
         "reward_model": json_column([{"ground_truth": prompt.ground_truth} for prompt in prompts]),
         "extra_info": json_column([prompt.extra_info for prompt in prompts]),

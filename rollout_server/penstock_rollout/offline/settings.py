@@ -26,7 +26,13 @@ def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], 
         "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
         "prompt": f"max_tokens {config.rollout.prompt.max_tokens}, overlong {config.rollout.prompt.overlong}",
         "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
-        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}",
+        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}{_further(sampling)}",
         "agents": hashlib.sha256(config.rollout.agents.model_dump_json().encode()).hexdigest()[:16],
         "rewards": hashlib.sha256(config.rollout.reward.model_dump_json().encode()).hexdigest()[:16] if scored else "",
     }
+
+
+def _further(sampling: Sampling) -> str:
+    """The parameters that are seldom given, if they are."""
+    given = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": sampling.ignore_eos, "stop": sampling.stop}
+    return "".join(f", {name} {value}" for name, value in given.items() if value)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from penstock.config.rewards import FunctionReward, Reward, RewardConfig
 from penstock.store.notices import Event, PostEvent, ignore_event
-from penstock_rollout.rewards.kinds import DATA_SOURCES, Settings
+from penstock_rollout.rewards.kinds import DATA_SOURCES, VERL_DATA_SOURCES, Settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,7 +58,8 @@ class RewardChoice:
             return reward
         if self.config.function_file is not None:
             return self._function()
-        if (settings := _find(DATA_SOURCES, data_source)) is not None:
+        table = VERL_DATA_SOURCES if self.config.compat == "verl" else DATA_SOURCES
+        if (settings := _find(table, data_source)) is not None:
             return _REWARD.validate_python(settings)
         default = self.config.default.kind
         text = (
@@ -73,8 +74,9 @@ class RewardChoice:
         config = self.config
         assert config.function_file is not None
         return FunctionReward(
-            kind="function", file=config.function_file, name=config.function_name, kwargs=config.function_kwargs
-        )
+            kind="function", file=config.function_file, name=config.function_name, kwargs=config.function_kwargs,
+            batch=config.function_batch,
+        )  # fmt: skip
 
 
 def _find(table: Mapping[str, T], data_source: str) -> T | None:

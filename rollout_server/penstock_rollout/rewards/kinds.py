@@ -31,8 +31,29 @@ DATA_SOURCES: dict[str, Settings] = {
     "apps": {"kind": "code"},
     "codeforces": {"kind": "code"},
     "taco": {"kind": "code"},
+    "hiyouga/geometry3k": {"kind": "math"},
+    "searchR1_*": {"kind": "search_qa"},
 }
 """Rewards by data source or pattern. Settings that are not given have the defaults of the kind."""
+
+_PRIME_CODE: Settings = {"kind": "code", "compat": "verl", "max_tests": 10, "test_timeout_s": 10.0}
+"""verl runs all tests, and if one fails each of the first ten. For programs that print, both come to the
+share of the first ten that pass."""
+VERL_DATA_SOURCES: dict[str, Settings] = DATA_SOURCES | {
+    "gsm8k": {"kind": "verl", "rule": "gsm8k"},
+    "openai/gsm8k": {"kind": "verl", "rule": "gsm8k"},
+    "lighteval/MATH": {"kind": "verl", "rule": "math"},
+    "DigitalLearningGmbH/MATH-lighteval": {"kind": "verl", "rule": "math"},
+    "HuggingFaceH4/MATH-500": {"kind": "verl", "rule": "math"},
+    "math": {"kind": "verl", "rule": "math_dapo"},
+    "math_dapo": {"kind": "verl", "rule": "math_dapo"},
+    "math_dapo_reasoning": {"kind": "verl", "rule": "math_dapo"},
+    "aime*": {"kind": "verl", "rule": "math_dapo"},
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _PRIME_CODE),
+    "hiyouga/geometry3k": {"kind": "verl", "rule": "geometry3k"},
+    "searchR1_*": {"kind": "verl", "rule": "search_qa"},
+}
+"""The same with verl's numbers, for `rollout.reward.compat: verl`."""
 
 
 def _exact_match(settings: Settings) -> RewardFunction:
@@ -59,6 +80,18 @@ def _math(settings: Settings) -> RewardFunction:
     return functools.partial(math, **_only(settings, "correct_score", "wrong_score"))
 
 
+def _search_qa(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.question_answers import search_qa
+
+    return search_qa
+
+
+def _verl(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.verl_rules import RULES
+
+    return RULES[settings["rule"]]
+
+
 def _code(settings: Settings) -> RewardFunction:
     from penstock_rollout.rewards.code.reward import CodeReward
 
@@ -66,7 +99,13 @@ def _code(settings: Settings) -> RewardFunction:
 
 
 def _function(settings: Settings) -> RewardFunction:
-    return load_function(Path(settings["file"]), settings["name"], settings["kwargs"])
+    return load_function(Path(settings["file"]), settings["name"], settings["kwargs"], is_batch=settings["batch"])
+
+
+def _python(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.code.interpreter import Interpreter
+
+    return Interpreter.from_settings(settings)
 
 
 BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
@@ -74,11 +113,15 @@ BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
     "regex": _regex,
     "gsm8k": _gsm8k,
     "math": _math,
+    "search_qa": _search_qa,
+    "verl": _verl,
     "code": _code,
     "function": _function,
+    "python": _python,
 }
 """For each kind, a function that builds a reward with verl's signature from the settings. `remote` is missing because
-it only waits for a service, and `reward_model` because the learner computes it."""
+it only waits for a service, and `reward_model` because the learner computes it. `python` is no reward but the built-in
+tool, which is called with its own arguments."""
 
 
 def build(settings: Settings) -> RewardFunction:

@@ -1,4 +1,5 @@
-"""A pool of processes that compute rewards. A process that takes too long is killed and replaced."""
+"""A pool of processes that compute rewards. A process that takes too long is killed and replaced. One that dies is
+replaced too, and its sample is scored once more, because another sample or the machine may be the cause."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ TERMINATE_S = 1.0
 KILL_S = 10.0
 """How long the kernel may take to end a process after SIGKILL."""
 MAX_ANSWER_BYTES = 2**26
+DIED = "worker_died"
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -61,17 +63,25 @@ class RewardProcess:
         Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
             return ""
-        answer = await self._exchange({"prepare": settings}, PREPARE_TIMEOUT_S)
-        if "error" in answer:
-            raise _failure(answer)
+        answer = await self._answer({"prepare": settings}, PREPARE_TIMEOUT_S)
         self._prepared.add(settings)
         return str(answer.get("description", ""))
 
-    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
-        answer = await self._exchange({"reward": settings, **arguments}, timeout_s)
+    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
+        """The answer of the worker: `score`, `parts` and perhaps `pred`, or `samples` with these."""
+        return await self._answer({"reward": settings, **arguments}, timeout_s)
+
+    async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
+        """The result of a tool, which is called like a function with `arguments`."""
+        answer = await self._answer({"call": settings, "arguments": arguments}, timeout_s)
+        result: Json = answer["result"]
+        return result
+
+    async def _answer(self, request: Json, timeout_s: float) -> Json:
+        answer = await self._exchange(request, timeout_s)
         if "error" in answer:
             raise _failure(answer)
-        return answer["score"], answer["parts"]
+        return answer
 
     async def end(self) -> None:
         """End the process with SIGTERM, so that it can end its programs. Sends SIGKILL after TERMINATE_S."""
@@ -100,13 +110,13 @@ class RewardProcess:
                 await self.process.stdin.drain()
                 (num_bytes,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
                 if num_bytes > MAX_ANSWER_BYTES:
-                    raise RewardFailed("worker_died", f"the reward process answered with {num_bytes} bytes")
+                    raise RewardFailed(DIED, f"the reward process answered with {num_bytes} bytes")
                 answer: Json = json.loads(await self.process.stdout.readexactly(num_bytes))
                 return answer
         except TimeoutError as error:
             raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise RewardFailed("worker_died", "the reward process died; see its output in the log") from error
+            raise RewardFailed(DIED, "the reward process died; see its output in the log") from error
 
 
 def _failure(answer: Json) -> RewardFailed:
@@ -128,12 +138,29 @@ class RewardPool:
             process = await self._take()
             self._log_once(await self._guard(process, process.prepare(settings)))
 
-    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
-        """Compute one reward. The deadline starts when a process is free. Cancelling the caller ends the process."""
+    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
+        """Compute one reward, or those of a batch. The deadline starts when a process is free, and again if that
+        process has died. A second death is a failure. Cancelling the caller ends the process."""
+        async with self._free:
+            try:
+                return await self._compute(settings, arguments, timeout_s)
+            except RewardFailed as error:
+                if error.kind != DIED:
+                    raise
+                logger.warning("%s; what it scored is scored once more by another process", error)
+                return await self._compute(settings, arguments, timeout_s)
+
+    async def _compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
+        process = await self._take()
+        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
+        return await self._guard(process, process.compute(settings, arguments, timeout_s))
+
+    async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
+        """Call a tool, under the same rules as `compute`."""
         async with self._free:
             process = await self._take()
             self._log_once(await self._guard(process, process.prepare(settings), keep=False))
-            return await self._guard(process, process.compute(settings, arguments, timeout_s))
+            return await self._guard(process, process.call(settings, arguments, timeout_s))
 
     async def close(self) -> None:
         for process in self._idle:

@@ -10,8 +10,10 @@ import httpx
 
 from penstock.config.rewards import RemoteReward
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.function import normalise_score
+from penstock_rollout.rewards.function import normalise_score, predicted_answer
+from penstock_rollout.rewards.placed_scores import read_placed
 from penstock_rollout.rewards.pool import Json, RewardFailed
+from penstock_rollout.rewards.sample_score import SampleScore
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -31,7 +33,7 @@ class RemoteScorer:
             trust_env=False,
         )
 
-    async def compute(self, arguments: Json, timeout_s: float) -> tuple[float, dict[str, float]]:
+    async def compute(self, arguments: Json, timeout_s: float) -> SampleScore:
         """Compute one reward. The deadline starts when a connection is free. A timeout names the last failure."""
         async with self._free:
             failure = "no reply"
@@ -62,11 +64,12 @@ def _is_transient(response: httpx.Response) -> bool:
     return response.status_code == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error
 
 
-def _read(response: httpx.Response) -> tuple[float, dict[str, float]]:
+def _read(response: httpx.Response) -> SampleScore:
     if not response.is_success:
         raise RewardFailed("exception", f"{response.url} answered {response.status_code}: {response.text[:200]!r}")
     try:
-        return normalise_score(response.json())
+        result = response.json()
+        return SampleScore(*normalise_score(result), answer=predicted_answer(result), placed=tuple(read_placed(result)))
     except ValueError as error:
         raise RewardFailed("exception", f"{response.url} answered {response.text[:200]!r}: {error}") from error
 

@@ -45,11 +45,13 @@ def gsm8k(
     correct_score: float,
     format_score: float,
 ) -> float:
-    """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer."""
+    """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer.
+
+    The ground truth is a number, or a solution of the dataset, whose number comes after `####`."""
     answer = gsm8k_answer(solution_str, method)
     if answer is None:
         return 0.0
-    return correct_score if answer == _plain_number(str(ground_truth)) else format_score
+    return correct_score if answer == _plain_number(str(ground_truth).rpartition("####")[2]) else format_score
 
 
 def gsm8k_answer(solution_str: str, method: str) -> str | None:

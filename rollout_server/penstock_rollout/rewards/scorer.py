@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.config.rewards import RemoteReward, Reward, RewardConfig, RewardModelReward
+from penstock.config.rewards import FunctionReward, RemoteReward, Reward, RewardConfig, RewardModelReward
 from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
-from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.choice import RewardChoice
+from penstock_rollout.rewards.placed_scores import PlacedScore
 from penstock_rollout.rewards.pool import Json, RewardFailed, RewardPool
 from penstock_rollout.rewards.remote import RemoteScorer
+from penstock_rollout.rewards.sample_score import SampleScore
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +50,31 @@ class Scorer:
                 raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
 
     async def score(
-        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
-    ) -> list[SampleScore]:
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
+        sample_infos: Sequence[Mapping[str, Any]] = (),
+    ) -> list[SampleScore]:  # fmt: skip
         """Return the score of each response of one prompt. A failed reward is `error_value`.
 
-        `prompt` says which prompt it is, for example `prompt 17`. The log line of a failed reward names it."""
+        `prompt` says which prompt it is, for example `prompt 17`. The log line of a failed reward names it.
+        `sample_infos` adds to the `extra_info` of each response."""
         reward = self.choice.reward_for(data_source)
-        shared = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
+        extra_infos = [{**extra_info, **info} for info in sample_infos or [{}] * len(responses)]
         started = time.monotonic()
         self.num_scoring += 1
         try:
-            scored = await asyncio.gather(
-                *(
-                    self._score_one(reward, {**shared, "solution_str": response}, f"sample {index} of {prompt}")
-                    for index, response in enumerate(responses)
-                )
-            )
+            if isinstance(reward, FunctionReward) and reward.batch:
+                scored = await self._score_batch(reward, data_source, responses, ground_truth, extra_infos, prompt)
+            else:
+                shared = {"data_source": data_source, "ground_truth": ground_truth}
+                scored = await asyncio.gather(
+                    *(
+                        self._score_one(
+                            reward, {**shared, "solution_str": response, "extra_info": info},
+                            f"sample {index} of {prompt}",
+                        )
+                        for index, (response, info) in enumerate(zip(responses, extra_infos, strict=True))
+                    )
+                )  # fmt: skip
         finally:
             self.num_scoring -= 1
         self.metrics.reward_seconds.observe(time.monotonic() - started)
@@ -80,19 +91,49 @@ class Scorer:
         timeout_s = self.choice.timeout_s(reward)
         try:
             if isinstance(reward, RemoteReward):
-                return SampleScore(*await self._remote(reward).compute(arguments, timeout_s))
-            return SampleScore(*await self._pool.compute(self.choice.settings_json(reward), arguments, timeout_s))
+                return await self._remote(reward).compute(arguments, timeout_s)
+            return _sample_score(await self._pool.compute(self.choice.settings_json(reward), arguments, timeout_s))
         except RewardFailed as error:
-            text = (
-                f"the reward of {sample}, data source {arguments['data_source']!r}, failed ({error.kind}): {error}; "
-                f"the sample gets error_value {self.config.error_value:g}"
+            return self._failed(reward, error, sample, arguments["data_source"])
+
+    async def _score_batch(
+        self, reward: FunctionReward, data_source: str, responses: list[str], ground_truth: Any,
+        extra_infos: list[dict[str, Any]], prompt: str,
+    ) -> list[SampleScore]:  # fmt: skip
+        """The scores of a function that is called once for all samples. They fail together."""
+        arguments = {
+            "data_sources": [data_source] * len(responses),
+            "solution_strs": responses,
+            "ground_truths": [ground_truth] * len(responses),
+            "extra_infos": extra_infos,
+        }
+        try:
+            answer = await self._pool.compute(
+                self.choice.settings_json(reward), arguments, self.choice.timeout_s(reward)
             )
-            logger.warning("%s", text)
-            self.metrics.reward_errors.labels(error.kind).inc()
-            self.post(Event("reward_failed", f"{reward.kind} {error.place}", text, error.traceback))
-            return SampleScore(self.config.error_value, {}, failed=True)
+            return [_sample_score(sample) for sample in answer["samples"]]
+        except RewardFailed as error:
+            failed = self._failed(reward, error, f"the {len(responses)} samples of {prompt}", data_source)
+            self.metrics.reward_errors.labels(error.kind).inc(len(responses) - 1)
+            return [failed] * len(responses)
+
+    def _failed(self, reward: Reward, error: RewardFailed, sample: str, data_source: str) -> SampleScore:
+        """Log, count and post the failure. Returns the score that the sample gets."""
+        text = (
+            f"the reward of {sample}, data source {data_source!r}, failed ({error.kind}): {error}; "
+            f"the sample gets error_value {self.config.error_value:g}"
+        )
+        logger.warning("%s", text)
+        self.metrics.reward_errors.labels(error.kind).inc()
+        self.post(Event("reward_failed", f"{reward.kind} {error.place}", text, error.traceback))
+        return SampleScore(self.config.error_value, {}, failed=True)
 
     def _remote(self, reward: RemoteReward) -> RemoteScorer:
         if reward not in self._remotes:
             self._remotes[reward] = RemoteScorer(reward)
         return self._remotes[reward]
+
+
+def _sample_score(answer: Json) -> SampleScore:
+    placed = tuple(PlacedScore(*one) for one in answer.get("placed", ()))
+    return SampleScore(answer["score"], answer["parts"], answer=answer.get("pred"), placed=placed)

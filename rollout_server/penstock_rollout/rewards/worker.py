@@ -6,8 +6,11 @@ chose. The output of a reward function goes to standard error, and its standard 
 
     {"prepare": settings}                                                   {} or {"description": "for the log"}
     {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
-     "ground_truth": ..., "extra_info": ...}
-                                                    if either fails:        {"error": "what happened",
+     "ground_truth": ..., "extra_info": ...}                                 with "pred" and "placed" if it says them
+    {"reward": settings, "data_sources": [...], "solution_strs": [...],     {"samples": [{"score": ...}, ...]}
+     "ground_truths": [...], "extra_infos": [...]}
+    {"call": settings, "arguments": {...}}                                  {"result": ...}, for tools
+                                                    if any of them fails:       {"error": "what happened",
                                                                              "traceback": "...", "place": "..."}
 """
 
@@ -25,8 +28,15 @@ import traceback
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from penstock_rollout.rewards.function import ARGUMENTS, RewardFunction, normalise_score
+from penstock_rollout.rewards.function import (
+    ARGUMENTS,
+    BATCH_ARGUMENTS,
+    RewardFunction,
+    normalise_score,
+    predicted_answer,
+)
 from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.placed_scores import read_placed
 
 NICENESS = 5
 """Gives generation priority over rewards."""
@@ -55,20 +65,39 @@ def main() -> int:
 
 
 def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    settings: str = request["prepare"] if "prepare" in request else request["reward"]
+    settings: str = next(request[key] for key in ("prepare", "call", "reward") if key in request)
     try:
         if settings not in functions:
             functions[settings] = build(json.loads(settings))
         if "prepare" in request:
             description = getattr(functions[settings], "description", "")
             return {"description": description} if description else {}
-        result = functions[settings](**{name: request[name] for name in ARGUMENTS})
+        if "call" in request:
+            return {"result": functions[settings](**request["arguments"])}
+        is_batch = BATCH_ARGUMENTS[0] in request
+        names = BATCH_ARGUMENTS if is_batch else ARGUMENTS
+        result = functions[settings](**{name: request[name] for name in names})
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        score, parts = normalise_score(result)
+        return _samples(result, len(request["solution_strs"])) if is_batch else _sample(result)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
-    return {"score": score, "parts": parts}
+
+
+def _sample(result: Any) -> dict[str, Any]:
+    score, parts = normalise_score(result)
+    answer = predicted_answer(result)
+    placed = read_placed(result)
+    further = {"pred": answer, "placed": placed or None}
+    return {"score": score, "parts": parts} | {key: value for key, value in further.items() if value is not None}
+
+
+def _samples(results: Any, num_samples: int) -> dict[str, Any]:
+    """The scores that a batch function returned: a list with one entry per sample, or an array."""
+    listed = results.tolist() if hasattr(results, "tolist") else list(results)
+    if len(listed) != num_samples:
+        raise ValueError(f"the reward function returned {len(listed)} scores for {num_samples} samples")
+    return {"samples": [_sample(result) for result in listed]}
 
 
 def _origin(error: Exception) -> dict[str, str]:

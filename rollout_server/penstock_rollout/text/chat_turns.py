@@ -13,6 +13,8 @@ token is left out.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,20 +31,29 @@ _BASE: tuple[Message, ...] = ({"role": "user", "content": "0"}, {"role": "assist
 class ChatTurns:
     """The turn boundaries of one tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: frozenset[int], template_arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._template_arguments = dict(template_arguments or {})
         self._stop_ids = stop_ids
         self._closing: dict[str, bool] = {}
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Encode a whole conversation, with the tools that it may call, up to the start of the model's next turn."""
-        return self._encode(self._render(messages, tools))
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Encode a whole conversation, with the tools that it may call, up to the start of the model's next turn.
+
+        `template_arguments` win over those of the run's config."""
+        return self._encode(self._render(messages, tools, template_arguments))
 
     def next_ids(
-        self, last_sampled: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[int, ...]:
+        self, last_sampled: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
         """The ids between a turn that ended with `last_sampled` and the next turn, with `messages` between them."""
-        before, after = self._split(messages, tools)
+        before, after = self._split(messages, tools, template_arguments)
         whole, prefix = self._encode(before + after), self._encode(before)
         # A tokenizer may merge across the boundary. Then the appended part is encoded by itself.
         ids = whole[len(prefix) :] if whole[: len(prefix)] == prefix else self._encode(after)
@@ -57,9 +68,12 @@ class ChatTurns:
             self._closing[role] = not self._stop_ids.isdisjoint(self._encode(after.partition(_NEXT)[0]))
         return self._closing[role]
 
-    def _split(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    def _split(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str]:  # fmt: skip
         """The rendered fixed conversation, split after the marker."""
-        text = self._render([*_BASE, *messages], tools)
+        text = self._render([*_BASE, *messages], tools, template_arguments)
         before, marker, after = text.partition(_SPOKEN)
         if not marker:
             raise ConfigError(
@@ -67,13 +81,17 @@ class ChatTurns:
             )
         return before + marker, after
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [_with_argument_objects(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,
+                **{**self._template_arguments, **(template_arguments or {})},
             )
         except Exception as error:  # a template is code that comes with the model
             why = " ".join(str(error).split())
@@ -82,3 +100,19 @@ class ChatTurns:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _with_argument_objects(message: Message) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as objects. OpenAI's API has them as JSON text, and templates
+    would quote that once more."""
+    plain = dict(message)
+    if not isinstance(plain.get("tool_calls"), list):
+        return plain
+    calls = []
+    for call in plain["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}  # noqa: PLW2901
+        calls.append(call)
+    return {**plain, "tool_calls": calls}

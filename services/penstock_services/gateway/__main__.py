@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -11,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.errors import PenstockError
 
 COLLECTED_OBJECTS = 50_000
@@ -18,10 +19,14 @@ MAX_FILES = 65_536
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock gateway", description="Serve REST and gRPC for one run.")
+    parser = Parser(
+        prog="penstock gateway",
+        description="Run one gateway: REST, gRPC and the console of a run. `penstock up` starts it with the others.",
+        epilog="Any config field can be overridden: --gateway.port 8080",
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_with_overrides(parser, argv)
     try:
         return _run(args.config, overrides, check_only=args.check)
     except PenstockError as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
+from penstock.key_files import KeyFile, key_files_of
 from penstock.ports import is_loopback
-from penstock_services.gateway.key_files import KeyFile, key_files_of
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from penstock_services.gateway.connections import DISCARD_TIMEOUT_S
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.requests import Observation
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/metrics"})
-"""Answered without a key: probes, scrapes and the console's files show no prompts and no weights."""
+OPEN_PATHS = frozenset({"/", "/healthz", "/startupz", "/readyz", "/metrics", "/docs"})
+"""Answered without a key: probes, scrapes and the files of the console and of the API's page show no prompts and no
+weights."""
 DATASET_TYPES = {"application/x-ndjson": "jsonl", "application/vnd.apache.parquet": "parquet"}
 """Format of a dataset by the Content-Type of its upload."""
 CLIENT_CLOSED_REQUEST = "499"
@@ -93,14 +94,20 @@ class AuthenticationMiddleware:
         self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
+        if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                authorization = Headers(scope=scope).get("authorization", "")
-                scope["caller"] = self.access.authenticate(authorization, scope["request_id"])
+                scope["caller"] = self.access.authenticate(_authorization(scope), scope["request_id"])
             except PenstockError as error:
-                await _refuse(problems.from_error(error), scope, receive, send)
+                await _refuse(problems.answer_to(scope["path"], error), scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str:
+    """The Authorization header. Anthropic's clients send the key as X-Api-Key instead."""
+    headers = Headers(scope=scope)
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 class BodyLimitMiddleware:
@@ -158,8 +165,8 @@ def _is_known_type(content_type: str) -> bool:
     return kind == "application/json" or kind in DATASET_TYPES or (kind.startswith("application/") and "+json" in kind)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith("/console/")
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(("/console/", "/docs/"))
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

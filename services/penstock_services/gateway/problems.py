@@ -1,4 +1,7 @@
-"""RFC 9457 problem documents: every error of the REST interface has this form."""
+"""RFC 9457 problem documents: every error of the REST interface has this form.
+
+A document also has the member `error`, in which OpenAI's clients look for the message, the type and the code.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from penstock.errors import InvalidInput, PenstockError, QueueFull, RateLimited, Unauthenticated, Unavailable
+from penstock.config.explanation import describe
+from penstock.errors import (
+    InvalidInput,
+    PenstockError,
+    QueueFull,
+    RateLimited,
+    Unauthenticated,
+    Unavailable,
+)
+from penstock.protocols.problems import anthropic_fields, openai_fields
 
+ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 1
 """Value of `Retry-After` for an error that passes by itself after an unknown time."""
 
@@ -26,9 +39,9 @@ def retry_after_s(error: PenstockError) -> int | None:
 
 
 def problem(
-    status: int, reason: str, detail: str, field: str = "", headers: Mapping[str, str] | None = None
+    status: int, reason: str, detail: str, field: str = "", headers: Mapping[str, str] | None = None, **members: str
 ) -> JSONResponse:
-    content = _fields(status, reason, detail, field)
+    content = _fields(status, reason, detail, field) | members
     return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
 
 
@@ -41,7 +54,7 @@ def raw_problem(status: int, reason: str, detail: str) -> bytes:
 
 
 def problem_fields(error: PenstockError) -> dict[str, Any]:
-    return _fields(error.http_status, error.reason, str(error), error.field if isinstance(error, InvalidInput) else "")
+    return _fields(error.http_status, error.reason, str(error), getattr(error, "field", ""))
 
 
 def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]:
@@ -52,38 +65,50 @@ def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]
         "detail": detail,
         "reason": reason,
         "field": field,
+        "error": openai_fields(status, reason, detail, field),
     }
 
 
-def from_error(error: PenstockError) -> JSONResponse:
+def from_error(error: PenstockError, **members: str) -> JSONResponse:
+    """The problem of an error. `members` are further members of the document."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
     if (wait_s := retry_after_s(error)) is not None:
         headers["Retry-After"] = str(wait_s)
-    field = error.field if isinstance(error, InvalidInput) else ""
-    return problem(error.http_status, error.reason, str(error), field, headers)
+    return problem(error.http_status, error.reason, str(error), getattr(error, "field", ""), headers, **members)
 
 
-def from_validation_error(error: RequestValidationError) -> JSONResponse:
+def answer_to(path: str, error: PenstockError) -> JSONResponse:
+    """The answer to a failed request: a problem document, or Anthropic's form where its clients ask."""
+    response = from_error(error)
+    if not path.startswith(ANTHROPIC_PATH):
+        return response
+    fields = anthropic_fields(error.http_status, str(error))
+    further = {"reason": error.reason, "field": getattr(error, "field", "")}
+    headers = {name: value for name, value in response.headers.items() if name in ("retry-after", "www-authenticate")}
+    return JSONResponse(fields | further, error.http_status, headers=headers)
+
+
+def validation_problem(error: RequestValidationError) -> InvalidInput:
     """A body, path or query that does not fit its model. The answer names the first wrong field."""
     first, *others = error.errors()
-    field, message = field_path(first["loc"]), first["msg"]
+    field, message = field_path(first["loc"]), describe([first])
     if first["type"] == "json_invalid":
         field, message = "body", f"is not valid JSON: {first['ctx']['error']}"
     elif first["type"] == "extra_forbidden":
         message = "unknown key"
     elif first["loc"] == ("body",):
         message = "send a JSON object with Content-Type: application/json"
-    return from_error(InvalidInput(field, message + (f" (and {len(others)} more)" if others else "")))
+    return InvalidInput(field, message + (f" (and {len(others)} more)" if others else ""))
 
 
-async def on_penstock_error(_: Request, error: Exception) -> JSONResponse:
+async def on_penstock_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PenstockError)
-    return from_error(error)
+    return answer_to(request.url.path, error)
 
 
-async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return from_validation_error(error)
+    return answer_to(request.url.path, validation_problem(error))
 
 
 async def on_http_error(_: Request, error: Exception) -> JSONResponse:

@@ -16,10 +16,12 @@ from starlette.responses import JSONResponse, Response
 
 from penstock import __version__
 from penstock.config.service import GatewayConfig
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, Unavailable
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.allowed_hosts import AllowedHosts
+from penstock_services.gateway.api_document import openapi_document
+from penstock_services.gateway.api_page.routes import ApiPageRoutes
 from penstock_services.gateway.console.routes import ConsoleRoutes
 from penstock_services.gateway.datasets import routes as datasets
 from penstock_services.gateway.generate import openai_routes
@@ -37,6 +39,7 @@ from penstock_services.gateway.routing import add_routes
 from penstock_services.gateway.runs import routes as runs
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
+from penstock_services.gateway.sessions import task_routes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,10 +69,13 @@ def create_app(
         runs.router(),
         datasets.router(),
         openai_routes.router(),
+        task_routes.router(),
         ServiceRoutes(served, metrics, access).router(),
         ConsoleRoutes().router(),
+        ApiPageRoutes().router(),
     ):
         app.include_router(router)
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     app.add_exception_handler(PenstockError, problems.on_penstock_error)
     app.add_exception_handler(RequestValidationError, problems.on_validation_error)
     app.add_exception_handler(HTTPException, problems.on_http_error)
@@ -91,6 +97,7 @@ class ServiceRoutes:
         return add_routes(
             "service",
             ("GET", "/healthz", self.healthz),
+            ("GET", "/startupz", self.startupz),
             ("GET", "/readyz", self.readyz),
             ("GET", "/metrics", self.scrape),
         )
@@ -98,12 +105,21 @@ class ServiceRoutes:
     async def healthz(self) -> Response:
         return JSONResponse({"status": "alive"})
 
+    async def startupz(self) -> Response:
+        """A gateway that answers has started."""
+        return JSONResponse({"status": "started"})
+
     async def readyz(self) -> Response:
-        """Whether the gateway can serve. `warnings` lists what needs an operator but does not stop it from serving."""
-        await self._check_ready()
+        """Whether the gateway can serve: `state` is `ready`, `draining` while it stops, or `stale` without Redis.
+        `warnings` lists what needs an operator but does not stop it from serving."""
+        try:
+            await self._check_ready()
+        except Unavailable as error:
+            state = "draining" if self.served.stopping.is_set() else "stale"
+            return problems.from_error(error, state=state)
         self.access.refresh()
         warnings = [KEYS_WARNING] if self.access.problems else []
-        return JSONResponse({"status": "ready", "warnings": warnings})
+        return JSONResponse({"status": "ready", "state": "ready", "detail": "", "warnings": warnings})
 
     async def scrape(self) -> Response:
         """Metrics. The gateway's own are there even when Redis does not answer."""
@@ -113,10 +129,22 @@ class ServiceRoutes:
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _snapshot(self) -> RunSnapshot | None:
+        sessions = self.metrics.sessions
+        sessions.stat = None
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 run = await self.served.find("")
-                return await RunSnapshot.take(run.queue, run.fleet, run.heartbeats, run.control)
+                sessions.traffic, sessions.cached_bytes = run.generation.traffic, run.generation.recorder.cached_bytes
+                sessions.stat = await run.tasks.tasks.stat()
+                return await RunSnapshot.take(
+                    run.queue,
+                    run.fleet,
+                    run.heartbeats,
+                    run.control,
+                    run.registry,
+                    run.lifecycle.phases,
+                    run.config.replay.lease_ttl_s,
+                )
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's metrics: %s", error)
             return None

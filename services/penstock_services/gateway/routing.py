@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from penstock.errors import InvalidInput, PenstockError, Unauthenticated
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.problems import problem_fields
+from penstock_services.gateway.response_schemas import JSON_ANSWERS, success_of
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
@@ -40,6 +41,10 @@ PROBLEM = {
                     "detail": {"type": "string", "description": "One line that says what happened and what to do."},
                     "reason": {"type": "string", "description": "Machine-readable and stable."},
                     "field": {"type": "string", "description": "Path of the wrong field, or empty."},
+                    "error": {
+                        "type": "object",
+                        "description": "The same in the form of OpenAI's API: message, type, param and code.",
+                    },
                 },
             }
         }
@@ -51,7 +56,12 @@ def add_routes(tag: str, *routes: tuple[str, str, Endpoint]) -> APIRouter:
     """A router of these routes. The first route that matches wins, so `{name}:verb` must come before `{name}`."""
     router = APIRouter(default_response_class=JSONResponse, tags=[tag])
     for method, path, endpoint in routes:
-        router.add_api_route(path, endpoint, methods=[method], response_model=None, responses={"default": PROBLEM})
+        name = endpoint.__name__
+        router.add_api_route(
+            path, endpoint, methods=[method], response_model=None,
+            response_class=JSONResponse if name in JSON_ANSWERS else Response,
+            responses={200: success_of(name), "default": PROBLEM},
+        )  # fmt: skip
     return router
 
 
@@ -95,8 +105,12 @@ Authenticated = Annotated[Caller, Depends(caller_of)]
 AllRuns = Annotated[RunCollection, Depends(all_runs)]
 
 
+LATEST = ("latest", "current")
+"""Names of the newest version, wherever a version is given."""
+
+
 def policy_version_of(text: str) -> int | None:
-    if text == "latest":
+    if text in LATEST:
         return None
     if text.isascii() and text.isdecimal() and len(text) < 19:
         return int(text)

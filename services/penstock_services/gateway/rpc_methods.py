@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
+from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, tasks_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
@@ -99,6 +99,13 @@ def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict
         },
         "penstock.v1.SessionService": {
             "RewardSession": unary(lambda run: run.generation.reward_session, generate_pb2.RewardSessionRequest),
+        },
+        "penstock.v1.TaskService": {
+            "SubmitTasks": unary(lambda run: run.tasks.submit_tasks, tasks_pb2.SubmitTasksRequest),
+            "GetTask": unary(lambda run: run.tasks.get_task, tasks_pb2.GetTaskRequest),
+            "LeaseTasks": unary(lambda run: run.tasks.lease_tasks, tasks_pb2.LeaseTasksRequest),
+            "HeartbeatTasks": unary(lambda run: run.tasks.heartbeat_tasks, tasks_pb2.HeartbeatTasksRequest),
+            "ReturnTask": unary(lambda run: run.tasks.return_task, tasks_pb2.ReturnTaskRequest),
         },
         "penstock.v1.RunService": {
             "GetRun": unary(lambda run: run.lifecycle.get_run, runs_pb2.GetRunRequest),

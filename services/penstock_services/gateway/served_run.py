@@ -8,6 +8,8 @@ from typing import Any
 
 from penstock.config.run import RunConfig
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.sessions.session_store import SessionStore
+from penstock.sessions.task_store import TaskStore
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
@@ -20,7 +22,7 @@ from penstock.token_text import TokenText
 from penstock.tracing import Tracing
 from penstock_services.gateway.datasets.handlers import DatasetHandlers
 from penstock_services.gateway.generate.handlers import GenerateHandlers
-from penstock_services.gateway.generate.sessions import Sessions
+from penstock_services.gateway.generate.server_choice import ServerChoice
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.policies.handlers import PolicyHandlers
 from penstock_services.gateway.prompts.groups import GroupHandlers, GroupReader
@@ -30,6 +32,9 @@ from penstock_services.gateway.runs.dead_letters import DeadLetterHandlers
 from penstock_services.gateway.runs.evaluations import EvaluationHandlers
 from penstock_services.gateway.runs.handlers import RunHandlers
 from penstock_services.gateway.runs.servers import ServerHandlers
+from penstock_services.gateway.sessions.recorder import SessionRecorder
+from penstock_services.gateway.sessions.rewards import SessionRewards
+from penstock_services.gateway.sessions.task_handlers import TaskHandlers
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class ServedRun:
     fleet: Fleet
     heartbeats: Heartbeats
     control: RunControl
+    registry: PolicyRegistry
     texts: TokenText
     prompts: PromptHandlers
     groups: GroupHandlers
@@ -52,6 +58,7 @@ class ServedRun:
     dead_letters: DeadLetterHandlers
     datasets: DatasetHandlers
     generation: GenerateHandlers
+    tasks: TaskHandlers
 
     def operation(self, name: str) -> Any:
         """The handler of this name. Every REST route of a run has the name of its handler."""
@@ -72,6 +79,8 @@ class ServedRun:
         registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
         texts = TokenText.load(config.model.path)
         groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
+        sessions = SessionStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
+        tasks = TaskStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
         watched = GroupReader(config.run, RedisReplayQueue(streams, config.run, config.replay), texts)
         return cls(
             config=config,
@@ -79,9 +88,10 @@ class ServedRun:
             fleet=fleet,
             heartbeats=Heartbeats(client, config.run),
             control=control,
+            registry=registry,
             texts=texts,
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
-            groups=GroupHandlers(config, audit, queue, groups),
+            groups=GroupHandlers(config, audit, groups),
             samples=SampleHandlers(config, audit),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
             lifecycle=RunHandlers(
@@ -100,7 +110,14 @@ class ServedRun:
             evaluations=EvaluationHandlers(config, audit, queue),
             dead_letters=DeadLetterHandlers(config, audit, queue),
             datasets=DatasetHandlers(config, audit, queue),
-            generation=GenerateHandlers(config, audit, fleet, registry, control, Sessions(config, queue)),
+            generation=GenerateHandlers(
+                config,
+                audit,
+                ServerChoice(config, fleet, registry, control),
+                SessionRecorder(sessions),
+                SessionRewards(config, queue, sessions, tasks),
+            ),
+            tasks=TaskHandlers(config, audit, tasks, queue, control),
         )
 
     async def close(self) -> None:

@@ -56,6 +56,11 @@ class ServedRuns:
             audit,
         )
 
+    @property
+    def opened(self) -> list[ServedRun]:
+        """The runs that were asked for so far."""
+        return list(self._runs.values())
+
     async def find(self, run: str) -> ServedRun:
         """The run of this name, or the gateway's own run for the names of OWN_RUN."""
         name = self.config.run if run in OWN_RUN else run

@@ -30,6 +30,7 @@ from penstock.disk_space import DiskWatch
 from penstock.errors import ConfigError, Unavailable
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
+from penstock.store.leaving import Leaving
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_keys
@@ -41,6 +42,7 @@ from penstock_services.gateway.rest import create_app
 from penstock_services.gateway.rpc import RpcServer
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
+from penstock_services.gateway.sessions.sweeper import sweep
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         )
         stack.push_async_callback(client.aclose)
         stack.push_async_callback(streams.aclose)
+        await stack.enter_async_context(Leaving(client, config.run, "gateway").holding(stop))
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
         audit = AuditLog(config.folder / "audit.jsonl")
@@ -87,6 +90,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
             sweeper = group.create_task(connections.sweep())
+            group.create_task(sweep(served))
             serving = group.create_task(rest.serve(sockets=[listener]))
             serving.add_done_callback(lambda _: sweeper.cancel())
             await rpc.start()

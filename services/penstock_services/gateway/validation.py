@@ -16,7 +16,7 @@ from penstock.codec import prompt_to_proto
 from penstock.config.loading import validate_field
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
-from penstock.trajectory import Prompt
+from penstock.trajectory import MESSAGE_FIELDS, Prompt
 from penstock.v1 import prompts_pb2
 
 MAX_PROMPT_ID = 2**32 - 1
@@ -126,9 +126,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def _is_complete(prompt: prompts_pb2.Prompt) -> bool:
-    return bool(
-        prompt.HasField("sampling") and prompt.agent_name and prompt.ground_truth_json and prompt.extra_info_json
-    )
+    return bool(prompt.HasField("sampling") and prompt.ground_truth_json and prompt.extra_info_json)
 
 
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
@@ -137,7 +135,6 @@ def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     default = _DEFAULT
     if not complete.HasField("sampling"):
         complete.sampling.CopyFrom(default.sampling)
-    complete.agent_name = complete.agent_name or default.agent_name
     complete.ground_truth_json = complete.ground_truth_json or default.ground_truth_json
     complete.extra_info_json = complete.extra_info_json or default.extra_info_json
     return complete
@@ -150,6 +147,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     for index, message in enumerate(messages):
         if not message.role.strip():
             raise InvalidInput(f"messages[{index}].role", "must not be empty")
+        if message.fields_json:
+            check_fields(message.fields_json, f"messages[{index}].fields_json")
     if token_ids:
         if len(token_ids) % 4:
             raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
@@ -167,6 +166,12 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
+def check_fields(text: str, path: str) -> None:
+    fields = _check_json(text, path)
+    if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
+        raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
+
+
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
     if not 0 <= sampling.temperature < math.inf:
         raise InvalidInput("sampling.temperature", "must be a finite number, 0 or more")
@@ -174,6 +179,12 @@ def check_sampling(sampling: prompts_pb2.Sampling) -> None:
         raise InvalidInput("sampling.top_p", "must be above 0 and at most 1")
     if sampling.max_tokens < 1:
         raise InvalidInput("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+    if sampling.top_k < 0:
+        raise InvalidInput("sampling.top_k", "must be 0, which turns it off, or more")
+    if not 0 <= sampling.min_p < 1:
+        raise InvalidInput("sampling.min_p", "must be at least 0 and below 1")
+    if not all(sampling.stop):
+        raise InvalidInput("sampling.stop", "must not have empty texts")
 
 
 def _check_json(text: str, path: str) -> Any:

@@ -1,4 +1,5 @@
-"""What `penstock up` and `penstock demo` say about a run: the phases of its start, and what goes wrong, each once.
+"""What `penstock up` and `penstock demo` say about a run: the phases of its start, what goes wrong, and why it does not
+learn or is slow, each once.
 
 The processes of the run report all of it to Redis. Nothing here waits or prints.
 """
@@ -8,13 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.client.responses import Part, Phase, Run
+from penstock.client.responses import READY_PHASES, Part, Phase, Run
 from penstock.run_state import NO_LEARNER
+from penstock_services.local.verdict_lines import LearningLine, SpeedLine
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
 PAUSED_STATES = ("PAUSED", "STOPPED")
-READY_PHASES = ("serving", "training")
+SAID_BY_SUPERVISOR = "process_restarted"
+"""The kind of notice that the supervisor itself records, and says when it happens."""
 
 
 class Announcements:
@@ -28,18 +31,31 @@ class Announcements:
         self._mentioned_s: dict[str, float] = {}
         self._pause: str | None = None
         """Why the run was paused when it was last looked at; None if it was not."""
+        self._held = before.held_version
         self._broken: set[tuple[str, str]] = set()
+        self._learning, self._speed = LearningLine(before), SpeedLine(before)
 
     def new_lines(self, run: Run) -> list[str]:
-        return [*self._state_line(run), *self._phase_lines(run), *self._notice_lines(run), *self._breaker_lines(run)]
+        return [
+            *self._state_line(run), *self._held_line(run), *self._phase_lines(run), *self._notice_lines(run),
+            *self._breaker_lines(run), *self._learning.new_lines(run), *self._speed.new_lines(run),
+        ]  # fmt: skip
 
     def _state_line(self, run: Run) -> list[str]:
         is_ordered = run.state in PAUSED_STATES and run.detail != NO_LEARNER
         before, self._pause = self._pause, run.detail if is_ordered else None
         if self._pause is None or self._pause == before:
             return []
-        why = f": {run.detail}" if run.detail else ""
+        why = f": {run.detail}" if run.detail else " by an operator"
         return [f"the run is paused{why}; `{self.resume_command}` continues it"]
+
+    def _held_line(self, run: Run) -> list[str]:
+        before, self._held = self._held, run.held_version
+        if run.held_version == before:
+            return []
+        if run.held_version is None:
+            return [f"the roll back has ended: servers get the current version again, not {before}"]
+        return [run.roll_back_text]
 
     def _phase_lines(self, run: Run) -> list[str]:
         lines, now_s = [], time.monotonic()
@@ -51,7 +67,8 @@ class Announcements:
                 self._mentioned_s[part.component] = now_s
                 continue
             silence_s = now_s - self._mentioned_s.get(part.component, now_s)
-            if part.phases[-1].name not in READY_PHASES and silence_s >= STILL_AFTER_S:
+            is_starting = part.is_starting and run.state != "PAUSED"
+            if is_starting and silence_s >= STILL_AFTER_S:
                 self._mentioned_s[part.component] = now_s
                 lines.append(f"{part.component}: still {part.phases[-1].name}")
         return lines
@@ -60,7 +77,7 @@ class Announcements:
         lines = []
         for notice in reversed(run.notices):
             key = (notice.kind, notice.text)
-            if notice.count > self._counts.get(key, 0):
+            if notice.kind != SAID_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
                 lines.append(notice.text)
                 lines += [f"    {line}" for line in notice.detail.splitlines()]
                 self._counts[key] = _EVERY_COUNT

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 
 DEFAULT_CONFIG = Path("examples/arithmetic/demo.yaml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock demo",
         description="Train a tiny model on arithmetic on this machine. Takes a few minutes; needs no GPU.",
         epilog="Any config field can be overridden: --learner.lr 1e-4",
     )
     parser.add_argument("--config", type=Path, default=None, help=f"YAML file (default: {DEFAULT_CONFIG})")
-    arguments, overrides = parser.parse_known_args(argv)
+    arguments, overrides = parse_with_overrides(parser, argv)
 
     import asyncio
     import time
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(demo(config))
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        raise KeyboardInterrupt("before the demo was done; every process of it was stopped") from None
     return 0
 
 

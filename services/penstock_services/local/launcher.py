@@ -6,7 +6,6 @@ starts its runs again, and they continue from their checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import fcntl
 import logging
@@ -14,14 +13,21 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from prometheus_client import REGISTRY
+
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig, LauncherConfig
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
 from penstock.logs import setup_logging
+from penstock.metrics import write_endpoint
 from penstock.private_files import keep_files_private
+from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.start_checks import check_redis, check_run_folder, make_run_folder
 from penstock.store.created_runs import CreatedRun, CreatedRuns
 from penstock.store.heartbeats import Heartbeats
@@ -48,6 +54,16 @@ class Launcher:
         self.children: dict[str, Child] = {}
         self._terminated: set[str] = set()
         """Runs that were sent SIGTERM and have not ended yet."""
+        self._has_read = False
+        """Whether the newest look at the created runs succeeded."""
+
+    def readiness(self, stopping: asyncio.Event) -> Readiness:
+        """What `/readyz` says. It is called from another thread."""
+        if stopping.is_set():
+            return Readiness("draining", f"stops its {len(self.children)} runs, with checkpoints")
+        if self._has_read:
+            return Readiness("ready", f"{len(self.children)} of {self.config.launcher.max_runs} runs")
+        return Readiness("stale", "it cannot read the created runs from Redis")
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start and stop runs until `stopping` is set. Then end all runs, with checkpoints; they stay assigned to this
@@ -57,8 +73,11 @@ class Launcher:
                 try:
                     for created in await self.runs.list():
                         await self._update(created)
+                    self._has_read = True
                 except (Unavailable, QueueFull) as error:
+                    self._has_read = False
                     logger.warning("cannot read the created runs: %s", error)
+                self.processes.reap_orphans()
                 await asyncio.sleep(POLL_S)
         finally:
             for child in self.children.values():
@@ -139,8 +158,13 @@ async def serve(config: RunConfig) -> None:
                 raise ConfigError(
                     f"a launcher is already running in {config.run_dir}; stop it, or set another run_dir"
                 ) from error
-            async with Heartbeats(client, config.run).beating(NAME):
-                await Launcher(config, CreatedRuns(client), ProcessGroup(folder)).run(stopping)
+            launcher = Launcher(config, CreatedRuns(client), ProcessGroup(folder))
+            host, port = config.launcher.metrics_host, config.launcher.metrics_port
+            with process_endpoint(REGISTRY, host, port) as endpoint:
+                endpoint.readiness = partial(launcher.readiness, stopping)
+                write_endpoint(folder, NAME, host=host, metrics_port=endpoint.port)
+                async with Heartbeats(client, config.run).beating(NAME):
+                    await launcher.run(stopping)
     finally:
         await client.aclose()
 
@@ -155,12 +179,12 @@ def check(config: RunConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock launcher", description="Start runs that are created through the gateway on this machine."
     )
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the gateway")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = parse_with_overrides(parser, argv)
     config = load_config(args.config, overrides)
     check(config)
     if args.check:

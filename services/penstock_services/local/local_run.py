@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import IO, Self
 
 import psutil
 
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
+from penstock.client.responses import Server
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
+from penstock.feed.feed_process import FEED
+from penstock.gpus import visible_gpus
 from penstock.ports import free_port, wait_for_port
 from penstock.private_files import close_to_others
+from penstock.run_state import PROCESS_STARTED
+from penstock.store.notices import Event, Notices
+from penstock.store.phases import Phases
+from penstock.store.redis_client import connect
 from penstock.weights.cluster_key import ClusterKey
+from penstock_services.local.gpu_division import divide_gpus
+from penstock_services.local.hung_servers import HungServers
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import Child, ProcessGroup
+from penstock_services.local.restarts import Restart, Restarts
 from penstock_services.local.start_check import check_before_start
 
+logger = logging.getLogger(__name__)
 LEARNER = "learner"
-FEED = "feed"
 LAUNCHER_STOP_S = 240.0
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
@@ -41,9 +53,16 @@ class LocalRun:
         self.config_file = config.folder / "config.yaml"
         """The resolved config, which every child reads."""
         self.processes = ProcessGroup(config.folder / "logs")
+        self.on_restart: Callable[[str], None] = lambda _: None
+        """Called with a line about a process that has died and will be started again."""
+        self._server_ids = [f"rollout-{index}" for index in range(config.rollout.num_servers)]
+        self._restarts = Restarts(self.processes, (*self._server_ids, FEED), config.max_restarts, self._was_ready)
+        self._hung = HungServers.of(config)
         self._lock: IO[str] | None = None
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
+        self._environments: dict[str, dict[str, str]] = {}
+        """Additional environment variables of a process, by its name."""
 
     async def __aenter__(self) -> Self:
         check_before_start(self.config)
@@ -52,9 +71,11 @@ class LocalRun:
             ClusterKey.of(self.config).make_if_missing()
             self._start_redis()
             self._write_config()
-            (self.folder / "gateway.json").unlink(missing_ok=True)
+            for name in ("gateway", FEED):
+                (self.folder / f"{name}.json").unlink(missing_ok=True)
             self._start_process("gateway", "penstock_services.gateway")
             self._client = await self._wait_for_gateway(timeout_s=60)
+            await self._record_start()
         except BaseException:
             await self.__aexit__()
             raise
@@ -71,18 +92,43 @@ class LocalRun:
         """Start the learner, the rollout servers, the feed if there is a dataset, and the launcher if it is configured.
 
         Returns at once; the processes take a while to be ready."""
+        self._environments = divide_gpus(self.config, visible_gpus())
         self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
-        for index in range(self.config.rollout.num_servers):
-            server_id = f"rollout-{index}"
+        for server_id in self._server_ids:
             self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
-            self._start_process(FEED, "penstock.cli.feed")
+            self._start_process(FEED, "penstock.cli.feed", "--watch")
         if self.config.launcher.max_runs:
             self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 
-    def check(self) -> None:
-        """Raise ProcessDied if a process has died. The learner and the feed may finish."""
-        self.processes.check(may_finish=(LEARNER, FEED))
+    async def check(self) -> None:
+        """Start rollout servers and the feed again if they have died. Raise ProcessDied if another process has died, or
+        one that has used up its restarts. The learner and the feed may finish."""
+        for restart in self._restarts.check(may_finish=(LEARNER, FEED)):
+            self.on_restart(
+                f"{restart.text}; it is started again in {restart.delay_s:g} s (restart {restart.number} of "
+                f"{self.config.max_restarts})"
+            )
+            await self._record(restart)
+
+    def end_hung(self, servers: Sequence[Server] | None) -> None:
+        """Kill the rollout servers that have sent no heartbeat for too long, so that `check` starts them again.
+        `servers` are those of a new status; None if it could not be read."""
+        ready = {
+            child.name: child
+            for child in self.processes.children
+            if child.name in self._server_ids and child.exit_code is None and self._was_ready(child)
+        }
+        stopped = [name for name, child in ready.items() if child.is_stopped]
+        hung = self._hung.look(servers, ready.keys(), stopped)
+        for server_id, age_s in self._hung.newly_silent.items():
+            if server_id not in stopped:
+                self.on_restart(
+                    f"{server_id} has sent no heartbeat for {age_s:.0f} s; after {self._hung.limit_s:.0f} s it is "
+                    "killed and started again"
+                )
+        for server_id, age_s in hung.items():
+            self.processes.kill(ready[server_id], f"sent no heartbeat for {age_s:.0f} s and was killed")
 
     @property
     def client(self) -> PenstockClient:
@@ -102,6 +148,30 @@ class LocalRun:
     @property
     def learner_finished(self) -> bool:
         return self._learner is not None and self._learner.exit_code == 0
+
+    def _was_ready(self, child: Child) -> bool:
+        """Whether a rollout server has written its address, which it does once its engine is up."""
+        endpoint = self.folder / f"{child.name}.json"
+        return endpoint.exists() and endpoint.stat().st_mtime >= child.started_at
+
+    async def _record_start(self) -> None:
+        """Record that the learner is about to start, so that a run that is continued is not shown as stopped."""
+        client = connect(self.config.redis)
+        try:
+            await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
+        finally:
+            await client.aclose()
+
+    async def _record(self, restart: Restart) -> None:
+        """Record a notice, which the run's state shows until the run is resumed."""
+        client = connect(self.config.redis)
+        try:
+            event = Event("process_restarted", restart.name, f"{restart.text}; `penstock up` starts it again")
+            await Notices(client, self.config.run).record(event)
+        except PenstockError as error:
+            logger.warning("cannot record the restart of %s: %s", restart.name, error)
+        finally:
+            await client.aclose()
 
     def _start_redis(self) -> None:
         if self.config.redis.url:
@@ -123,7 +193,8 @@ class LocalRun:
 
     def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
         command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]
-        return self.processes.start(name, command, stop_timeout_s=stop_timeout_s)
+        environment = self._environments.get(name)
+        return self.processes.start(name, command, environment=environment, stop_timeout_s=stop_timeout_s)
 
     async def _wait_for_gateway(self, timeout_s: float) -> PenstockClient:
         deadline = time.monotonic() + timeout_s

@@ -11,7 +11,16 @@ from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.ports import port_is_free
-from penstock.start_checks import check_datasets, check_lengths, check_model, check_rewards, check_run_folder
+from penstock.start_checks import (
+    check_agent_packages,
+    check_chat_template,
+    check_datasets,
+    check_first_rows,
+    check_lengths,
+    check_model,
+    check_rewards,
+    check_run_folder,
+)
 from penstock_services.gateway.server import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
@@ -20,10 +29,14 @@ PRIVATE_REDIS = "redis://127.0.0.1:6379"
 
 
 def check_before_start(config: RunConfig) -> None:
-    """Make every check that needs no other process. Raises ConfigError. Takes milliseconds."""
+    """Make every check that needs no other process. Raises ConfigError or InvalidInput. Takes milliseconds."""
     check_model(config)
+    check_chat_template(config)
     check_rewards(config.rollout.reward)
+    if config.rollout.num_servers:
+        check_agent_packages(config.rollout.agents)
     check_datasets(config)
+    check_first_rows(config)
     check_lengths(config)
     check_run_folder(config)
     check_gateway(config.gateway)
@@ -64,7 +77,9 @@ async def _failure(module: str, file: Path) -> str:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             _, errors = await process.communicate()
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s") from error
+        raise DeadlineExceeded(
+            f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
+        ) from error
     finally:
         if process.returncode is None:
             process.kill()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import signal
 import time
 from pathlib import Path
 
 from penstock.client.responses import Run
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, InvalidInput, ProcessDied
-from penstock.feed.validation import read_results, result_line, validated_steps
+from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied
+from penstock.feed.feed_process import FEED
+from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock_services.local.announcements import PAUSED_STATES, buried_everything
 from penstock_services.local.display import SHOWN_METRICS, LineDisplay
 from penstock_services.local.local_run import LocalRun
@@ -28,25 +30,35 @@ PROGRESS_POLLS = 20
 VALIDATIONS = "validation.jsonl"
 
 
-async def supervise(config: RunConfig) -> None:
-    """Run until the learner has made its last step, a process dies, or SIGTERM or SIGINT arrives."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
+async def supervise(config: RunConfig) -> bool:
+    """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
+    whether SIGINT, which is Ctrl-C, ended it before the last step."""
+    stopping, received = asyncio.Event(), set[signal.Signals]()
+
+    def stop(name: signal.Signals) -> None:
+        received.add(name)
+        stopping.set()
+
     for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(name, stop, name)
     display, started = LineDisplay(config), time.monotonic()
     display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
     async with LocalRun(config) as run:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news, buried = await News.open(run, display), BuriedDataset(config)
         run.start_workers()
-        validated = validated_steps(run.folder / VALIDATIONS)
+        # A run that only validates says what was found before too: a policy is not validated twice.
+        is_said = not config.dataset.validation.only
+        validated = validated_steps(run.folder / VALIDATIONS) if is_said else set[int]()
+        has_said_plan = False
         for poll in itertools.count():
             if stopping.is_set() or run.learner_finished:
                 break
-            _check(run, display)
+            await _check(run, display)
+            has_said_plan = has_said_plan or _say_plan(run, display)
             if poll % STATUS_POLLS == 0:
                 buried.check(await news.say())
+                run.end_hung(news.status.servers if news.is_new else None)
                 say_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
                 _show_progress(news.status, display)
@@ -57,7 +69,8 @@ async def supervise(config: RunConfig) -> None:
         if run.learner_finished:
             display.say("the learner has finished; stopping")
         else:
-            news.say_stopping()
+            news.say_stopping("; the same command continues it")
+        return signal.SIGINT in received and not run.learner_finished
 
 
 class BuriedDataset:
@@ -75,9 +88,9 @@ class BuriedDataset:
             raise InvalidInput(str(self.file), reason)
 
 
-def _check(run: LocalRun, display: LineDisplay) -> None:
+async def _check(run: LocalRun, display: LineDisplay) -> None:
     try:
-        run.check()
+        await run.check()
     except ProcessDied as error:
         display.say("a process has died; stopping the others, which may take a minute")
         raise ProcessDied(
@@ -88,6 +101,15 @@ def _check(run: LocalRun, display: LineDisplay) -> None:
 def _show_progress(status: Run, display: LineDisplay) -> None:
     known = {name: value for name, value in status.metrics.items() if value is not None}
     display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
+
+
+def _say_plan(run: LocalRun, display: LineDisplay) -> bool:
+    """Say the plan that the feed has made. Returns whether there is one yet."""
+    file = run.folder / f"{FEED}.json"
+    if not file.exists():
+        return False
+    display.say(json.loads(file.read_text())["plan"])
+    return True
 
 
 def say_validations(results: Path, display: LineDisplay, said: set[int]) -> None:
@@ -101,18 +123,27 @@ def say_validations(results: Path, display: LineDisplay, said: set[int]) -> None
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
     """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
     leased, so there is nothing to wait for."""
-    status = await run.client.get_run()
-    every = run.config.dataset.validation.every_steps
-    due = status.step // every * every
+    status, timeout_s = await run.client.get_run(), run.config.rollout.prompt_timeout_s
     if status.state in PAUSED_STATES:
         return
+    due, num_finished, deadline = status.step, -1, 0.0
+    while due not in validated_steps(run.folder / VALIDATIONS) and not stopping.is_set():
+        await run.check()
+        before, num_finished = num_finished, await _num_validated(run, due)
+        if num_finished > before:
+            deadline = time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"no prompt of the validation of step {due} finished for {timeout_s:.0f} s; see "
+                f"{run.folder / 'logs' / 'feed.log'}, or raise rollout.prompt_timeout_s"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _num_validated(run: LocalRun, step: int) -> int:
+    """How many prompts the validation of a step has finished. 0 before it began."""
     try:
-        async with asyncio.timeout(run.config.rollout.prompt_timeout_s):
-            while due not in validated_steps(run.folder / VALIDATIONS) and not stopping.is_set():
-                run.check()
-                await asyncio.sleep(POLL_S)
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            f"the validation of step {due} did not finish in {run.config.rollout.prompt_timeout_s:.0f} s; see "
-            f"{run.folder / 'logs' / 'feed.log'}, or raise rollout.prompt_timeout_s"
-        ) from error
+        evaluation = await run.client.get_evaluation(evaluation_id(run.config.dataset.name, step))
+    except NotFound:
+        return 0
+    return evaluation.num_finished

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from penstock.client.responses import Run
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded
+from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts
+from penstock.run_state import NO_LEARNER
 from penstock.trajectory import Prompt, Sampling
+from penstock_services.local.announcements import PAUSED_STATES
 from penstock_services.local.display import Progress, make_display
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
@@ -54,9 +57,10 @@ async def demo(config: RunConfig) -> dict[str, Any]:
                 raise
             except TimeoutError as error:
                 if deadline.expired():
+                    paused = ", and its run is paused" if news.status.state in PAUSED_STATES else ""
                     raise DeadlineExceeded(
-                        f"the demo did not finish in {config.demo.deadline_s:.0f} s; see {run.folder / 'logs'}, "
-                        "or raise demo.deadline_s"
+                        f"the demo did not finish in {config.demo.deadline_s:.0f} s{paused}; see "
+                        f"{run.folder / 'logs'}, or raise demo.deadline_s"
                     ) from error
                 raise
             display.say("stopping everything")
@@ -90,14 +94,22 @@ def _seeded(prompts: Iterable[Prompt], seed: int, num_samples: int) -> Iterator[
 
 
 async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], news: News) -> float:
-    """Score held-out prompts. Raises ProcessDied as soon as a process dies."""
+    """Score held-out prompts. Raises ProcessDied as soon as a process dies for good."""
     evaluation = await run.client.create_evaluation(evaluation_id, prompts)
     while evaluation.num_finished < evaluation.num_prompts:
-        run.check()
-        await news.say()
+        await run.check()
+        check_not_paused(await news.say())
         await asyncio.sleep(POLL_S)
         evaluation = await run.client.get_evaluation(evaluation_id)
     return evaluation.score
+
+
+def check_not_paused(status: Run) -> None:
+    """Raise Conflict if the run has paused itself, or was stopped: the demo would only reach its deadline. An operator
+    who has paused it may resume it."""
+    if status.state in PAUSED_STATES and status.detail != NO_LEARNER and (status.detail or status.state == "STOPPED"):
+        why = f"has paused itself: {status.detail}" if status.detail else "was stopped by an operator"
+        raise Conflict(f"the demo ends, because its run {why}")
 
 
 async def _show_fallback(run: LocalRun, display: Progress) -> None:
@@ -111,8 +123,9 @@ async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress, ne
     """Submit prompts and show progress until the learner has finished."""
     num_submitted = 0
     while not run.learner_finished:
-        run.check()
+        await run.check()
         status = await news.say()
+        check_not_paused(status)
         if status.queue.pending_prompts < SUBMIT_BATCH:
             batch = list(itertools.islice(prompts, SUBMIT_BATCH))
             await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")

@@ -32,7 +32,7 @@ class NumberedGroupMaker:
         self.group_s = group_s
         self.random = random.Random(server_id)
 
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+    async def make(self, lease: Lease, prompt: Prompt, *_: object) -> Group:
         await asyncio.sleep(self.random.uniform(*self.group_s))
         return make_numbered_group(prompt.token_ids[0], lease, self.server_id)
 

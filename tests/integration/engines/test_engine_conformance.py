@@ -6,6 +6,7 @@ import asyncio
 import copy
 import multiprocessing
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFa
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.engine import TokenChunk
+from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from tests.served_engines import (
     LONG,
@@ -70,6 +71,24 @@ async def test_log_probs_are_of_the_sampled_distribution(served: Served, tempera
         assert_log_probs(served.model, answer, temperature)
 
 
+async def test_an_interrupted_request_hands_over_its_tokens_and_can_be_continued(served: Served) -> None:
+    prompt, sampling = (5, 6, 7), Sampling(max_tokens=300, ignore_eos=True)
+    request = GenerateRequest("interrupted.0", prompt, sampling, stream=True, min_chunk_tokens=8)
+    chunks: list[TokenChunk] = []
+    async for chunk in served.engine.generate(request):
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            await served.engine.interrupt(["interrupted.0", "unknown"])
+    answer = Answer.of(prompt, chunks)
+    assert answer.finish_reason == "aborted" and 17 <= len(answer.token_ids) < 300
+    assert all(len(chunk.token_ids) >= 8 for chunk in chunks[1:-1]), "but for the first and the last"
+    assert_log_probs(served.model, answer)
+    rest = replace(sampling, max_tokens=300 - len(answer.token_ids))
+    continued = await served.answer((*prompt, *answer.token_ids), rest)
+    assert (len(continued.token_ids), continued.finish_reason) == (rest.max_tokens, "length")
+    assert_log_probs(served.model, continued)
+
+
 async def test_top_p_renormalizes_over_the_nucleus(served: Served) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.6, max_tokens=16)
     for answer in await asyncio.gather(*(served.answer((5, 6, index), sampling) for index in range(2, 8))):
@@ -80,6 +99,28 @@ async def test_top_p_renormalizes_over_the_nucleus(served: Served) -> None:
         ordered = probs.sort(dim=-1, descending=True).values
         nucleus = torch.where(ordered.cumsum(-1) - ordered < sampling.top_p, ordered, 0).sum(-1)
         torch.testing.assert_close(torch.tensor(answer.log_probs), plain - nucleus.log(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8, max_tokens=16, top_k=3), Sampling(0.8, max_tokens=16, min_p=0.7)])
+async def test_top_k_and_min_p_renormalize_over_the_likely_tokens(served: Served, sampling: Sampling) -> None:
+    if sampling.min_p and served.engine.name == "sglang":
+        pytest.skip("SGLang refuses min_p")
+    for answer in await asyncio.gather(*(served.answer((5, 6, index), sampling) for index in range(2, 8))):
+        plain = expected_log_probs(served.model, answer, sampling.temperature)
+        ids = torch.tensor([answer.prompt + answer.token_ids])
+        with torch.inference_mode():
+            probs = (served.model(ids).logits[0, len(answer.prompt) - 1 : -1] / sampling.temperature).softmax(-1)
+        ordered = probs.sort(dim=-1, descending=True).values
+        kept = ordered[:, : sampling.top_k or None]
+        mass = torch.where(kept >= sampling.min_p * ordered[:, :1], kept, 0).sum(-1)
+        assert (mass < 0.999).any(), "the test needs tokens that are left out"
+        torch.testing.assert_close(torch.tensor(answer.log_probs), plain - mass.log(), atol=TOLERANCE, rtol=0)
+
+
+async def test_a_request_may_go_on_after_a_stop_token(served: Served) -> None:
+    sampling = Sampling(max_tokens=40, ignore_eos=True)
+    answers = await asyncio.gather(*(served.answer((9, 10), sampling) for _ in range(32)))
+    assert {(answer.finish_reason, len(answer.token_ids)) for answer in answers} == {("length", 40)}
 
 
 async def test_greedy_tokens_are_those_of_hugging_face(served: Served) -> None:

@@ -15,9 +15,9 @@ from penstock.config.learner import LearnerConfig, RouterConfig
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
-from penstock_learner.model.packing import SequenceBatch, batch_of
 from penstock_learner.model.routers import find_routers, watch_routers
 from penstock_rollout.engines.engine import TokenChunk
 from penstock_rollout.engines.factory import create_engine

@@ -44,6 +44,17 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
 
 
+def run_here(words: list[str], capsys: pytest.CaptureFixture[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts no engine in this process, which has imported what it needs."""
+    capsys.readouterr()
+    try:
+        code = cli.main(words[words.index("generate") :])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    shown = capsys.readouterr()
+    return subprocess.CompletedProcess(words, code, shown.out, shown.err)
+
+
 def kill_midway(words: list[str], parts: Path, number: signal.Signals) -> int:
     """End the process once it has written a part. Returns its exit code."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -85,7 +96,9 @@ def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_p
     ]
 
 
-def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Path) -> None:
+def test_answers_hold_what_scoring_and_training_need(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With `--score`, an interrupted command keeps its finished rows, and a finished one has nothing to do."""
     output = tmp_path / "a.parquet"
     words = command(
@@ -109,10 +122,10 @@ def test_answers_hold_what_scoring_and_training_need(dataset: Path, tmp_path: Pa
             assert (ids[-1] == EOS_TOKEN_ID) == (reason == "stop")
             assert (reward == 1) == (text == row["reward_model"]["ground_truth"])
     assert any(reward == 1 for row in answered for reward in row["rewards"])
-    again = run(words)
+    again = run_here(words, capsys)
     assert again.returncode == 0 and f"; {NUM_PROMPTS} prompts had been answered before" in again.stdout
     assert "tokens/s" not in again.stdout, "no engine was started"
-    other = run([*words, "--rollout.engine.max_model_len", "32"])
+    other = run_here([*words, "--rollout.engine.max_model_len", "32"], capsys)
     assert other.returncode == 2 and "holds answers with engine 'torch, max_model_len 64" in other.stderr
 
 
@@ -133,7 +146,7 @@ def test_prompts_are_cut_where_the_config_says_so(dataset: Path, tmp_path: Path)
     assert [(len(row["responses"]), row["error"]) for row in answers(output)] == [(3, None)] * (TOO_LONG + 1)
 
 
-def test_errors_are_one_line(dataset: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "a.parquet"
     for words, why in (
         (command(tmp_path / "no.parquet", output), "is not a file; check the path"),
@@ -142,7 +155,7 @@ def test_errors_are_one_line(dataset: Path, tmp_path: Path) -> None:
         (command(dataset, output, "--engine", "vlm"), "rollout.engine.name"),
         (command(dataset, output, "--n", "0"), "--n: must be at least 1"),
     ):
-        done = run(words)
+        done = run_here(words, capsys)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("penstock: error: ") and done.stderr.count("\n") == 1
         assert why in done.stderr

@@ -279,6 +279,19 @@ async def test_a_server_that_answers_nothing_counts_as_lost(
             await served.engine.check_health()
 
 
+@pytest.mark.long
+async def test_a_stopped_process_of_sglang_counts_as_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path / "model") as served:
+        child = child_of(os.getpid())
+        child.suspend()
+        async with asyncio.timeout(20):
+            while await is_healthy(served.engine):
+                await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable, match=f"its process {child.pid} is stopped"):
+            await served.engine.check_health()
+    await until_gone(child.pid)
+
+
 @pytest.mark.parametrize("word", ["update_fails", pytest.param("die_on_update", marks=pytest.mark.long)])
 async def test_a_load_that_fails_gives_the_engine_up(tmp_path: Path, fault: Path, word: str) -> None:
     """After a failed load the weights are unknown, because SGLang does not restore the previous ones."""

@@ -17,15 +17,18 @@ import pytest
 
 from conftest import RedisProcess
 from penstock.cancellation import end_task
+from penstock.cli import main as cli
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.feed_process import feed_run
 from penstock.feed.validation import Validator, validated_steps
 from penstock.feed.version_hold import VersionHold
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine
 
@@ -56,10 +59,36 @@ def start_feed(config: RunConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+async def position_of(queue: RedisReplayQueue) -> int:
+    feed = (await queue.feeds()).get("train")
+    return feed.position if feed else 0
+
+
 async def submitted(queue: RedisReplayQueue) -> list[int]:
     """Ground truths of all prompts, in the order of their ids."""
     payloads = await queue.client.hgetall(f"{queue.keys.prefix}prompts")
     return [decode_prompt(payloads[key]).ground_truth for key in sorted(payloads, key=int)]
+
+
+async def test_a_config_without_a_redis_feeds_the_run_that_up_has_started(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`penstock up` writes the address of its private Redis to the run's folder."""
+    config = make_config(tmp_path, "", epochs=1)
+    (tmp_path / "my-run.yaml").write_text(dump_config(config))
+    words = ["feed", "--config", str(tmp_path / "my-run.yaml")]
+    assert await asyncio.to_thread(cli.main, words) == 2
+    assert f"start the run on this machine: `penstock up {tmp_path}/my-run.yaml`" in capsys.readouterr().err
+    config.folder.mkdir()
+    started = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url})})
+    (config.folder / "config.yaml").write_text(dump_config(started))
+    command = [sys.executable, "-m", "penstock.cli.main", *words]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(await submitted(queue)) == NUM_PROMPTS
+    for command_words in (["queue", "stat"], ["doctor"]):
+        assert await asyncio.to_thread(cli.main, [*command_words, "--config", str(tmp_path / "my-run.yaml")]) in (0, 1)
+        assert "has no redis.url" not in capsys.readouterr().err
 
 
 async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
@@ -71,20 +100,29 @@ async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
     running: list[subprocess.Popen[str]] = []
     try:
         async with asyncio.timeout(120):
-            while (await queue.feed_positions()).get("train", 0) < end:
+            while await position_of(queue) < end:
                 running += [start_feed(config) for _ in range(2 - len(running))]
-                before = (await queue.feed_positions()).get("train", 0)
-                while (position := (await queue.feed_positions()).get("train", 0)) == before and position < end:
+                before = await position_of(queue)
+                while (position := await position_of(queue)) == before and position < end:
                     await asyncio.sleep(0.001)
                 await asyncio.sleep(chance.uniform(0, 0.01))
                 victim = running.pop(0)
                 victim.kill()
                 num_kills += victim.wait(20) == -signal.SIGKILL
                 victim.communicate()
+        while running:  # a dataset has one feeder at a time
+            running[0].kill()
+            running.pop(0).communicate()
         last = start_feed(config)
         running.append(last)
         output, error = last.communicate(timeout=60)
-        assert (last.returncode, output) == (0, f"all {end} prompts of dataset 'train' are submitted\n"), error
+        assert (last.returncode, output.splitlines()) == (
+            0,
+            [
+                "plan: 188 steps of 32 prompts from 3 epochs of 2000 prompts; the last step has 16",
+                f"all {end} prompts of dataset 'train' are submitted",
+            ],
+        ), error
     finally:
         for process in running:
             process.kill()
@@ -110,10 +148,10 @@ async def test_a_feeder_goes_on_when_redis_has_lost_its_tail(
     keys = [key async for key in client.scan_iter(f"{queue.keys.prefix}*")]
     kept = {key: await client.dump(key) for key in keys}
     await feed(500, 300)
-    assert await queue.feed_positions() == {"train": 800}
+    assert await position_of(queue) == 800
     for key, value in kept.items():
         await client.restore(key, 0, value, replace=True)
-    assert await queue.feed_positions() == {"train": 500}
+    assert await position_of(queue) == 500
     assert await feeder.run() == NUM_PROMPTS
     assert await submitted(queue) == [prompt.ground_truth for prompt in feeder.stream.chunk(0, NUM_PROMPTS)]
 
@@ -192,6 +230,27 @@ async def test_validation_has_sampling_of_its_own_and_comes_once_a_step(
     assert (lines[0]["policy_version_min"], lines[0]["policy_version_max"]) == (5, 6)
     assert len(server) == 6 and len({prompt.sampling.seed for prompt in server}) == 2
     assert (server[0].sampling.temperature, server[0].sampling.top_p, server[0].sampling.max_tokens) == (0.5, 0.5, 9)
+
+
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "told to stop"])
+async def test_the_validator_has_a_heartbeat_until_it_ends(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, server: list[Any], is_finished: bool
+) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps({"prompt": "?", "reward_model": {"ground_truth": 1}}) + "\n")
+    config = make_config(tmp_path, redis_process.url, file=None, validation={"file": str(heldout), "only": True})
+    await queue.take_term(0)
+    heartbeats = Heartbeats(queue.client, config.run)
+    task = asyncio.create_task(feed_run(config))
+    async with asyncio.timeout(30):
+        while VALIDATOR not in await heartbeats.ages_s():
+            await asyncio.sleep(0.02)
+        if is_finished:
+            await queue.finish(0)
+            await task
+        else:
+            await end_task(task)
+    assert VALIDATOR not in await heartbeats.ages_s()
 
 
 async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
@@ -363,6 +422,25 @@ async def test_what_a_killed_validator_held_is_freed_by_the_next(
         await end_task(task)
 
 
+async def test_a_second_feed_of_the_same_dataset_says_so(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
+) -> None:
+    config = make_config(tmp_path, redis_process.url, epochs=0)
+    first = start_feed(config)
+    try:
+        async with asyncio.timeout(60):
+            while await position_of(queue) == 0:
+                await asyncio.sleep(0.05)
+        second = start_feed(config)
+        _, error = await asyncio.to_thread(second.communicate, timeout=60)
+        assert second.returncode == 1
+        assert f"process {first.pid} feeds dataset 'train' to run {config.run} already" in error
+        assert error.count("\n") == 1
+    finally:
+        first.kill()
+        first.communicate(timeout=30)
+
+
 def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -> None:
     wrong, heldout = tmp_path / "wrong.jsonl", tmp_path / "heldout.jsonl"
     wrong.write_text('{"question": "1+1="}\n')
@@ -370,8 +448,8 @@ def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -
     for change, message in (
         ({"file": None}, "dataset.file is not set"),
         ({"file": str(wrong), "validation": {"file": str(heldout)}}, "wrong.jsonl line 1: prompt: must be"),
-        ({"file": str(tmp_path / "absent.parquet")}, "absent.parquet: is not a file"),
-        ({"validation": {"file": str(tmp_path / "absent.jsonl")}}, "absent.jsonl: is not a file"),
+        ({"file": str(tmp_path / "absent.parquet")}, "absent.parquet does not exist"),
+        ({"validation": {"file": str(tmp_path / "absent.jsonl")}}, "absent.jsonl does not exist"),
     ):
         process = start_feed(make_config(tmp_path, redis_process.url, **change))
         _, error = process.communicate(timeout=60)

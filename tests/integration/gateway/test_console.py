@@ -129,6 +129,8 @@ async def test_every_view_in_light_dark_and_narrow(page: Any, gateway: Gateway) 
             await keep(page, f"{view.lower().replace(' ', '-')}-{theme}-{width}")
             too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
             assert not await page.evaluate(too_wide), f"{view} at {width}"
+            cut = "[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)"
+            assert not await page.evaluate(cut), f"a table of {view} is cut at {width}"
 
 
 def sampled(step: int, prompt_id: int, *rewards: float, **changes: Any) -> list[Sample]:

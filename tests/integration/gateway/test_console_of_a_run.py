@@ -13,7 +13,7 @@ from demo_process import DemoProcess
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Group
 
-pytestmark = [pytest.mark.timeout(400), needs_chromium]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long, needs_chromium]  # test_console.py colours made-up tokens
 FULL_COLOUR_NATS = 0.5
 """The difference at which the console's legend says the colour is full."""
 

@@ -38,7 +38,7 @@ async def test_nobody_is_a_caller_without_a_key(gateway: Gateway) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as nobody:
         for method, path in (("GET", RUN), ("POST", f"{RUN}:pause"), ("GET", "/v1/openapi.json")):
             assert_problem(await nobody.request(method, path), 401, "UNAUTHENTICATED")
-        for path in ("/", "/healthz", "/readyz", "/metrics"):
+        for path in ("/", "/healthz", "/startupz", "/readyz", "/metrics"):
             assert (await nobody.get(path)).status_code == 200
     async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -323,3 +323,15 @@ async def test_both_clients_speak_to_it(gateway: Gateway) -> None:
             return client.get_run()
 
     assert (await asyncio.to_thread(synchronously)).queue.pending_prompts == 2
+
+
+async def test_a_client_waits_for_the_first_policy_and_for_a_version(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    async with PenstockClient.from_run_dir(gateway.config.folder) as client:
+        with pytest.raises(DeadlineExceeded, match="the run has no policy after 0 s"):
+            await client.wait_for_policy(timeout_s=0)
+        waiting = asyncio.create_task(client.wait_for_policy(timeout_s=20))
+        await asyncio.sleep(0)
+        await publish(queue, 0)
+        assert (await waiting).policy_version == 0
+        with pytest.raises(DeadlineExceeded, match="version 0 is the latest"):
+            await client.wait_for_policy(timeout_s=0, version=1)

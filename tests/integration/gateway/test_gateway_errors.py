@@ -45,7 +45,7 @@ async def gateway(configure: Callable[..., RunConfig]) -> AsyncIterator[Gateway]
         ({"sampling": {"temperature": -1}}, "prompts[1].sampling.temperature"),
         ({"sampling": {"top_p": 0}}, "prompts[1].sampling.top_p"),
         ({"sampling": {"max_tokens": 0}}, "prompts[1].sampling.max_tokens"),
-        ({"sampling": {"top_k": 1}}, "prompts[1].sampling.top_k"),
+        ({"sampling": {"top_j": 1}}, "prompts[1].sampling.top_j"),
         ({"extra_info": [1]}, "prompts[1].extra_info"),
         ({"priority": 10**6}, "prompts[1].priority"),
         ({"colour": "red"}, "prompts[1].colour"),

@@ -1,4 +1,4 @@
-"""schemathesis over the OpenAPI document: the gateway answers everything, and never with a server error."""
+"""schemathesis over the OpenAPI document: the gateway answers as documented, and never with a server error."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from gateways import run_config
 from penstock.api_keys import read_own_key
@@ -63,7 +64,7 @@ def api(gateway: tuple[str, dict[str, str]]) -> Any:
 def call(case: Any) -> None:
     if "run" in (case.path_parameters or {}):
         case.path_parameters["run"] = RUN
-    case.call_and_validate(checks=[not_a_server_error], timeout=20)
+    case.call_and_validate(checks=[not_a_server_error, response_schema_conformance], timeout=20)
 
 
 def send_some(cases: Any, bounds: settings) -> None:
@@ -76,14 +77,14 @@ def send_some(cases: Any, bounds: settings) -> None:
         send_one()
 
 
-def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
-    """Send examples of every operation. Returns the number of operations."""
+def send(api: Any, mode: GenerationMode, max_examples: int, every: int = 1) -> int:
+    """Send examples of every operation, or of every second, third … one. Returns the number of operations."""
     bounds = settings(
         max_examples=max_examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     operations = [found.ok() for found in api.get_all_operations()]
-    for operation in operations:
+    for operation in operations[::every]:
         if mode is GenerationMode.POSITIVE or operation.body or operation.query or operation.path_parameters:
             send_some(operation.as_strategy(generation_mode=mode), bounds)
     return len(operations)
@@ -91,7 +92,8 @@ def send(api: Any, mode: GenerationMode, max_examples: int) -> int:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
 def test_nothing_that_is_sent_is_a_server_error(api: Any, mode: GenerationMode) -> None:
-    assert send(api, mode, max_examples=2) > 35
+    """To make up wrong requests takes long, so here only some operations get them."""
+    assert send(api, mode, max_examples=1, every=4 if mode is GenerationMode.NEGATIVE else 1) > 35
 
 
 @pytest.mark.long

@@ -19,12 +19,11 @@ from penstock.config.weights import WeightsConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
-from penstock_rollout.generate_service import GenerateService
+from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.text.tokenization import Tokenization
 from scripted_engine import END, LOG_PROB, ScriptedEngine, make_tokenizer_folder, spelled
 
@@ -96,27 +95,69 @@ async def test_models_are_the_run_and_its_versions(client: openai.AsyncOpenAI) -
     assert [model.id async for model in await client.models.list()] == ["test", "test@3"]
     answer = await client.chat.completions.create(model="test@3", messages=QUESTION)
     assert answer.choices[0].message.content == "four"
-    with pytest.raises(openai.ConflictError) as conflict:
-        await client.chat.completions.create(model="test@9", messages=QUESTION)
-    assert "no server serves version 9, only [3]" in detail(conflict.value)
-    with pytest.raises(openai.BadRequestError) as wrong:
-        await client.chat.completions.create(model="gpt", messages=QUESTION)
-    assert "must be test or test@VERSION" in detail(wrong.value)
-
-
-def detail(error: openai.APIStatusError) -> str:
-    body: Any = error.body
-    return str(body["detail"])
-
-
-async def test_what_is_not_offered_is_refused(client: openai.AsyncOpenAI) -> None:
-    for wrong in (
-        {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"n": 0}, {"temperature": -1}, {"top_p": 0},
-        {"response_format": {"type": "json_object"}}, {"stop": [""]}, {"max_tokens": 0},
+    assert (await client.models.retrieve("test@3")).id == "test@3"
+    for name, message in (
+        ("test@9", "no server serves version 9, only [3]"), ("gpt", "must be test or test@VERSION"),
+        ("a/b@c", "must be test or test@VERSION"),
     ):  # fmt: skip
-        arguments: dict[str, Any] = wrong
-        with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="test", messages=QUESTION, **arguments)
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.chat.completions.create(model=name, messages=QUESTION)
+        error = missing.value
+        assert (error.type, error.code, error.param) == ("invalid_request_error", "model_not_found", "model")
+        assert message in str(error.body["message"]) and message in error.message  # type: ignore[index, call-overload]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; the models are test, test@3"):
+        await client.models.retrieve("gpt")
+
+
+async def test_what_is_not_offered_is_refused_by_its_name(client: openai.AsyncOpenAI) -> None:
+    refused: dict[str, Any] = {
+        "tools": [{"type": "custom", "custom": {"name": "f"}}], "n": 0, "temperature": -1, "top_p": 0,
+        "response_format": {"type": "json_object"}, "stop": [""], "max_tokens": 0, "frequency_penalty": 0.5,
+        "logit_bias": {"5": 1}, "top_logprobs": 2, "reasoning_effort": "low",
+    }  # fmt: skip
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await client.chat.completions.create(model="test", messages=QUESTION, **{name: value})
+        error = wrong.value
+        assert (error.type, error.code) == ("invalid_request_error", "invalid_input"), name
+        assert (error.param or "").startswith(name), (name, error.param, error.message)
+    for body in ({"top_j": 5}, {"stream_options": {"usage": True}}, {"messages": [{**QUESTION[0], "audio": 1}]}):
+        with pytest.raises(openai.BadRequestError, match="top_j|stream_options.usage|messages.0..audio"):
+            await client.chat.completions.create(model="test", messages=QUESTION, extra_body=body)
+    with pytest.raises(openai.BadRequestError, match="echo: is not supported"):
+        await client.completions.create(model="test", prompt="a", echo=True)
+
+
+async def test_messages_with_tool_calls_are_answered(client: openai.AsyncOpenAI) -> None:
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    turns: Any = [
+        *QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "5"},
+    ]  # fmt: skip
+    answered = await client.chat.completions.create(model="test", messages=turns)
+    assert answered.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="tool_calls"):
+        await client.chat.completions.create(model="test", messages=[{**turns[1], "tool_calls": "add"}])
+
+
+async def test_options_that_change_nothing_are_accepted(client: openai.AsyncOpenAI) -> None:
+    first = await client.chat.completions.create(
+        model="test", messages=QUESTION, user="me", store=False, metadata={"a": "b"}, presence_penalty=0, logit_bias={},
+        top_logprobs=0, tool_choice="auto", parallel_tool_calls=True, response_format={"type": "text"}, n=1,
+    )  # fmt: skip
+    answered: Any = first.choices[0].message.model_dump()
+    assert {"refusal", "tool_calls"} <= answered.keys()
+    turns = [*QUESTION, answered, {"role": "user", "content": [{"type": "text", "text": "and 1?"}]}]
+    again = await client.chat.completions.create(model="test", messages=turns)
+    assert again.choices[0].message.content == "five!"
+
+
+async def test_a_wrong_key_is_an_authentication_error_of_openai(gateway: Gateway) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.models.list()
+    assert (refused.value.type, refused.value.code) == ("authentication_error", "invalid_api_key")
 
 
 async def test_a_prompt_that_is_too_long_has_its_own_reason_in_both_protocols(gateway: Gateway) -> None:
@@ -125,7 +166,8 @@ async def test_a_prompt_that_is_too_long_has_its_own_reason_in_both_protocols(ga
     response = await gateway.rest.post("/v1/completions", json={"model": "test", "prompt": [5] * 300})
     problem = response.json()
     assert (response.status_code, problem["reason"], problem["field"]) == (400, "PROMPT_TOO_LONG", "prompt")
-    assert problem["detail"] == detail
+    assert problem["detail"] == detail == problem["error"]["message"]
+    assert (problem["error"]["code"], problem["error"]["param"]) == ("context_length_exceeded", "prompt")
     failure = retries.response_failure(response)
     assert type(failure.error) is PromptTooLong and failure.error.field == "prompt"
 
@@ -179,7 +221,7 @@ async def test_a_session_becomes_training_data(
 
     with pytest.raises(openai.ConflictError) as over:
         await client.chat.completions.create(model="test", messages=QUESTION, extra_headers=session)
-    assert "already has its reward" in detail(over.value)
+    assert "already has its reward" in over.value.message
     missing = await gateway.rest.post("/v1/sessions/none/reward", json={"reward": 1})
     assert missing.status_code == 404
 
@@ -204,31 +246,18 @@ async def test_a_session_is_recorded_with_the_sampling_of_its_calls(
     assert bool(trajectory.sampling_segments) == (second_temperature != 0.6)
 
 
-async def test_a_session_whose_sampling_is_not_known_is_refused(
-    gateway: Gateway, client: openai.AsyncOpenAI, queue: RedisReplayQueue
-) -> None:
-    await client.chat.completions.create(
-        model="test", messages=QUESTION, extra_headers={"X-Penstock-Session": "of-an-older-gateway"}
-    )
-    key = RunKeys("test").session("of-an-older-gateway")
-    call = generate_pb2.GenerateChunk.FromString(await queue.client.lindex(key, 0))
-    call.ClearField("sampling")
-    await queue.client.lset(key, 0, call.SerializeToString())
-    refused = await gateway.rest.post("/v1/sessions/of-an-older-gateway/reward", json={"reward": 1})
-    assert refused.status_code == 409 and "without its temperature" in refused.text
-
-
-async def test_calls_that_do_not_continue_each_other_are_groups_of_their_own(
+async def test_calls_that_do_not_continue_each_other_are_paths_of_one_episode(
     gateway: Gateway, client: openai.AsyncOpenAI, queue: RedisReplayQueue
 ) -> None:
     session = {"X-Penstock-Session": "talk-2"}
     for question in ("2+2?", "something else"):
         messages: Any = [{"role": "user", "content": question}]
         await client.chat.completions.create(model="test", messages=messages, extra_headers=session)
-    answer = (await gateway.rest.post("/v1/sessions/talk-2/reward", json={"reward": 1})).json()
-    groups = [decode_group(await queue.get_group(prompt_id)) for prompt_id in answer["prompt_ids"]]
-    assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
-    assert [int(group.trajectories[0].loss_mask.min()) for group in groups] == [1, 1]
+    [prompt_id] = (await gateway.rest.post("/v1/sessions/talk-2/reward", json={"reward": 1})).json()["prompt_ids"]
+    group = decode_group(await queue.get_group(prompt_id))
+    assert [(path.reward, path.episode) for path in group.trajectories] == [(1.0, 1), (1.0, 1)]
+    sampled = [path.token_ids[path.loss_mask == 1].tolist() for path in group.trajectories]
+    assert sampled == [[*spelled("four"), END], [*spelled("five!"), END]]
 
 
 async def test_generate_by_grpc_and_by_pin(gateway: Gateway, queue: RedisReplayQueue) -> None:

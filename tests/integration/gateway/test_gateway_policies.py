@@ -45,6 +45,12 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     assert compared["metric_changes"] == {"reward_mean": pytest.approx(0.2)}
     assert (compared["steps_between"], compared["same_weights"]) == (2, True)
     assert compared["other"]["server_ids"] == ["a"]
+    for name in ("latest", "current"):
+        assert await rest(gateway, "GET", f"{RUN}/policies:compare?policy_version=1&other_version={name}") == compared
+        assert (await rest(gateway, "GET", f"{RUN}/policies/{name}"))["policy_version"] == 3
+    wrong = await gateway.rest.get(f"{RUN}/policies:compare?policy_version=1&other_version=newest")
+    assert wrong.status_code == 400
+    assert wrong.json()["detail"] == "other_version: must be a version's number, latest or current, not 'newest'"
 
     path = f"{RUN}/policies/2"
     refused = await gateway.rest.post(f"{path}:promote")
@@ -57,6 +63,8 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     await PolicyRegistry(queue.client, "test").record_snapshots({2: "/snapshots/2"})
     promoted = await both(gateway, "POST", f"{path}:promote", policies.PromotePolicy(change(policy_version=2)), to_json)
     assert (promoted["state"], promoted["snapshot_path"]) == ("PROMOTED", "/snapshots/2")
+    refused = await gateway.rest.post(f"{RUN}/policies/1:rollback")
+    assert "choose a version that has one (2), or" in assert_problem(refused, 409, "CONFLICT")
 
     pin = await both(
         gateway, "PUT", f"{RUN}/pins/nightly",

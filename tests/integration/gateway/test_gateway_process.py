@@ -67,9 +67,11 @@ async def test_a_port_in_use_is_one_clear_line(configure: Callable[..., RunConfi
 
 async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
     async with running(run_config(f"redis://127.0.0.1:{free_port()}/0", tmp_path)) as gateway:
-        assert (await gateway.rest.get("/healthz")).status_code == 200
+        for path in ("/healthz", "/startupz"):
+            assert (await gateway.rest.get(path)).status_code == 200
         not_ready = await gateway.rest.get("/readyz")
         assert_problem(not_ready, 503, "UNAVAILABLE")
+        assert not_ready.json()["state"] == "stale"
         assert not_ready.headers["retry-after"] == "1"
         for path in (RUN, f"{RUN}/policies", f"{RUN}/servers"):
             assert_problem(await gateway.rest.get(path), 503, "UNAVAILABLE")

@@ -22,9 +22,11 @@ from pyarrow import parquet
 from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.client import PenstockClient
-from penstock.codec import encode_group
+from penstock.client.prompt_body import prompt_body
+from penstock.codec import decode_prompt, encode_group, encode_prompt
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.token_text import TokenText
+from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,
@@ -91,6 +93,42 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     )  # fmt: skip
     assert waited["state"] == "CANCELLED"
     assert (await rest(gateway, "GET", f"{RUN}/prompts/4:wait?timeout_s=0"))["state"] == "PENDING"
+
+
+async def test_groups_are_listed_at_once_however_many_prompts_were_trained(
+    gateway: Gateway, queue: RedisReplayQueue
+) -> None:
+    payload = encode_prompt(Prompt(messages=(("user", "2+2?"),), sampling=Sampling(max_tokens=4), num_samples=1))
+    await queue.submit([payload] * 2100, [0] * 2100, "many")
+    ids = (await queue.submit([payload] * 3, [1] * 3, "newest")).prompt_ids
+    for lease in await queue.lease("s", 3):
+        await queue.append(lease, encode_group(group_of(lease.prompt_id, lease.attempt)), 3)
+    await queue.client.sadd(queue.keys.delivered, ids[0])
+    pages, token = [], ""
+    while not pages or token:
+        page = await rest(gateway, "GET", f"{RUN}/groups?page_size=2&page_token={token}")
+        pages.append([(group["prompt_id"], group["is_taken"]) for group in page["groups"]])
+        token = page["next_page_token"]
+    assert pages == [[(ids[1], False), (ids[2], False)], [(ids[0], True)]]
+
+
+async def test_messages_keep_their_tool_calls(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [
+        {"role": "user", "content": "2+2?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+    ]  # fmt: skip
+    [prompt_id] = await submit(gateway, PROMPT | {"messages": messages, "agent_name": ""})
+    kept = [messages[0], messages[1] | {"content": ""}, messages[2]]
+    [lease] = await queue.lease("s", 1)
+    prompt = decode_prompt(lease.payload)
+    assert (prompt.chat, prompt.agent_name) == (kept, ""), "the server decides on an agent"
+    shown = await rest(gateway, "GET", f"{RUN}/prompts/{prompt_id}")
+    assert shown["prompt"]["messages"] == kept
+    assert len(await submit(gateway, prompt_body(prompt))) == 1, "the client sends them as they are"
+    wrong = PROMPT | {"messages": [{"role": "assistant", "content": None}]}
+    assert_problem(await post_prompts(gateway, wrong), 400, "INVALID_INPUT", "prompts[0].messages[0].content")
 
 
 async def test_what_is_trained_cannot_be_cancelled(gateway: Gateway, queue: RedisReplayQueue) -> None:
@@ -278,7 +316,10 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
 
     record = await rest(gateway, "GET", f"{RUN}/prompts/1")
     assert record["state"] == "PENDING"
-    assert record["prompt"]["sampling"] == {"temperature": 0.7, "top_p": 1.0, "max_tokens": 16, "seed": 3}
+    assert record["prompt"]["sampling"] == {
+        "temperature": 0.7, "top_p": 1.0, "max_tokens": 16, "seed": 3, "top_k": 0, "min_p": 0.0, "ignore_eos": False,
+        "stop": [],
+    }  # fmt: skip
     for name in ("messages", "num_samples", "data_source", "ground_truth", "extra_info"):
         assert record["prompt"][name] == PROMPT[name]
     answer = await prompt_service.GetPrompt(prompts_pb2.GetPromptRequest(prompt_id=1))

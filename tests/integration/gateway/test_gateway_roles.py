@@ -18,7 +18,16 @@ import redis.asyncio as redis
 
 from gateways import PROMPT, Gateway, run_config, running
 from penstock.api_keys import make_key
-from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, runs_pb2_grpc
+from penstock.v1 import (
+    datasets_pb2,
+    generate_pb2,
+    groups_pb2,
+    policies_pb2,
+    prompts_pb2,
+    runs_pb2,
+    runs_pb2_grpc,
+    tasks_pb2,
+)
 
 Role = Literal["read", "submit", "admin"]
 WEAKER: dict[Role, tuple[Role, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
@@ -50,6 +59,11 @@ GRPC_ROLES: dict[str, Role] = {
     "DatasetService/SubmitDataset": "submit",
     "GenerateService/Generate": "submit",
     "SessionService/RewardSession": "submit",
+    "TaskService/SubmitTasks": "submit",
+    "TaskService/GetTask": "read",
+    "TaskService/LeaseTasks": "submit",
+    "TaskService/HeartbeatTasks": "submit",
+    "TaskService/ReturnTask": "submit",
     "RunService/GetRun": "read",
     "RunService/ListRuns": "read",
     "RunService/ListMetrics": "read",
@@ -67,7 +81,7 @@ GRPC_ROLES: dict[str, Role] = {
 }
 WATCHES = ("PromptService/WatchResults", "PolicyService/WatchPolicies")
 """These never end by themselves."""
-CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2)
+CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, tasks_pb2)
 
 REST_ROLES: dict[str, Role] = {
     "GET /v1/runs": "read",
@@ -108,15 +122,27 @@ REST_ROLES: dict[str, Role] = {
     "POST /v1/runs/{run}/datasets/{name}:submit": "submit",
     "POST /v1/chat/completions": "submit",
     "POST /v1/completions": "submit",
+    "POST /v1/responses": "submit",
+    "POST /v1/messages": "submit",
+    "POST /v1/messages/count_tokens": "submit",
     "GET /v1/models": "read",
+    "GET /v1/models/{model}": "read",
     "POST /v1/sessions/{session_id}/reward": "submit",
+    "POST /v1/tasks": "submit",
+    "POST /v1/tasks:lease": "submit",
+    "POST /v1/tasks:heartbeat": "submit",
+    "POST /v1/tasks:return": "submit",
+    "GET /v1/tasks/{task_id}": "read",
 }
-OPEN = {"GET /", "GET /console/{name}", "GET /healthz", "GET /readyz", "GET /metrics"}
+OPEN = {"GET /", "GET /console/{name}", "GET /docs", "GET /docs/{file}", "GET /metrics"} | {
+    f"GET /{probe}" for probe in ("healthz", "startupz", "readyz")
+}
 """Answered without a key."""
 EVENT_STREAMS = {"GET /v1/runs/{run}/results", "GET /v1/runs/{run}/policies:watch"}
 NAMES = {
     "run": "test", "policy_version": "1", "prompt_id": "99", "pin": "p", "name": "console.js", "server_id": "s",
-    "evaluation_id": "e", "letter_id": "1-0", "session_id": "s",
+    "file": "page.js",
+    "evaluation_id": "e", "letter_id": "1-0", "session_id": "s", "model": "test", "task_id": "t",
 }  # fmt: skip
 BODIES: dict[str, Any] = {
     "POST /v1/runs": {"config": {}},
@@ -127,7 +153,14 @@ BODIES: dict[str, Any] = {
     "POST /v1/runs/{run}/datasets/{name}:submit": {},
     "POST /v1/chat/completions": {"model": "test", "messages": [{"role": "user", "content": "2+2?"}]},
     "POST /v1/completions": {"model": "test", "prompt": "2+2?"},
+    "POST /v1/responses": {"model": "test", "input": "2+2?"},
+    "POST /v1/messages": {"model": "test", "max_tokens": 8, "messages": [{"role": "user", "content": "2+2?"}]},
+    "POST /v1/messages/count_tokens": {"model": "test", "messages": [{"role": "user", "content": "2+2?"}]},
     "POST /v1/sessions/{session_id}/reward": {"reward": 1.0},
+    "POST /v1/tasks": {"tasks": [{"payload": 1}]},
+    "POST /v1/tasks:lease": {"worker": "w"},
+    "POST /v1/tasks:heartbeat": {"session_ids": []},
+    "POST /v1/tasks:return": {"session_id": "s"},
 }
 
 

@@ -111,7 +111,9 @@ async def test_the_phases_of_a_start_are_shown_in_order(gateway: Gateway, queue:
         await phases.enter(LEARNER, "starting Ray", is_first=True)
         await phases.enter(LEARNER, "loading the model")
         await phases.enter(LEARNER, "loading the model")
-    [part] = (await rest(gateway, "GET", RUN))["parts"]
+    run = await rest(gateway, "GET", RUN)
+    assert "learner: loading the model" in [line.plain for line in alarms(Run.model_validate(run))]
+    [part] = run["parts"]
     assert part["component"] == LEARNER
     assert [phase["name"] for phase in part["phases"]] == ["starting Ray", "loading the model"]
 
@@ -125,7 +127,10 @@ async def test_the_metrics_of_the_newest_step_stay_after_a_restart(gateway: Gate
         )
     run = await rest(gateway, "GET", RUN)
     assert run["policy_version"] == 2 and run["metrics"] == {"reward_mean": 0.5}
-    assert run["learning"].startswith("reward 0.5 over 1 steps")
+    assert run["learning"].startswith("reward 0.5 over 1 step")
+    verdict, speed = run["learning_verdict"], run["speed_verdict"]
+    assert (verdict["code"], verdict["level"], verdict["text"]) == ("few_steps", "OK", run["learning"])
+    assert speed["code"] == "not_running" and Run.model_validate(run).speed_verdict is not None
 
 
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:
@@ -227,10 +232,10 @@ async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, qu
     for changes, status, field, detail in (
         ({"seed": 2}, 409, "", "another config"),
         ({"run": "test"}, 409, "", "the gateway's own"),
-        ({"run": "Second!"}, 400, "config.run", "pattern"),
+        ({"run": "Second!"}, 400, "config.run", "small letters"),
         ({"learner": {"Lr": 1}}, 400, "config.learner.Lr", "did you mean 'lr'?"),
-        ({"replay": {"groups_per_step": 0}}, 400, "config.replay.groups_per_step", "greater than or equal to 1"),
-        ({"model": None}, 400, "config.model", "valid dictionary"),
+        ({"replay": {"groups_per_step": 0}}, 400, "config.replay.groups_per_step", "must be at least 1, not 0"),
+        ({"model": None}, 400, "config.model", "must be a section with keys"),
     ):
         answer = await gateway.rest.post("/v1/runs", json={"config": config | changes})
         problem = answer.json()

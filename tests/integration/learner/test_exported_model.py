@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from conftest import RedisProcess
@@ -64,6 +65,11 @@ def test_vllm_serves_the_exported_checkpoint(
     expected = greedy(checkpoint_model(config))
     assert expected != greedy(AutoModelForCausalLM.from_pretrained(config.model.path)), "training changed no answer"
     assert vllm_greedy(tmp_path, out) == expected
+    if "lora" in learner:
+        words = ["export", "--config", str(config.folder / "config.yaml"), "--out", str(tmp_path / "adapter")]
+        assert cli([*words, "--adapter"]) == 0
+        base = AutoModelForCausalLM.from_pretrained(config.model.path)
+        assert greedy(PeftModel.from_pretrained(base, str(tmp_path / "adapter"))) == expected
 
 
 def checkpoint_model(config: RunConfig) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from conftest import RedisProcess
+from groups import make_group
 from learner_runs import (
     GROUPS_PER_STEP,
     NUM_STEPS,
@@ -24,7 +26,11 @@ from learner_runs import (
     ranks_of,
     run_learner,
 )
+from penstock.codec import encode_group
 from penstock.config.run import RunConfig
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import connect
 
 PLACEMENTS = ("standalone", "split-collocate")
 
@@ -47,12 +53,55 @@ def trained(folder: Path, model: Path, redis: RedisProcess, run: str, **learner:
     return outcome(config)
 
 
-@pytest.fixture(scope="module")
+@dataclass(frozen=True)
+class PpoRun:
+    """A PPO run without deaths: standalone placement. Its policy was validated."""
+
+    run: str
+    num_ranks: int
+    """Ranks of each trained role."""
+    outcome: Outcome
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="{}-rank".format)
 def undisturbed_ppo(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, classifier: Path, redis_process: RedisProcess
-) -> Outcome:
-    """A PPO run without deaths: standalone placement, two ranks for each trained role."""
-    return trained(tmp_path_factory.mktemp("ppo"), model, redis_process, "ppo-undisturbed", **ppo(classifier))
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    classifier: Path,
+    redis_process: RedisProcess,
+) -> PpoRun:
+    folder, num_ranks, run = tmp_path_factory.mktemp("ppo"), request.param, f"ppo-undisturbed-{request.param}"
+    config = make_config(folder, model, redis_process.url, run, **ppo(classifier, num_ranks))
+    asyncio.run(fill_queue(config))
+    asyncio.run(validate_once(config, "validation-math-0"))
+    code, output = run_learner(config)
+    assert code == 0, output[-3000:]
+    return PpoRun(run, num_ranks, outcome(config))
+
+
+async def validate_once(config: RunConfig, evaluation_id: str) -> None:
+    """Record an evaluation of three groups and keep them, as a rollout server does."""
+    client = connect(config.redis)
+    queue = RedisReplayQueue(client, config.run, config.replay)
+    await queue.create_evaluation(evaluation_id, [b"q"] * 3)
+    for lease in await queue.lease("rollout-0", 3):
+        group = make_group(lease.prompt_id)
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        await queue.record_evaluation(evaluation_id, lease, rewards, 0, 0, "test", kept_group=encode_group(group))
+    await client.aclose()
+
+
+async def test_the_reward_model_scores_a_validation_beside_training(
+    undisturbed_ppo: PpoRun, redis_process: RedisProcess
+) -> None:
+    client = connect(RedisConfig(url=redis_process.url))
+    history = await RedisReplayQueue(client, undisturbed_ppo.run, ReplayConfig()).evaluation_history()
+    await client.aclose()
+    score = history["test/reward_model/mean@4-0"]
+    assert abs(score) > 1e-4
+    expected = history["validation-math-0"] + 0.1 * score
+    assert history["test/combined_reward/mean@4-0"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.long  # the test of PPO below compares the placements too
@@ -99,13 +148,15 @@ def forwards_run_ahead(timeline: Path) -> bool:
 
 
 def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
-    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
+    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: PpoRun
 ) -> None:
     """A rank of the critic dies after step 2, and policy and critic go back to that step's checkpoint. Then the reward
     model's rank dies and is replaced within the step."""
+    num_ranks = undisturbed_ppo.num_ranks
     config = make_config(
-        tmp_path, model, redis_process.url, "ppo-deaths", placement="split-collocate", **ppo(classifier)
-    )
+        tmp_path, model, redis_process.url, f"ppo-deaths-{num_ranks}", placement="split-collocate",
+        **ppo(classifier, num_ranks),
+    )  # fmt: skip
     asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
     asyncio.run(append_groups(config, GROUPS_PER_STEP * 2))
 
@@ -121,7 +172,7 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     for role in ("reward_model", "critic"):
         assert output.count(f"the {role} role is restarted") == 1, output[-3000:]
     assert "the policy role is restarted" not in output
-    first, second = undisturbed_ppo, outcome(config)
+    first, second = undisturbed_ppo.outcome, outcome(config)
     assert first.losses == second.losses
     assert first.critic_losses == second.critic_losses
     assert first.rewards == second.rewards
@@ -179,8 +230,9 @@ def test_a_role_that_keeps_dying_ends_the_learner_with_one_line(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("undisturbed_ppo", [2], indirect=True)
 def test_a_checkpoint_of_two_ranks_is_continued_by_one_and_by_four(
-    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: Outcome
+    tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: PpoRun
 ) -> None:
     settings = ppo(classifier)
     run: RunConfig | None = None
@@ -194,8 +246,8 @@ def test_a_checkpoint_of_two_ranks_is_continued_by_one_and_by_four(
         assert code == 0, output[-3000:]
     assert run is not None
     continued = outcome(run)
-    assert continued.losses == pytest.approx(undisturbed_ppo.losses, abs=1e-5)
-    assert continued.critic_losses == pytest.approx(undisturbed_ppo.critic_losses, abs=1e-5)
+    assert continued.losses == pytest.approx(undisturbed_ppo.outcome.losses, abs=1e-5)
+    assert continued.critic_losses == pytest.approx(undisturbed_ppo.outcome.critic_losses, abs=1e-5)
     assert continued.stat.trained == GROUPS_PER_STEP * NUM_STEPS
 
 

@@ -32,12 +32,12 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import write_snapshot
 from penstock_learner.agreement.check import MIN_STEPS, LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.batch_reader import Batch
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
-from penstock_learner.model.packing import batch_of
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.catch_up import load_snapshot

@@ -23,12 +23,12 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.agents.episode import SampleScore
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.text.tokenization import Tokenization
 from tiny_model import make_tiny_qwen2
 
@@ -42,7 +42,13 @@ class HalfMarks:
     """Gives every response the same reward."""
 
     async def score(
-        self, name: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any]
+        self,
+        name: str,
+        data_source: str,
+        responses: list[str],
+        ground_truth: Any,
+        extra_info: dict[str, Any],
+        sample_infos: Any = (),
     ) -> list[SampleScore]:
         return [SampleScore(0.5, {}) for _ in responses]
 

@@ -96,7 +96,7 @@ async def test_what_frees_memory_runs_when_redis_is_full(client: Redis, queue: R
 class BigGroups:
     """Makes groups of about 200 KB."""
 
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+    async def make(self, lease: Lease, prompt: Prompt, *_: object) -> Group:
         group = make_group(lease.prompt_id, attempt=lease.attempt)
         random = np.random.default_rng(lease.prompt_id)
         return replace(group, prompt_token_ids=random.integers(0, 2**31 - 1, 60_000).astype(np.int32))

@@ -220,11 +220,11 @@ async def test_held_out_prompts_are_spared_too(make_queue: MakeQueue) -> None:
 
 
 async def test_bad_held_out_prompts_do_not_stop_training(make_queue: MakeQueue) -> None:
-    """Held-out prompts are leased first. If all of them fail, the probe is a training prompt, and it succeeds."""
+    """After held-out prompts have failed, the probe is a training prompt."""
     queue = make_queue(groups_per_step=4, breaker=BREAKER)
     await queue.create_evaluation("held-out-1", [b"p"] * 20)
-    [first, *_] = await submit(queue, 4)
     await fail_until_open(queue, "reward_failed")
+    [first, *_] = await submit(queue, 4)
     [probe] = await lease_soon(queue, 4)
     assert probe.prompt_id == first
     await queue.give_back("s", probe, "reward_failed")

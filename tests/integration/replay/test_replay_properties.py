@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from conftest import RedisProcess
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
-from penstock.replay.contract import Lease
+from penstock.replay.contract import Lease, SavedTokens
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -183,10 +183,27 @@ class ReplayMachine(RuleBasedStateMachine):
         self.do(self.queue.append(lease, b"g" * size, version))
 
     @precondition(lambda self: self.held)
-    @rule(index=indices, failure=st.sampled_from(["", "oops", "oops"]))
-    def give_back(self, index: int, failure: str) -> None:
+    @rule(index=indices, failure=st.sampled_from(["", "oops", "oops"]), forget_saved=st.booleans())
+    def give_back(self, index: int, failure: str, forget_saved: bool) -> None:
         server, lease = self.held[index % len(self.held)]
-        self.do(self.queue.give_back(server, lease, failure))
+        self.do(self.queue.give_back(server, lease, failure, forget_saved=forget_saved))
+
+    @precondition(lambda self: self.held or self.held_out)
+    @rule(index=indices, sample=st.integers(0, 1), start=st.sampled_from([0, 256]), size=st.sampled_from([9, 150_000]))
+    def save_tokens(self, index: int, sample: int, start: int, size: int) -> None:
+        held = self.held + self.held_out
+        server, lease = held[index % len(held)]
+        pieces = [(lease, SavedTokens(sample, start, b"t" * size)), (lease, SavedTokens(sample, start + 1, b"t"))]
+        self.do(self.queue.save_tokens(server, pieces))
+
+    @precondition(lambda self: self.held or self.held_out)
+    @rule(index=indices, forget=st.booleans())
+    def read_saved_tokens(self, index: int, forget: bool) -> None:
+        held = self.held + self.held_out
+        server, lease = held[index % len(held)]
+        self.do(self.queue.saved_tokens(lease))
+        if forget:
+            self.do(self.queue.forget_tokens(server, lease))
 
     @precondition(lambda self: self.held)
     @rule(index=indices)
@@ -254,15 +271,17 @@ class ReplayMachine(RuleBasedStateMachine):
         else:
             self.do(getattr(self.queue, how)(prompt_id, "reason"))
 
-    @rule()
-    def train(self) -> None:
+    @rule(is_ahead=st.booleans())
+    def train(self, is_ahead: bool) -> None:
+        """Train what was taken. A learner that reads ahead takes the next batch before it commits this one."""
         self.step += 1
+        ahead = self.do(self.queue.take(self.step + 1, 2)) if is_ahead else []
         self.do(self.queue.publish(self.step, self.step, b""))
         oldest_step = max(0, self.step - NUM_KEPT)
         assert self.do(self.queue.commit(self.step, self.taken, oldest_step)) == len(self.taken)
         self.committed += self.taken
         self.committed_at |= dict.fromkeys(self.taken, self.step)
-        self.taken = []
+        self.taken = ahead
 
     @rule()
     def restart_the_learner(self) -> None:
@@ -300,6 +319,25 @@ class ReplayMachine(RuleBasedStateMachine):
         assert stat.trained == len(self.committed) == len(set(self.committed))
         assert min(stat.queued_bytes, stat.in_flight, stat.queued, stat.admission_room) >= 0
 
+    @invariant()
+    def saved_while_in_flight(self) -> None:
+        """Only prompts in flight have saved tokens, within the limit and counted."""
+        store = self.store
+        places = (store.leases, store.returned, store.eval_leases, store.eval_pending)
+        sizes = {i: sum(map(len, prompt.saved.values())) for i, prompt in store.prompts.items() if prompt.saved}
+        assert all(any(prompt_id in place for place in places) for prompt_id in sizes)
+        assert self.do(self.queue.stat()).saved_bytes == sum(sizes.values()) <= self.queue.config.capacity_bytes // 4
+
+    @invariant()
+    def listed_once(self) -> None:
+        """The manifests hold what the learner has taken: no group that was dropped, and none twice."""
+        listed = [prompt_id for ids in self.manifests().values() for prompt_id in ids]
+        assert sorted(listed) == sorted(self.store.delivered)
+        assert set(self.taken) <= self.store.delivered
+
+    def manifests(self) -> dict[int, list[int]]:
+        return self.store.manifests
+
 
 @pytest.fixture
 def runner() -> Iterator[asyncio.Runner]:
@@ -325,14 +363,14 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
         def __getattr__(self, name: str) -> Any:
             on_redis = getattr(PromptBook(self.on_redis) if name == "cancel" else self.on_redis, name)
 
-            async def call(*arguments: Any) -> Any:
+            async def call(*arguments: Any, **named: Any) -> Any:
                 try:
-                    expected = await getattr(self.memory, name)(*arguments)
+                    expected = await getattr(self.memory, name)(*arguments, **named)
                 except Fenced:
                     with pytest.raises(Fenced):
-                        await on_redis(*arguments)
+                        await on_redis(*arguments, **named)
                     raise
-                answer = await on_redis(*arguments)
+                answer = await on_redis(*arguments, **named)
                 assert answer == expected, name
                 return answer
 
@@ -343,6 +381,12 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
             self.do(client.flushdb())
             first, second = (Twin(memory, RedisReplayQueue(client, RUN, config)) for memory in super().queues(config))
             return first, second
+
+        def manifests(self) -> dict[int, list[int]]:
+            stored = self.do(client.hgetall(RunKeys(RUN).manifests))
+            on_redis = {int(step): [int(word) for word in ids.split()] for step, ids in stored.items()}
+            assert on_redis == super().manifests()
+            return on_redis
 
         def order(self, name: str, *arguments: Any) -> None:
             super().order(name, *arguments)

@@ -25,7 +25,7 @@ __all__ = ["queue_maker", "queue_of_backend"]
 async def hold(queue: ReplayQueue, server: str, probes: int) -> None:
     """Put the server into quarantine with this many probes."""
     if isinstance(queue, MemoryReplayQueue):
-        queue.store.quarantined[server] = probes
+        queue.store.quarantine(server, probes)
         return
     await Fleet(queue.client, "test").join(ServerRecord(server, "127.0.0.1:1", "torch"))
     record = Quarantine(server, 0.3, 0.1, policy_version=2, since_ms=17, probes_left=probes)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.contract import FeedPosition
+from penstock.replay.contract import KEPT_EVALUATION_S, FeedPosition
+from penstock.replay.redis_queue import RedisReplayQueue
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
@@ -203,6 +204,36 @@ async def test_expiry_admits_the_prompt_again_and_tells_the_outbox(queue: Replay
     await assert_conserved(queue)
 
 
+@pytest.mark.parametrize("how", ["expire", "discard", "dead_letter"])
+async def test_a_group_that_is_dropped_leaves_the_manifest_of_its_step(make_queue: MakeQueue, how: str) -> None:
+    queue, successor = make_queue(), make_queue()
+    dropped, kept = await submit(queue, 2)
+    await finish(queue, await queue.lease("s", 2))
+    await queue.take_term(0)
+    await queue.take(1, 2)
+    await getattr(queue, how)(dropped, "reason")
+    await successor.take_term(0)
+    assert await successor.restore(0) == {1: [kept]}
+
+
+async def test_an_expired_prompt_that_was_taken_for_a_later_step_stays_with_that_step(make_queue: MakeQueue) -> None:
+    """The learner reads ahead: it takes the prompt for step 2 before step 1 is committed."""
+    queue, successor = make_queue(), make_queue()
+    expired, trained = await submit(queue, 2)
+    await finish(queue, await queue.lease("s", 2))
+    await queue.take_term(0)
+    await queue.take(1, 2)
+    await queue.expire(expired)
+    await finish(queue, await queue.lease("s", 1))
+    assert await queue.take(2, 1) == [expired]
+    await queue.commit(1, [trained])
+    assert await queue.take(3, 1) == [], "no other step takes it"
+    await successor.take_term(0)
+    assert await successor.restore(1) == {2: [expired]}
+    assert await successor.commit(2, [expired]) == 1
+    await assert_conserved(queue)
+
+
 async def test_a_dead_letter_is_counted_by_the_first_word_of_its_reason(queue: ReplayQueue) -> None:
     ids = await submit(queue, 2)
     await finish(queue, await queue.lease("s", 2))
@@ -256,7 +287,7 @@ async def test_versions_are_never_reused(queue: ReplayQueue) -> None:
 async def test_a_feed_moves_on_with_what_it_submits_and_only_then(make_queue: MakeQueue) -> None:
     queue, other = make_queue(), make_queue()
     assert await queue.feed("train", "f", 0, [], []) == FeedPosition(0, "f")
-    assert await queue.feed_positions() == {}
+    assert await queue.feeds() == {}
     assert await queue.feed("train", "f", 0, [b"p0", b"p1"], [0, 5]) == FeedPosition(2, "f")
     # The answer was lost, or another feeder was faster: nothing is submitted twice.
     assert await other.feed("train", "f", 0, [b"p0", b"p1"], [0, 0]) == FeedPosition(2, "f")
@@ -264,10 +295,26 @@ async def test_a_feed_moves_on_with_what_it_submits_and_only_then(make_queue: Ma
     assert await other.feed("train", "other data", 2, [b"x"], [0]) == FeedPosition(2, "f")
     assert await other.feed("train", "f", 2, [b"p2"], [0]) == FeedPosition(3, "f")
     assert await queue.feed("more", "g", 0, [b"q0"], [0]) == FeedPosition(1, "g")
-    assert await queue.feed_positions() == {"train": 3, "more": 1}
+    assert {name: feed.position for name, feed in (await queue.feeds()).items()} == {"train": 3, "more": 1}
+    assert (await queue.feed("train", "f", 0, [], [], epoch_prompts=3)).epoch_prompts == 3
+    assert (await other.feed("train", "other data", 0, [], [], epoch_prompts=9)).epoch_prompts == 3
+    feeds = await other.feeds()
+    assert [feeds["train"].has_ended(epochs) for epochs in (0, 1, 2)] == [False, True, False]
+    assert not feeds["more"].has_ended(1), "nobody has said how long it is"
     leased = await make_queue(max_staleness=9).lease("s", 9)
     assert [lease.payload for lease in leased] == [b"p1", b"p0", b"p2", b"q0"]  # by priority, then by age
     await assert_conserved(queue)
+
+
+async def test_the_learner_of_the_current_term_says_that_the_run_has_finished(make_queue: MakeQueue) -> None:
+    queue, older = make_queue(), make_queue()
+    assert (await queue.stat()).finished_step == -1
+    await older.take_term(0)
+    await queue.take_term(0)
+    with pytest.raises(Fenced):
+        await older.finish(3)
+    await queue.finish(0)
+    assert (await queue.stat()).finished_step == 0
 
 
 async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> None:
@@ -285,6 +332,60 @@ async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> No
     assert (evaluation.num_samples, evaluation.pass_at) == (4, {1: 0.75, 2: 1.0})
     stat = await queue.stat()
     assert (stat.admitted, stat.in_flight) == (0, 0)
+
+
+async def test_an_evaluation_has_the_scores_of_each_data_source(queue: ReplayQueue) -> None:
+    await queue.create_evaluation("heldout", [b"q1", b"q2", b"q3"])
+    first, second, third = await queue.lease("s", 5)
+    await queue.record_evaluation("heldout", first, [1.0, 0.0], 0, 0, "math", ["4", "5"])
+    await queue.record_evaluation("heldout", second, [1.0, 1.0], 0, 0, "math", ["7", "7"])
+    await queue.record_evaluation("heldout", third, [0.5, 0.5], 0, 0, "judged", accuracies=[1.0, 0.0])
+    by_source = (await queue.get_evaluation("heldout")).by_source
+    assert by_source["judged"] == {
+        "mean@2": 0.5, "best@2/mean": 0.5, "acc/mean@2": 0.5, "acc/best@2/mean": 0.75,
+    }  # fmt: skip
+    assert by_source["math"].keys() == {"mean@2", "best@2/mean", "maj@2/mean"}
+    assert (by_source["math"]["mean@2"], by_source["math"]["best@2/mean"]) == (0.75, 0.875)
+
+
+async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_are_forgotten(
+    make_queue: MakeQueue,
+) -> None:
+    queue = make_queue(capacity_bytes=2**20)
+    await queue.create_evaluation("heldout-1", [b"q"] * 4)
+    first, second, third, fourth = await queue.lease("s", 5)
+    for lease, group in ((first, b"a\x00b"), (second, b""), (third, b"x" * 2**18), (third, b"twice")):
+        await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=group)
+    await queue.give_back("s", fourth, "bad", is_final=True)
+    kept = await queue.kept_groups("heldout-1")
+    assert (kept.prompt_ids, kept.num_left_out) == ((first.prompt_id,), 1)
+    assert await queue.fetch_kept("heldout-1", [third.prompt_id, first.prompt_id]) == [b"a\x00b"]
+    assert await queue.fetch_kept("heldout-1", []) == []
+    if isinstance(queue, RedisReplayQueue):
+        assert 0 < await queue.client.ttl(queue.keys.evaluation_groups("heldout-1")) <= KEPT_EVALUATION_S
+    await queue.forget_kept("heldout-1")
+    assert (await queue.kept_groups("heldout-1")).prompt_ids == ()
+    assert (await queue.kept_groups("unknown-1")).prompt_ids == ()
+
+
+async def test_scores_are_kept_by_name_and_number(queue: ReplayQueue) -> None:
+    await queue.record_scores(10, {"openai/gsm8k/reward/mean@8": 0.25})
+    await queue.record_scores(20, {"openai/gsm8k/reward/mean@8": 0.5, "aime/reward/mean@8": 0.0})
+    assert await queue.evaluation_scores() == {"openai/gsm8k/reward/mean@8": 0.5, "aime/reward/mean@8": 0.0}
+    assert await queue.evaluation_history() == {
+        "openai/gsm8k/reward/mean@8-10": 0.25, "openai/gsm8k/reward/mean@8-20": 0.5, "aime/reward/mean@8-20": 0.0,
+    }  # fmt: skip
+
+
+async def test_held_out_prompts_and_training_share_the_places_of_a_server(queue: ReplayQueue) -> None:
+    await submit(queue, 2)
+    await queue.create_evaluation("heldout", [b"q"] * 4)
+    leased = [lease.payload for lease in await queue.lease("s", 2)]
+    assert sorted(leased) == sorted([b"q", leased[1]]) and leased[1] != b"q", "one of each"
+    [third] = await queue.lease("s", 1)
+    [fourth] = await queue.lease("s", 1)
+    assert sorted([third.payload == b"q", fourth.payload == b"q"]) == [False, True], "and in turns, place by place"
+    assert [lease.payload for lease in await queue.lease("s", 5)] == [b"q"] * 2, "nothing to train: all are held out"
 
 
 async def test_the_newest_score_of_a_benchmark_is_kept(queue: ReplayQueue) -> None:

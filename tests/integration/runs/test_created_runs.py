@@ -73,6 +73,7 @@ def client_of(folder: Path, run: str) -> SyncPenstockClient:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long  # test_launcher.py starts created runs with other processes
 def test_a_created_run_is_launched_and_finished(tmp_path: Path, redis_process: RedisProcess) -> None:
     gateway_file = tmp_path / "gateway.yaml"
     gateway_file.write_text(dump_config(run_config(redis_process.url, tmp_path)))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from demo_process import DemoProcess
 from penstock.samples.files import groups_newest_first
 from penstock.samples.selection import SampleFilter, select
+from waiting import until
 
 
 @pytest.fixture
@@ -58,14 +63,30 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("demo", [("--rollout.engine.name", "torch", "--learner.num_steps", "100000")], indirect=True)
-def test_a_killed_child_ends_the_demo_with_one_line_and_no_orphans(demo: DemoProcess) -> None:
+@pytest.mark.parametrize(
+    "demo",
+    [("--rollout.engine.name", "torch", "--learner.num_steps", "100000", "--max_restarts", "1")],
+    indirect=True,
+)
+def test_a_killed_server_is_started_again_and_ends_the_demo_when_its_restarts_are_used_up(demo: DemoProcess) -> None:
     demo.wait_for_step(2)
-    [rollout] = [p for p in demo.descendants() if "penstock_rollout" in p.cmdline()]
-    os.kill(rollout.pid, signal.SIGKILL)
+    kill_server(demo)
+    until(lambda: len(servers(demo)) == 1, "a new server")
+    demo.wait_for_step(len(metrics_lines(demo.folder)) + 8)  # more than the queue holds without a server
+    assert "rollout-0 was killed by SIGKILL" in demo.text()
+    assert "it is started again in 1 s (restart 1 of 1)" in demo.text()
+    status = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "status", "--run-dir", str(demo.folder)],
+        capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "300"},
+    )  # fmt: skip
+    assert "`penstock up` starts it again" in status.stdout
+    until(lambda: not zombies(demo), "an end without zombies")
+
+    kill_server(demo)
     assert demo.wait() == 1
     last = demo.text().strip().splitlines()[-1]
     assert last.startswith("penstock: error: rollout-0 was killed by SIGKILL")
+    assert last.endswith("; max_restarts is 1")
     assert demo.orphans() == []
 
 
@@ -94,6 +115,30 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
         assert summary["policy_version"] > 8, "a version is never used twice, not even after a crash"
     finally:
         second.end()
+
+
+def servers(demo: DemoProcess) -> list[psutil.Process]:
+    found = []
+    for process in demo.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or it is a zombie
+            if "penstock_rollout" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def zombies(demo: DemoProcess) -> list[psutil.Process]:
+    found = []
+    for process in demo.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def kill_server(demo: DemoProcess) -> None:
+    [server] = servers(demo)
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: server not in servers(demo), "the end of the server")
 
 
 def groups_by_step(folder: Path) -> dict[int, int]:

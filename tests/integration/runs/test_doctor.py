@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from penstock.cli import main as cli
 from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
+from penstock.config.service import RedisConfig
 from penstock.doctor import Finding, examine
 from penstock.doctor.machine import check_gpus, check_ports
 from penstock.ports import free_port
@@ -49,6 +52,33 @@ def of(findings: list[Finding], check: str) -> list[tuple[str, str]]:
 async def publish(queue: RedisReplayQueue, version: int, digest: str, **metrics: float) -> None:
     record = policies_pb2.Policy(policy_version=version, weights_digest=digest, metrics=metrics)
     await queue.publish(version, version, record.SerializeToString())
+
+
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait(30)
+    return process.pid
+
+
+async def test_a_stopped_run_is_no_fault_and_its_next_start_is_checked(config: RunConfig) -> None:
+    """The processes of a run leave their addresses behind, and its private Redis is gone."""
+    config = config.model_copy(update={"redis": RedisConfig(url=f"redis://127.0.0.1:{free_port()}")})
+    config.folder.mkdir()
+    (config.folder / "lock").write_text(str(ended_process()))
+    (config.folder / "learner.json").write_text(json.dumps({"host": "127.0.0.1", "metrics_port": free_port()}))
+    (config.folder / "checkpoints" / "term-000001-step-00000025").mkdir(parents=True)
+    findings = await examine(config)
+    [(level, text)] = of(findings, "run")
+    assert level == "ok" and "test is stopped" in text and "term-000001-step-00000025" in text
+    assert of(findings, "ports") == [("ok", "the run is not up here; its ports are free")]
+    assert of(findings, "redis") == []
+    [(level, text)] = of(findings, "model")
+    assert level == "fail" and "the next start would fail: model.path" in text
+    assert of(findings, "rewards") == [("ok", "the next start finds it as it should be")]
+
+    (config.folder / "lock").write_text(str(os.getpid()))  # it is up, so all of this is a fault
+    findings = await examine(config)
+    assert of(findings, "run") == [] and of(findings, "redis")[0][0] == of(findings, "ports")[0][0] == "fail"
 
 
 async def test_a_healthy_deployment_is_ok_throughout(
@@ -111,6 +141,11 @@ async def test_a_server_paused_by_failures_is_found(
     assert [level for level, _ in of(await examine(config), "leasing")] == ["fail"]
     await Fleet(redis_client, "test").leave("rollout-0")
     assert [level for level, _ in of(await examine(config), "leasing")] == ["ok"], "a server that left is no fault"
+
+
+async def test_rewards_that_fail_before_the_first_step_are_found(config: RunConfig, redis_client: redis.Redis) -> None:
+    await Notices(redis_client, "test").record(Event("reward_failed", "place", "KeyError"), 768)
+    assert of(await examine(config), "rewards") == [("fail", "768 failed before the first step; the first: KeyError")]
 
 
 async def test_failing_rewards_and_prompts_are_found(

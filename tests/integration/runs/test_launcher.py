@@ -38,7 +38,8 @@ def test_a_missing_config_file(tmp_path: Path) -> None:
     code, error = penstock("up", str(tmp_path / "nowhere.yaml"))
     assert code == 2
     assert error.splitlines() == [
-        f"penstock: error: config file {tmp_path}/nowhere.yaml does not exist; examples are in examples/"
+        f"penstock: error: config file {tmp_path}/nowhere.yaml does not exist; write one with "
+        f"`penstock init {tmp_path}/nowhere.yaml`"
     ]
 
 
@@ -59,8 +60,7 @@ def test_an_error_of_an_earlier_start_is_not_shown(tmp_path: Path) -> None:
     loud = group.start("part", [sys.executable, "-c", "raise SystemExit('penstock part: error: of this one')"])
     loud.process.wait(30)
     assert "exited with code 1: of this one (log" in str(loud.error())
-    assert group._cleanup is not None
-    group._cleanup.close()  # `group.stop()` ends every child of this process, also those of other tests
+    group.stop()
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ import pytest
 import torch
 import yaml
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector as Metrics
 from transformers import AutoModelForCausalLM
 
 from chromium import LAUNCH, SCREENSHOTS, needs_chromium
@@ -35,7 +36,6 @@ from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Policy
-from penstock.metrics import serve_metrics
 from penstock.ports import free_port, wait_for_port
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.checkpoints.checkpoint import shards_folder
@@ -46,6 +46,10 @@ METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total", "penstock_reward_part_mean"}
 """Metrics whose labels have no values in this run, because the events that they count do not happen."""
+ALERTS_WITHOUT_SERIES = {
+    'penstock_gateway_requests_total{code=~"5..|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED"}': "no request has failed",
+}
+"""Selectors of alerts whose series exist only after a fault, with the reason."""
 EXAMPLE_MODEL = ROOT / "examples" / "arithmetic" / "model"
 pytestmark = pytest.mark.timeout(400)
 
@@ -136,16 +140,31 @@ def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
 Ask = Callable[[str], list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def engine_metrics() -> int:
-    """Serves one metric with a colon in its name, in place of vLLM's metrics."""
-    registry = CollectorRegistry()
-    Gauge("vllm:num_requests_running", "As vLLM has it.", registry=registry).set(3)
-    return serve_metrics(registry, "127.0.0.1", 0)
+class EngineSample(Metrics):
+    """The metrics of a server with vLLM or SGLang, as recorded. The run itself uses the cheaper torch engine, which has
+    no metrics of its own."""
+
+    def __init__(self, engine: str) -> None:
+        info = f'penstock_rollout_info{{server="{engine}",engine="{engine}"}} 1\n'
+        self.text = (ROOT / "tests" / "prometheus" / f"{engine}.prom").read_text() + info
+
+    def collect(self) -> Iterator[Metric]:
+        yield from text_string_to_metric_families(self.text)
 
 
 @pytest.fixture(scope="module")
-def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+def engine_metrics() -> list[int]:
+    """Ports of two servers' metrics, whose names have a colon."""
+    ports = []
+    for engine in ("vllm", "sglang"):
+        registry = CollectorRegistry()
+        registry.register(EngineSample(engine))
+        ports.append(start_http_server(0, "127.0.0.1", registry)[0].server_port)
+    return ports
+
+
+@pytest.fixture(scope="module")
+def prometheus(live: DemoProcess, engine_metrics: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """A real Prometheus with the shipped configuration, except for the targets and the scrape interval."""
     if shutil.which("prometheus") is None:
         pytest.skip("no prometheus; install Debian's package of that name")
@@ -155,7 +174,9 @@ def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.
     config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "alerts.yml")]
     for job in config["scrape_configs"]:
         process = job["job_name"].removeprefix("penstock-")
-        targets = [endpoint(live, process)] + ([f"127.0.0.1:{engine_metrics}"] if process == "rollout" else [])
+        targets = [endpoint(live, process)]
+        if process == "rollout":
+            targets += [f"127.0.0.1:{engine}" for engine in engine_metrics]
         for name in ("dns_sd_configs", "relabel_configs"):
             job.pop(name, None)
         job["static_configs"] = [{"targets": targets, "labels": {"run": "live"}}]
@@ -193,15 +214,24 @@ def prometheus(live: DemoProcess, engine_metrics: int, tmp_path_factory: pytest.
         process_handle.wait()
 
 
+def filled_in(expression: str, window: str = "20s") -> str:
+    """The expression with Grafana's variables replaced."""
+    return expression.replace("$window", window).replace("$run", ".*")
+
+
+def dashboards() -> dict[str, dict[str, Any]]:
+    paths = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
 def expressions() -> list[tuple[str, str]]:
-    """Panel and expression of every dashboard, with Grafana's variables filled in."""
-    found = []
-    for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel.get("targets", []):
-                expression = target["expr"].replace("$__rate_interval", "20s").replace("$run", ".*")
-                found.append((f"{path.stem}: {panel['title']}", expression))
-    return found
+    """Panel and expression of every dashboard."""
+    return [
+        (f"{name}: {panel['title']}", filled_in(target["expr"]))
+        for name, board in dashboards().items()
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
 
 
 def test_no_panel_is_empty(prometheus: Ask) -> None:
@@ -220,10 +250,69 @@ def test_no_panel_is_empty(prometheus: Ask) -> None:
     assert empty == []
 
 
+def answers(prometheus: Ask, title: str) -> list[tuple[str, float]]:
+    """Legend's last word and value of each series of a panel of the overview."""
+    [panel] = [panel for panel in dashboards()["overview"]["panels"] if panel["title"] == title]
+    found = []
+    for target in panel["targets"]:
+        label = re.findall(r"\w+", target["legendFormat"])[-1]
+        for sample in prometheus(filled_in(target["expr"], window="5m")):
+            found.append((sample["metric"].get(label, label), float(sample["value"][1])))
+    return found
+
+
+def test_the_first_row_gives_the_answers_of_the_api(live: DemoProcess, prometheus: Ask) -> None:
+    with SyncPenstockClient.from_run_dir(live.folder) as client:
+        assert client.get_run().state == "RUNNING"
+    assert [name for name, _ in answers(prometheus, "Is it training?")] == ["running"]
+    until(
+        lambda: [name for name, seconds in answers(prometheus, "How fast?") if seconds > 0] == ["step", "last"],
+        "a step since Prometheus runs",
+    )
+    stale = dict(answers(prometheus, "How stale?"))
+    assert 0 <= stale["mean"] <= stale["bound"] + 1
+    for title in ("What is the bottleneck?", "Is the reward rising?"):
+        [(verdict, level)] = answers(prometheus, title)
+        assert verdict and level in (1, 2, 3)
+    assert answers(prometheus, "Firing alerts") == [("none", 0)]
+    ends = dict(answers(prometheus, "What runs out next?"))
+    assert {"Redis' memory", "disk of run_dir", f"memory of {endpoint(live, 'learner')}", "prompts"} <= ends.keys()
+    assert list(ends.values()) == sorted(ends.values()) and all(0 <= left_s <= 7 * 86400 for left_s in ends.values())
+
+
+def test_every_selector_of_an_alert_finds_series(prometheus: Ask) -> None:
+    """An alert on series that do not exist would never fire."""
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+    selectors = {
+        found
+        for group in rules
+        for rule in group["rules"]
+        for found in re.findall(r"\b(?:penstock_\w+|up\b)(?:\{[^}]*\})?", rule["expr"])
+    }
+    assert len(selectors) > 40
+    empty = {selector for selector in selectors if not prometheus(selector)}
+    assert empty == set(ALERTS_WITHOUT_SERIES)
+
+
+def marked(prometheus: Ask, name: str) -> list[dict[str, Any]]:
+    """Events that the dashboards have marked in the last five minutes."""
+    [mark] = [mark for mark in dashboards()["overview"]["annotations"]["list"] if mark["name"] == name]
+    expression = mark["target"]["expr"].replace("$__interval", "1s").replace("$run", ".*")
+    return prometheus(f"max_over_time(({expression})[5m:1s])")
+
+
+def test_dashboards_mark_new_versions_and_nothing_else_in_a_quiet_run(prometheus: Ask) -> None:
+    versions = until(lambda: marked(prometheus, "Policy versions"), "a new version", timeout_s=60)
+    assert all(sample["metric"]["version"].isdigit() for sample in versions)
+    for name in ("Restarts", "Roll backs", "Pauses", "Alerts"):
+        assert marked(prometheus, name) == [], name
+
+
 def test_the_shipped_configuration_scrapes_everything_and_keeps_the_engine_s_names(prometheus: Ask) -> None:
-    until(lambda: len(prometheus("up == 1")) == 4, "four targets", timeout_s=30)
+    until(lambda: len(prometheus("up == 1")) == 5, "five targets", timeout_s=30)
     assert {sample["metric"]["run"] for sample in prometheus("up == 1")} == {"live"}
-    assert [sample["value"][1] for sample in prometheus('{__name__="vllm:num_requests_running"}')] == ["3"]
+    assert len(prometheus('{__name__="vllm:num_requests_running"}')) == 1
+    assert [sample["value"][1] for sample in prometheus('{__name__="sglang:num_running_reqs"}')] == ["4"]
 
 
 def test_a_healthy_run_fires_no_alert(prometheus: Ask) -> None:
@@ -324,8 +413,8 @@ def _attributes(span: Span) -> dict[str, int]:
 # ── operations ──
 
 
-def test_a_version_is_rolled_back_to_and_released(live: DemoProcess) -> None:
-    """Servers and learner return to it; nothing newer is pushed until it is released."""
+def test_a_version_is_rolled_back_to_and_released(live: DemoProcess, prometheus: Ask) -> None:
+    """Servers and learner return to it; nothing newer is pushed until it is released. Dashboards mark it."""
     with SyncPenstockClient.from_run_dir(live.folder) as client:
         version = min(policy.policy_version for policy in client.policies().policies if policy.policy_version > 0)
         before = client.get_run().policy_version
@@ -345,6 +434,7 @@ def test_a_version_is_rolled_back_to_and_released(live: DemoProcess) -> None:
         until(lambda: client.get_run().policy_version > returned.policy_version + 1, "the learner to go on")
         assert client.servers()[0].policy_version == version, "nothing is pushed while the version is held"
         assert client.get_run().queue.expired > 0, "groups of the versions between are dropped"
+        until(lambda: marked(prometheus, "Roll backs"), "the mark of the roll back", timeout_s=30)
         client.release_policy()
         until(lambda: client.servers()[0].policy_version > returned.policy_version, "the server to leave it")
         assert client.get_run().queue.conservation_error == 0

@@ -22,6 +22,7 @@ WORDS = (
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long  # test_doc_commands.py stops a run in the same way
 def test_a_stopped_run_ends_and_stays_paused(tmp_path: Path) -> None:
     folder, log = tmp_path / "stopped", tmp_path / "log"
     metrics = folder / "metrics.jsonl"
@@ -31,7 +32,10 @@ def test_a_stopped_run_ends_and_stays_paused(tmp_path: Path) -> None:
             process = subprocess.Popen([*command, *WORDS], cwd=ROOT, stdout=output, stderr=output)
         try:
             if is_again:
-                until(lambda: "the run is paused; `penstock runs resume" in log.read_text(), "the line that says so")
+                until(
+                    lambda: "the run is paused by an operator; `penstock runs resume" in log.read_text(),
+                    "the line that says so",
+                )
                 process.terminate()
             else:
                 until(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step")

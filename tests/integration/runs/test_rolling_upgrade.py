@@ -11,6 +11,8 @@ import pytest
 
 from conftest import RedisProcess
 from fleet_runs import FleetRun, Part, fleet_config
+from penstock.ports import free_port
+from probes import SeenStates, probe
 
 TORCH = "--rollout.engine.name=torch"
 GROUPS_PER_STEP = 8
@@ -32,12 +34,21 @@ def new_server(run: FleetRun) -> Part:
     return run.parts.get("new") or run.start_server("new", TORCH)
 
 
-def stop_and_wait(run: FleetRun, part: Part) -> None:
+def stop_and_wait(run: FleetRun, part: Part, probed_port: int = 0) -> SeenStates:
+    """Stop a process in order. Returns the states that it was seen in meanwhile, if there is a port to ask."""
     part.may_end = True
     part.process.terminate()
     part.go_on()
-    run.until(lambda: part.process.poll() is not None, f"{part.name} to end")
+    states = SeenStates()
+
+    def has_ended() -> bool:
+        if probed_port:
+            states.look(probed_port)
+        return part.process.poll() is not None
+
+    run.until(has_ended, f"{part.name} to end")
     assert part.process.returncode == 0, part.output()[-3000:]
+    return states
 
 
 def freeze_at_work(run: FleetRun, part: Part) -> int:
@@ -56,11 +67,16 @@ def freeze_at_work(run: FleetRun, part: Part) -> int:
 def test_a_server_that_gets_sigterm_gives_its_prompts_back(run: FleetRun) -> None:
     # Without a learner only these prompts are admitted. Two run at a time, so the server is busy when it is stopped.
     num_admitted = (run.config.replay.max_staleness + 1) * GROUPS_PER_STEP
-    old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2")
+    port, states = free_port(), SeenStates()
+    old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2", f"--rollout.metrics_port={port}")
+    assert run.until(lambda: probe(port, "/startupz"), "its endpoint")[0] == 503, "it answers before it has a model"
+    assert probe(port, "/healthz") == (200, {"status": "alive"})
+    run.until(lambda: states.look(port) == "ready", "the server to be ready")
+    assert states[0] == "loading" and probe(port, "/startupz") == (200, {"status": "started"})
     run.until(lambda: run.stat().queued >= 2, "two groups")
     num_leased = freeze_at_work(run, old)
     assert 0 < num_leased <= 2
-    stop_and_wait(run, old)
+    assert set(stop_and_wait(run, old, port)) <= {"ready", "draining"}
     assert "old" not in run.servers()
 
     run.start_server("new", TORCH)
@@ -77,9 +93,12 @@ def test_a_learner_that_gets_sigterm_writes_a_checkpoint_and_the_next_continues(
     run: FleetRun, new_server: Part
 ) -> None:
     every = "--learner.checkpoint.every_steps=100000"
-    first = run.start_learner(every)
+    port, states = free_port(), SeenStates()
+    first = run.start_learner(every, f"--learner.metrics_port={port}")
+    run.until(lambda: states.look(port) == "ready", "the learner to train")
+    assert states == ["loading", "ready"]
     run.until_serving("new", above=2)
-    stop_and_wait(run, first)
+    assert stop_and_wait(run, first, port)[-1] == "draining"
     trained_step = steps(run)[-1]
     assert newest_checkpoint(run.config.folder)["step"] == trained_step >= 2
     stat = run.stat()

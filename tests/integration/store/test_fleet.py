@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import redis.asyncio as redis
 
 from penstock.errors import Fenced
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.notices import Notices
+from penstock_learner.loop.silent_servers import FORGOTTEN_AFTER_S, SilentServers
 
 
 async def test_a_learner_whose_term_has_passed_moves_no_server(
@@ -36,3 +40,30 @@ async def test_a_learner_does_not_bring_back_a_server_that_has_left(
     await fleet.set_state("a", "READY", term)
     assert await fleet.servers() == []
     assert await redis_client.hgetall("penstock:{test}:server_states") == {}
+
+
+async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_back(
+    redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    fleet, notices, term = Fleet(redis_client, "test"), Notices(redis_client, "test"), await queue.take_term(0)
+    dead, silent, alive = (ServerRecord(name, "127.0.0.1:1", "torch") for name in ("dead", "silent", "alive"))
+    for record, silence_s in ((dead, FORGOTTEN_AFTER_S + 5), (silent, FORGOTTEN_AFTER_S - 60), (alive, 0)):
+        await fleet.join(record)
+        stored = json.loads(await redis_client.hget(fleet.keys.servers, record.server_id))
+        stored["heartbeat_ms"] -= int(1000 * silence_s)
+        await redis_client.hset(fleet.keys.servers, record.server_id, json.dumps(stored))
+    await redis_client.hset(fleet.keys.breakers, "dead", "{}")
+    for _ in range(2):
+        await SilentServers(fleet, notices, term).forget()
+    assert [server.server_id for server in await fleet.servers()] == ["alive", "silent"]
+    assert await redis_client.hgetall(fleet.keys.breakers) == {}
+    [notice] = await notices.newest_first()
+    assert (notice.kind, notice.count) == ("server_lost", 1)
+    assert notice.text.startswith("dead sent no heartbeat for 15 min and has left the list of servers")
+    assert await fleet.report(dead) is None, "it sees that it was forgotten, and joins again"
+    await fleet.join(dead)
+    await SilentServers(fleet, notices, term).forget()
+    assert await notices.newest_first() == []
+    await queue.take_term(0)
+    with pytest.raises(Fenced):
+        await SilentServers(fleet, notices, term).forget()

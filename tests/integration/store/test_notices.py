@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import redis.asyncio as redis
 
 from penstock.errors import PenstockError, Unavailable
-from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
+from penstock.store.notices import MAX_OF_KIND, SHOWN_S, Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 
 
@@ -21,6 +23,9 @@ async def test_text_that_is_not_unicode_is_written_with_question_marks(redis_cli
     await phases.enter("learner", "loading \udcff")
     [phase] = (await phases.by_component())["learner"]
     assert phase.name == "loading ?"
+    newest = await phases.read_newest("learner")
+    assert newest is not None and newest[0] == "loading ?" and 0 <= newest[1] < 60
+    assert await phases.read_newest("rollout-0") is None
 
 
 async def test_a_notice_that_redis_refuses_is_dropped_and_the_next_is_written(
@@ -68,3 +73,21 @@ async def test_many_unknown_data_sources_do_not_hide_a_failed_reward(
     shown = [notice.text for notice in await notices.newest_first()]
     assert "the reward failed" in shown
     assert set(shown) - {"the reward failed"} == {f"unknown data source {number}" for number in range(MAX_OF_KIND)}
+
+
+async def test_a_restart_is_shown_for_ten_minutes_and_makes_room_for_others(redis_client: redis.Redis) -> None:
+    notices = Notices(redis_client, "test")
+    await notices.record(Event("reward_failed", "place", "stays"))
+    for number in range(MAX_OF_KIND):
+        await notices.record(Event("process_restarted", f"rollout-{number}", "died"), 3)
+    assert len(await notices.newest_first()) == MAX_OF_KIND + 1
+    for key, text in (await redis_client.hgetall(notices.keys.notices)).items():
+        earlier = {"last_at_ms": json.loads(text)["last_at_ms"] - 1000 * SHOWN_S - 1}
+        await redis_client.hset(notices.keys.notices, key, json.dumps(json.loads(text) | earlier))
+    assert [notice.text for notice in await notices.newest_first()] == ["stays"]
+    await notices.record(Event("process_restarted", "rollout-0", "died again"))
+    await notices.record(Event("process_restarted", "rollout-99", "another died"))
+    found = [(notice.text, notice.count) for notice in await notices.newest_first()]
+    assert sorted(found) == [("another died", 1), ("died again", 1), ("stays", 1)]
+    await notices.remove([Event("process_restarted", "rollout-0", "")])
+    assert {notice.text for notice in await notices.newest_first()} == {"another died", "stays"}

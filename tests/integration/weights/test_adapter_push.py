@@ -78,6 +78,7 @@ async def test_only_the_adapter_travels_and_the_engine_serves_the_sum(tmp_path: 
     torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.long  # unit tests train adapters, and the other tests here push them
 def test_a_learner_trains_an_adapter(tmp_path: Path, redis_process: RedisProcess) -> None:
     path = make_tiny_qwen2(tmp_path / "model", seed=1)
     lora = {"rank": 4, "alpha": 16}

@@ -255,8 +255,7 @@ async def test_a_server_in_quarantine_gets_the_whole_current_version_again(
 ) -> None:
     monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
     publication, policy = setting.publication, setting.policy
-    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
-    publication.quarantine = quarantine
+    quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)
     await setting.join("b", "READY", 0)
     await setting.offer(1)
@@ -288,8 +287,7 @@ async def test_the_only_servers_left_sample_enough_for_a_batch_to_be_compared(
     """A batch is compared when it is full. Two probes of each server would never fill it."""
     monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
     publication = setting.publication
-    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
-    publication.quarantine = quarantine
+    quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)
     await setting.offer(1)
     await publication.wait_until_published()
@@ -303,8 +301,7 @@ async def test_a_server_that_was_started_again_is_not_put_back_into_quarantine(
 ) -> None:
     monkeypatch.setattr("penstock_learner.loop.policy_publication.POLL_S", 0.02)
     publication = setting.publication
-    quarantine = ServerQuarantine(Quarantines(setting.fleet.client, publication.config.run), publication.term)
-    publication.quarantine = quarantine
+    quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)
     await setting.join("b", "READY", 0)
     await setting.offer(1)
@@ -315,6 +312,13 @@ async def test_a_server_that_was_started_again_is_not_put_back_into_quarantine(
     await setting.join("b", "READY", 1)
     await eventually(lambda: "b" not in quarantine.records)
     assert await quarantine.store.read() == {}
+
+
+def with_quarantine(publication: PolicyPublication, setting: Setting) -> ServerQuarantine:
+    """Give the publication a quarantine without servers."""
+    store = Quarantines(setting.fleet.client, publication.config.run)
+    publication.quarantine = ServerQuarantine(store, publication.term)
+    return publication.quarantine
 
 
 def with_short_deadlines(publication: PolicyPublication) -> None:
@@ -359,6 +363,31 @@ async def test_the_newest_version_is_kept_when_it_is_promoted(setting: Setting) 
     await setting.offer(3)
     await setting.publication.wait_until_published()
     assert setting.policy.snapshots == [1, 2], "it is made once"
+
+
+async def test_a_version_that_was_promoted_just_before_the_next_one_is_kept(setting: Setting) -> None:
+    """It was the newest when the gateway promised its snapshot, and a newer one is pushed before the learner looks."""
+    setting.policy.makes_folders = True
+    await setting.join("a", "READY", 0)
+    for version in (1, 2):
+        await setting.offer(version)
+        await setting.publication.wait_until_published()
+    await setting.policies.promote(2)
+    held = [setting.policy.hold("push") for _ in range(2)]
+    for version, release in zip((3, 4), held, strict=True):
+        await setting.offer(version)
+        await eventually(lambda version=version: setting.policy.pushed[-1][1] == version)  # type: ignore[misc]
+        if version == 3:
+            release.set()
+            await setting.publication.wait_until_published()
+    assert 2 in setting.policy.gathered[-1][1], "its weights stay"
+    held[1].set()
+    async with asyncio.timeout(20):
+        while 2 not in await setting.policies.snapshots():
+            await asyncio.sleep(0.01)
+    await setting.publication.wait_until_published()
+    await setting.offer(5)
+    assert 2 not in setting.policy.gathered[-1][1], "its weights go once the snapshot is written"
 
 
 async def test_a_snapshot_that_was_removed_is_no_longer_named(setting: Setting) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import yaml
 
 from rendered_chart import (
     CHART,
+    HELM,
     OPTIONS,
     ROOT,
     VALUES,
@@ -132,8 +136,27 @@ def test_every_metrics_port_is_scraped() -> None:
         assert endpoint["relabelings"] == [{"targetLabel": "run", "replacement": "run1"}]
 
 
+RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
+
+
+def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:
+    monitored = "--set=monitoring.enabled=true,monitoring.dashboards=true"
+    ingress = "--set=gateway.ingress.enabled=true,gateway.ingress.host=penstock.example.com"
+    for option, page in (
+        (ingress, "http://penstock.example.com/console/runbooks.html"),
+        ("--set=monitoring.runbookUrl=https://wiki.example.com/penstock", "https://wiki.example.com/penstock"),
+    ):
+        manifests = render(monitored, option)
+        [rules] = [rule["spec"]["groups"] for rule in of_kind(manifests, "PrometheusRule")]
+        urls = [rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"]]
+        assert urls and {url.partition("#")[0] for url in urls} == {page}
+        boards = [m["data"] for m in of_kind(manifests, "ConfigMap") if "grafana_dashboard" in m["metadata"]["labels"]]
+        text = json.dumps(boards)
+        assert page in text and RUNBOOKS not in text
+
+
 def test_alerts_and_dashboards_are_those_of_deploy() -> None:
-    manifests = render(*OPTIONS)
+    manifests = render(*OPTIONS, f"--set=monitoring.runbookUrl={RUNBOOKS}")
     dashboards = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
     assert dashboards
     maps = [m for m in of_kind(manifests, "ConfigMap") if m["metadata"]["labels"].get("grafana_dashboard") == "1"]
@@ -166,7 +189,9 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     [endpoint] = one(manifests, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["scheme"] == "https" and endpoint["tlsConfig"]["ca"]["secret"]["name"] == secret
     words = one(manifests, "Pod")["spec"]["containers"][0]["command"]
-    assert "--url=https://test-penstock-gateway:8080" in words and "--tls-ca-file=/etc/penstock/tls/ca.crt" in words
+    assert "--url=https://test-penstock-gateway:8080" in words
+    [volume] = [v["secret"] for v in one(manifests, "Pod")["spec"]["volumes"] if v["name"] == "tls"]
+    assert volume["optional"], "a certificate of a public authority has no ca.crt"
     gateway = run_config(manifests, tmp_path).gateway
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert gateway.tls_cert_file == Path(mounts["tls"]) / "tls.crt"
@@ -191,3 +216,80 @@ def test_the_chart_brings_no_custom_resource_definitions() -> None:
     """Helm never upgrades the CRDs of a chart, so they belong to the installation of their operators."""
     assert not (CHART / "crds").exists()
     assert not of_kind(render(*OPTIONS), "CustomResourceDefinition")
+
+
+def test_gateways_read_samples_from_the_learners_volume_if_every_node_can_mount_it(tmp_path: Path) -> None:
+    def gateway_of(*options: str) -> tuple[list[str], object]:
+        manifests = render(*options)
+        [(_, template)] = [(name, template) for name, template in pod_templates(manifests) if name.endswith("-gateway")]
+        volumes = [volume["name"] for volume in template["spec"]["volumes"]]
+        [mount] = [
+            mount for mount in template["spec"]["containers"][0]["volumeMounts"] if mount["name"] == "learner-runs"
+        ] or [None]
+        assert mount is None or mount["readOnly"]
+        return volumes, run_config(manifests, tmp_path).gateway.samples_dir
+
+    volumes, samples_dir = gateway_of()
+    assert "learner-runs" in volumes and samples_dir == Path("/learner-runs")
+    volumes, samples_dir = gateway_of("--set=storage.runs.accessMode=ReadWriteOnce")
+    assert "learner-runs" not in volumes and samples_dir is None
+
+
+def test_a_certificate_of_a_public_authority_names_no_part_of_the_cluster() -> None:
+    public = render(*OPTIONS, "--set=certManager.publicNamesOnly=true,gateway.tls.enabled=true")
+    assert one(public, "Certificate")["spec"]["dnsNames"] == ["penstock.example.org"]
+    words = one(public, "Pod")["spec"]["containers"][0]["command"]
+    assert "--url=https://penstock.example.org" in words, "the certificate does not name the Service"
+
+
+def test_the_notes_name_the_scheme_and_the_servers_that_there_are(tmp_path: Path) -> None:
+    # `helm template` prints no notes, so a copy of the chart has them in a manifest.
+    chart = shutil.copytree(CHART, tmp_path / "penstock", ignore=shutil.ignore_patterns("dashboards"))
+    notes_text = '{{ include (print $.Template.BasePath "/NOTES.txt") . | toJson }}'
+    shown = f"kind: Notes\nmetadata: {{name: notes}}\ntext: {notes_text}\n"
+    (chart / "templates" / "shown.yaml").write_text(shown)
+
+    def notes(*options: str) -> str:
+        words = [str(HELM), "template", "t", str(chart), "-s", "templates/shown.yaml", *options]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        assert result.returncode == 0, result.stderr
+        return str(yaml.safe_load(result.stdout)["text"])
+
+    plain = notes()
+    assert "http://127.0.0.1:8080" in plain and "rollout servers  2, 1 GPU each" in plain
+    secured = notes("--set=gateway.tls.enabled=true,gateway.tls.secretName=mine")
+    assert "https://127.0.0.1:8080" in secured and "http://" not in secured
+    url = "rollout.autoscaling.prometheusUrl=http://prometheus:9090"
+    scaled = notes(f"--set=rollout.autoscaling.enabled=true,rollout.autoscaling.maxReplicas=9,{url}")
+    assert "rollout servers  1 to 9" in scaled
+
+
+def test_a_number_that_set_makes_a_text_is_a_number_for_the_processes(tmp_path: Path) -> None:
+    learner = run_config(render("--set=config.learner.lr=2e-4"), tmp_path).learner
+    assert learner.lr == 2e-4
+
+
+@pytest.mark.parametrize("into", ["claim", "pod"])
+def test_every_pod_that_needs_the_model_fetches_it_or_waits_for_it(into: str, tmp_path: Path) -> None:
+    source = ROOT / "examples" / "arithmetic" / "model"
+    manifests = render(f"--set=modelDownload.source={source},modelDownload.into={into}")
+    fetching = {name: template["spec"] for name, template in pod_templates(manifests)
+                if "fetch-model" in str(template["spec"])}  # fmt: skip
+    kinds = {"rollout", "learner", "ray-worker"} | ({"download"} if into == "claim" else set())
+    assert {spec["containers"][0]["name"] for spec in fetching.values()} == kinds
+    for name, spec in fetching.items():
+        container = [*spec.get("initContainers", []), *spec["containers"]][0]
+        assert not [m for m in container["volumeMounts"] if m["name"] == "models" and m.get("readOnly")], name
+        [volume] = [v for v in spec["volumes"] if v["name"] == "models"]
+        assert ("emptyDir" in volume) == (into == "pod"), name
+        if volume.get("persistentVolumeClaim"):
+            assert (
+                volume["persistentVolumeClaim"]["claimName"]
+                == one(manifests, "PersistentVolumeClaim", "models")["metadata"]["name"]
+            )
+    words = [word.replace("/models", str(tmp_path)) for word in container["args"]]
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "policy" / "config.json").is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.gpu_bundles import num_gpus
 from rendered_chart import (
     OPTIONS,
     PLACEMENTS,
@@ -255,3 +256,41 @@ def test_a_share_of_a_gpu_goes_by_its_own_name() -> None:
     ]
     assert [limit for limit in limits if "nvidia.com/gpu.shared" in limit]
     assert not [limit for limit in limits if "nvidia.com/gpu" in limit]
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"policy": (4, 0.75)}, {"policy": (4, 0.5)}, {"policy": (8, 0.3)}, {"policy": (2, 2)}, {"policy": (3, 0)},
+        {"policy": (4, 0.75), "reference": (2, 0.25)}, {"policy": (2, 0.6), "reference": (2, 0.4)},
+        {"policy": (3, 0.7), "reference": (3, 0.3)},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_whole_gpus_are_counted_as_the_plan_does(
+    shares: dict[str, tuple[int, float]], placement: str, tmp_path: Path
+) -> None:
+    """Four ranks of 0.75 need four GPUs, because Ray places a rank on one GPU."""
+    roles = {"reference": (1, 0.0)} | shares
+    settings = [f"config.learner.{role}={{\"num_ranks\": {ranks}, \"gpus_per_rank\": {gpus}}}"
+                for role, (ranks, gpus) in roles.items()]  # fmt: skip
+    manifests = render(*(f"--set-json={setting}" for setting in settings),
+                       f"--set=config.learner.placement={placement}", values="single-gpu")  # fmt: skip
+    learner = run_config(manifests, tmp_path).learner
+    limits = one(manifests, "Job", "-learner-")["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu", 0) == num_gpus(learner.placement, learner.needed_roles)
+
+
+def test_a_worker_pod_has_the_gpus_of_its_ranks() -> None:
+    ranks = "--set=config.learner.policy.num_ranks=4,config.learner.policy.gpus_per_rank=0.75"
+    policy, *_ = one(render(ranks), "RayCluster")["spec"]["workerGroupSpecs"]
+    assert (policy["replicas"], policy["rayStartParams"]["num-gpus"]) == (1, "4")
+
+
+def test_values_without_a_gpu_fit_beside_the_system_pods_of_a_node_with_four_cpus() -> None:
+    """System pods ask for up to one and a half CPUs: kubelet reserves, DNS, network plugin, monitoring agents."""
+    manifests = render(values="no-gpu")
+    asked = [container["resources"]["requests"]["cpu"]
+             for _, template in pod_templates(manifests) for container in template["spec"]["containers"]]  # fmt: skip
+    assert len(asked) == 6, "with the pod of helm test"
+    assert sum(float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu) for cpu in asked) <= 2.5

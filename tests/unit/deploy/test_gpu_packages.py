@@ -30,7 +30,7 @@ def test_every_image_with_a_gpu_installs_these_pins_last(image: str) -> None:
     assert f"COPY deploy/python/{PINS} " in stage
     installs = re.findall(r"pip install ([^&]*?)(?=&&|\n(?!\s))", stage)
     assert f"--no-deps -r {'' if image == 'learner' else '/'}{PINS}" in installs[-1]
-    assert re.search(r"\[(learner|rollout),cuda\]", installs[-2]), "CuPy with its dependencies"
+    assert re.search(r"\[(learner|rollout,agents),cuda,objectstore\]", installs[-2]), "CuPy with its dependencies"
 
 
 @pytest.mark.parametrize("package", ["ray", "transformers", "peft"])

@@ -14,12 +14,14 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from penstock.config.run import ModelConfig, RunConfig
-from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
+from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.errors import PenstockError
 from penstock.ports import free_port, wait_for_port
-from penstock.replay.contract import Lease
+from penstock.replay.contract import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
+from penstock.sessions.session_store import Reward, SessionStore
+from penstock.sessions.task_store import NewTask, TaskStore
 from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
@@ -36,7 +38,7 @@ from penstock_services.local.private_redis import find_redis_server
 DEPLOY = Path(__file__).parents[3] / "deploy"
 ROLES = ("gateway", "rollout", "learner")
 USERS = (*ROLES, "operator")
-REFUSED = "permission|can't run this command|can't access at least one of the keys"
+REFUSED = "permission|DEBUG command not allowed|can't run this command|can't access at least one of the keys"
 Clients = dict[str, Redis]
 
 
@@ -107,6 +109,24 @@ async def test_the_breaker_opens_is_seen_and_is_closed(
     assert await rollout.append(lease, b"group", 0) == "accepted"
 
 
+async def test_the_gateway_keeps_sessions_and_hands_out_tasks(clients: Clients, run: str) -> None:
+    sessions = SessionStore(clients["gateway"], run, 60, SessionLimits())
+    tasks = TaskStore(clients["gateway"], run, 60, SessionLimits(task_max_failures=1))
+    await tasks.submit([NewTask("t", "1", 2, deadline_s=9), NewTask("u", "1")], "key")
+    for lease in await tasks.lease("w", 9, 9):
+        await sessions.open(lease.session_id)
+        await sessions.record(lease.session_id, b"call", lease.session_id)
+        assert await tasks.heartbeat([lease.session_id]) == []
+    assert await tasks.give_back("u.0.1", "broken") and (await tasks.get("u")).state == "failed"
+    for session_id in ("t.0.1", "t.1.1"):
+        await sessions.close(session_id, Reward(1.0, {}))
+        assert len(await sessions.calls(session_id)) == 1
+    await tasks.sweep()
+    assert await sessions.due() == []
+    await sessions.finish("task:t", ["t.0.1", "t.1.1"], [1])
+    assert (await tasks.get("t")).state == "finished" and (await tasks.stat()).conservation_error == 0
+
+
 async def test_a_pinned_evaluation_is_given_up(clients: Clients, run: str) -> None:
     config = ReplayConfig(groups_per_step=8, max_attempts=2, breaker=BreakerConfig(failures=4, probe_s=0.01))
     gateway, rollout = (RedisReplayQueue(clients[role], run, config) for role in ("gateway", "rollout"))
@@ -155,7 +175,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert (await gateway.feed("train", "f", 0, [], [])).position == 0
     await learner.take_term(0)
     assert await learner.restore(0) == {}
-    assert await learner.feed_positions() == {}
+    assert await learner.feeds() == {}
     await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
 
     await rollout.wait_for_prompts(1)
@@ -196,12 +216,20 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert (await learner.stat()).conservation_error == 0
 
     assert (await gateway.feed("train", "f", 0, [b"p"], [0])).position == 1
-    assert await learner.feed_positions() == {"train": 1}
+    assert (await learner.feeds())["train"].position == 1
+    await learner.finish(1)
+    await gateway.record_scores(1, {"math/reward/mean@1": 1.0})
     await gateway.create_evaluation("e-1", [b"q"])
     evaluation = next(lease for lease in await rollout.lease("r0", 8) if lease.prompt_id not in submitted)
-    await rollout.record_evaluation("e-1", evaluation, [1.0], 0, 0)
+    await rollout.record_evaluation("e-1", evaluation, [1.0], 0, 0, kept_group=b"group")
+    assert (await learner.kept_groups("e-1")).prompt_ids == (evaluation.prompt_id,)
+    assert await learner.fetch_kept("e-1", [evaluation.prompt_id]) == [b"group"]
+    await learner.forget_kept("e-1")
+    await learner.record_scores(1, {"math/reward_model/mean@1": 0.5})
     assert (await gateway.get_evaluation("e-1")).num_finished == 1
-    assert await learner.evaluation_history() == await gateway.evaluation_history() == {"e-1": 1.0}
+    assert await learner.evaluation_history() == await gateway.evaluation_history() == {
+        "math/reward/mean@1-1": 1.0, "math/reward_model/mean@1-1": 0.5, "e-1": 1.0,
+    }  # fmt: skip
     assert (await gateway.get_prompt(taken[0])).state == "trained"
     results = await PromptBook(gateway).wait_for_results("0-0", timeout_s=1)
     assert {result.state for result in results} == {"queued", "dead_lettered"}
@@ -217,19 +245,29 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await fleets["rollout"].leave("r0")
     await Heartbeats(clients["rollout"], run).count_start("r0")
     await Notices(clients["rollout"], run).record(Event("reward_failed", "place", "text"))
+    await Notices(clients["learner"], run).record(Event("reward_failed", "place", "text"))
+    assert await fleets["learner"].forget_silent(900, learner.term) == {}
     for role, part in (("rollout", "r0"), ("learner", "learner")):
         await Phases(clients[role], run).enter(part, "starting", is_first=True)
     await RunControl(clients["learner"], run).pause("rewards fail")
     for user in ("gateway", "operator"):
         assert await RunControl(clients[user], run).pause_reason() == "rewards fail"
-        assert [notice.count for notice in await Notices(clients[user], run).newest_first()] == [1]
+        assert [notice.count for notice in await Notices(clients[user], run).newest_first()] == [2]
     assert set(await Phases(clients["gateway"], run).by_component()) == {"r0", "learner"}
     await RunControl(clients["gateway"], run).resume()
+    async with Heartbeats(clients["gateway"], run).beating("validator"):  # the feed has the user of the gateway
+        assert "validator" in await Heartbeats(clients["learner"], run).ages_s()
     async with Heartbeats(clients["learner"], run).beating("learner"):
         heartbeats, control = Heartbeats(clients["gateway"], run), RunControl(clients["gateway"], run)
-        snapshot = await RunSnapshot.take(gateway, fleets["gateway"], heartbeats, control)
-    assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {"e": 1.0}
-    assert snapshot.restarts == {"r0": 0, "learner": 0}
+        policies = PolicyRegistry(clients["gateway"], run)
+        snapshot = await RunSnapshot.take(
+            gateway, fleets["gateway"], heartbeats, control, policies, Phases(clients["gateway"], run), 15.0
+        )
+    assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {
+        "math/reward/mean@1": 1.0, "math/reward_model/mean@1": 0.5, "e": 1.0,
+    }  # fmt: skip
+    assert snapshot.restarts == {"r0": 0, "learner": 0, "validator": 0}
+    assert snapshot.redis_memory and 0 < snapshot.redis_memory.used_bytes < snapshot.redis_memory.limit_bytes
     created = CreatedRuns(clients["gateway"])
     assert await created.create(RunConfig(run="created", model=ModelConfig(path=Path("m")))) == await created.get(
         "created"
@@ -257,6 +295,9 @@ async def test_a_producer_reads_no_groups_and_no_manifests(
     await queues("gateway").submit([b"p"], [0], "")
     rollout = queues("rollout")
     lease = (await rollout.lease("reader", 8))[-1]
+    saved = SavedTokens(0, 0, b"tokens")
+    assert await rollout.save_tokens("reader", [(lease, saved), (lease, saved)]) == []
+    assert await rollout.saved_tokens(lease) == [saved], "what it has saved, it reads"
     await rollout.append(lease, b"group", 0)
     key = f"{prefix}group:{lease.prompt_id}:{lease.attempt}"
     for words in (("GET", key), ("MGET", key), ("HGETALL", f"{prefix}prompts"), ("HGET", f"{prefix}manifests", "1")):

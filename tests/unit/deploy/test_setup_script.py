@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TOOLS = ("bash", "cat", "cp", "dirname", "ls", "mkdir", "rm", "sh", "tail")
+TOOLS = ("bash", "cat", "cp", "dirname", "ls", "mkdir", "rm", "sed", "sh", "tail")
 STUB = """#!/bin/sh
 # Python and pip, as far as setup.sh calls them. Fails when its arguments contain $FAIL_AT.
 case "$*" in
@@ -20,8 +20,14 @@ case "$*" in
   cp "$0" "$3/bin/python" && cp "$(dirname "$0")/version" "$3/bin/"
   ;;
 "-m pip "*install*) echo "$*" >>"$CALLS" ;;
+"-m pip "*config*)
+  echo ":env:.find-links='/wheels'"
+  echo "global.extra-index-url='file:///a file:///b'"
+  echo "global.find-links='/none'"
+  ;;
 esac
 """
+TORCH = "torch==2.13.0+cpu"
 NETWORK = "check the network, the proxy and the free disk space"
 
 
@@ -92,6 +98,24 @@ def test_a_step_that_fails_names_itself_its_reason_and_the_remedy(
     assert "the reason of the stub" in result.stderr
     again = machine.set_up()
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_uv_installs_from_where_pip_would_and_pip_where_uv_cannot(machine: Machine, works: bool) -> None:
+    assert machine.set_up("run").returncode == 0
+    uv = machine.checkout / ".venv" / "bin" / "uv"
+    uv.write_text(
+        '#!/bin/sh\necho "uv $UV_EXTRA_INDEX_URL $UV_FIND_LINKS ${UV_DEFAULT_INDEX:-pypi}: $*" >>"$CALLS"\n'
+        f"exit {int(not works)}\n"
+    )
+    uv.chmod(0o755)
+    result = machine.set_up("dev")
+    assert result.returncode == 0, result.stderr
+    called = machine.installed().splitlines()
+    assert f"uv file:///a file:///b /wheels pypi: pip install --python .venv/bin/python {TORCH}" in called
+    installed_by_pip = [call for call in called if call.startswith("-m pip")]
+    assert any(TORCH in call for call in installed_by_pip) is not works
+    assert any("requirements-dev.txt" in call for call in installed_by_pip) is not works
 
 
 def test_without_any_python_it_says_which_to_install(machine: Machine) -> None:

@@ -104,4 +104,4 @@ def test_with_an_adapter_the_policy_is_its_own_reference() -> None:
 
 
 def test_a_private_ray_offers_what_the_placement_needs() -> None:
-    assert num_cpus(LearnerConfig(placement="standalone"), ROLES) == 4
+    assert num_cpus(LearnerConfig(placement="standalone"), ROLES) == 3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from penstock.config.rewards import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
@@ -57,6 +59,10 @@ def test_gsm8k_flexible_takes_the_last_number(solution: str, expected: float) ->
     assert score(Gsm8kReward(method="flexible"), solution, "72") == expected
 
 
+def test_gsm8k_takes_the_number_of_a_solution_of_the_dataset() -> None:
+    assert score(Gsm8kReward(), "#### 1234", "She sold 1,200 and 34 clips.\n#### 1,234") == 1.0
+
+
 def test_gsm8k_scores_are_configurable() -> None:
     reward = Gsm8kReward(format_score=0.0, correct_score=2.0)
     assert [score(reward, text, "7") for text in ("#### 7", "#### 8", "7")] == [2.0, 0.0, 0.0]
@@ -94,6 +100,13 @@ def test_regex_can_ignore_case() -> None:
         (r"The final answer is $10\sqrt{3}$.", r"10\sqrt{3}", 1.0),
         (r"Answer: \boxed{204}", 204, 1.0),  # AIME's integers
         (r"\boxed{113}", "204", 0.0),
+        (r"\boxed{3} wait \boxed{4}", "4", 1.0),  # the last box counts
+        (r"\boxed{3} wait \boxed{4}", "3", 0.0),
+        (r"\fbox{4}", "4", 1.0),
+        (r"\boxed{3} \fbox{4}", "4", 1.0),
+        (r"so $\boxed 5$", "5", 1.0),
+        (r"\boxed{\frac{1}{2}} and then \boxed{", r"\frac12", 1.0),  # a box that was cut off does not count
+        (r"\boxed{4}, which is 2+2", "4", 1.0),
         ("I do not know.", "204", 0.0),
     ],
 )
@@ -120,6 +133,11 @@ def test_return_values_that_are_rewards(returned: Any, expected: Any) -> None:
     assert normalise_score(returned) == expected
 
 
+def test_parts_may_be_scalars_of_numpy_and_torch() -> None:
+    returned = {"score": np.float32(1), "acc": np.bool_(True), "short": torch.tensor(0.5), "all": np.ones(2)}
+    assert normalise_score(returned) == (1.0, {"score": 1.0, "acc": 1.0, "short": 0.5})
+
+
 @pytest.mark.parametrize(
     "returned",
     [
@@ -143,6 +161,9 @@ def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
         ("aime_2024", "math"),
         ("math_dapo", "math"),
         ("codecontests", "code"),
+        ("hiyouga/geometry3k", "math"),
+        ("searchR1_nq", "search_qa"),
+        ("lighteval/MATH", "math"),
         ("somebody/else", "exact_match"),
         ("", "exact_match"),
     ],
@@ -178,7 +199,14 @@ def test_an_unknown_data_source_is_logged_once(caplog: pytest.LogCaptureFixture)
 
 def test_a_function_file_must_exist_and_have_the_function(tmp_path: Any) -> None:
     path = tmp_path / "reward.py"
-    settings = {"kind": "function", "file": str(path), "name": "compute_score", "kwargs": {}, "timeout_s": 1.0}
+    settings = {
+        "kind": "function",
+        "file": str(path),
+        "name": "compute_score",
+        "kwargs": {},
+        "batch": False,
+        "timeout_s": 1.0,
+    }
     for content, message in ((None, "there is no file"), ("1/0", "ZeroDivisionError"), ("x = 1", "no .compute_score")):
         if content is not None:
             path.write_text(content)

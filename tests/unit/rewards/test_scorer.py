@@ -46,6 +46,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         ctypes.CDLL(None).sleep(999)
     if verb == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if verb == "die-once" and not os.path.exists(rest):
+        open(rest, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
     if verb == "exit":
         sys.exit(3)
     if verb == "raise":
@@ -70,6 +73,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 async def later(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)
     return 0.75
+
+def together(data_sources, solution_strs, ground_truths, extra_infos, top=1.0):
+    """The longest response of a prompt is the best one."""
+    if "raise" in solution_strs:
+        raise ValueError("all fail")
+    if "short" in solution_strs:
+        return [0.0]
+    longest = max(map(len, solution_strs))
+    return [{"score": top * (len(text) == longest), "pred": text} for text in solution_strs]
+
+class Counting:
+    """Counts its calls, as a class with state may."""
+    def __init__(self, start):
+        self.calls = start
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        self.calls += 1
+        return float(self.calls)
 
 def swapped(solution_str, ground_truth, scale, *, extra_info=None, data_source=None, **others):
     return Graded(scale * (solution_str == ground_truth) * (data_source == "any") + others["bonus"]).score
@@ -121,6 +141,40 @@ async def test_arguments_are_passed_by_name_so_their_order_does_not_matter(make_
     assert await score(scorer, "7", "8") == [(2.5, {}), (0.5, {})]
 
 
+async def test_a_batch_function_scores_all_samples_of_a_prompt_in_one_call(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(function_name="together", function_batch=True, function_kwargs={"top": 2.0})
+    await scorer.check()
+    scores = await scorer.score("prompt 17", "any", ["a", "abc", "ab"], "7", {})
+    assert [(one.reward, one.answer) for one in scores] == [(0.0, "a"), (2.0, "abc"), (0.0, "ab")]
+    assert [reward for reward, _ in await score(scorer, "a", "raise")] == [0.0, 0.0]
+    assert [reward for reward, _ in await score(scorer, "a", "short")] == [0.0, 0.0]
+    assert errors(scorer) == {"exception": 4.0}
+
+
+async def test_a_class_is_made_once_in_each_process_and_called(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(function_name="Counting", function_kwargs={"start": 10}, num_processes=1)
+    await scorer.check()
+    assert sorted(reward for reward, _ in await score(scorer, "a", "b", "c")) == [11.0, 12.0, 13.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"function_name": "compute_score", "function_batch": True},
+            "cannot be called with data_sources, solution_strs",
+        ),
+        ({"function_name": "Counting"}, "cannot be called with no arguments by name"),
+        ({"function_name": "Graded", "function_kwargs": {"score": 1}}, "objects of Graded cannot be called"),
+    ],
+)
+async def test_a_function_of_the_wrong_form_is_refused(
+    make_scorer: MakeScorer, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await (await make_scorer(**fields)).check()
+
+
 async def test_the_reward_of_a_reward_model_is_zero_here_and_needs_no_process(make_scorer: MakeScorer) -> None:
     scorer = await make_scorer(by_data_source={"any": {"kind": "reward_model"}})
     await scorer.check()
@@ -151,6 +205,15 @@ async def test_failures_are_counted_by_kind_and_give_the_configured_value(make_s
         (-1.0, {}), (-1.0, {}), (-1.0, {}), (-1.0, {}), (1.0, {"score": 1.0, "length": 1.0, "index": 3.0}),
     ]  # fmt: skip
     assert errors(scorer) == {"exception": 2, "worker_died": 2}
+
+
+async def test_a_sample_whose_process_died_is_scored_once_more(make_scorer: MakeScorer, tmp_path: Path) -> None:
+    scorer = await make_scorer(num_processes=1)
+    died = tmp_path / "died"
+    assert await score(scorer, f"die-once {died}") == [
+        (0.0, {"score": 0.0, "length": float(len(f"die-once {died}")), "index": 3.0})
+    ]
+    assert died.exists() and errors(scorer) == {}
 
 
 async def test_users_are_told_of_failures_once_per_place_with_the_traceback(
@@ -302,7 +365,7 @@ async def test_a_remote_reward_is_posted_and_repeated(tmp_path: Path) -> None:
 
     scorer = remote(handler, api_key_file=tmp_path / "key")
     arguments = {"data_source": "d", "solution_str": "s", "ground_truth": [1], "extra_info": {"a": 1}}
-    assert await scorer.compute(arguments, 30) == (0.5, {"score": 0.5, "quality": 2.0})
+    assert (await scorer.compute(arguments, 30))[:2] == (0.5, {"score": 0.5, "quality": 2.0})
     assert len(seen) == 4 and json.loads(seen[-1].content) == arguments
     assert seen[-1].headers["Authorization"] == "Bearer k3y"
     await scorer.close()

@@ -20,7 +20,13 @@ compute_score = lambda **_: 1.0
 @pytest.mark.parametrize("way", ["requests end", "terminated"])
 def test_a_signal_while_python_shuts_down_prints_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "reward.py").write_text(TERMINATED_AT_ITS_END)
-    settings = {"kind": "function", "file": str(tmp_path / "reward.py"), "name": "compute_score", "kwargs": {}}
+    settings = {
+        "kind": "function",
+        "file": str(tmp_path / "reward.py"),
+        "name": "compute_score",
+        "kwargs": {},
+        "batch": False,
+    }
     text = json.dumps({"prepare": json.dumps(settings)}).encode()
     with subprocess.Popen(
         [sys.executable, "-m", "penstock_rollout.rewards.worker"],

@@ -101,12 +101,15 @@ def test_a_dotted_class_name_works_as_in_verl(
     ("text", "why"),
     [
         ("tools: [", "is not YAML"),
-        ("tools: []", "tools: List should have at least 1 item"),
-        ("tool: []", "tools: Field required"),
-        ("tools: [{class_name: a:B}]", "tools.0.tool_schema: Field required"),
-        (TOOL.replace("name: echo, ", ""), "tools.0.tool_schema.function.name: Field required"),
-        (TOOL.replace("type: function", "type: retrieval"), "tools.0.tool_schema.type: Input should be 'function'"),
-        (TOOL.replace("config", "confg"), "tools.0.confg: Extra inputs are not permitted"),
+        ("tools: []", "tools: must be at least 1 item long, not []"),
+        ("tool: []", "unknown key 'tool'; did you mean 'tools'?"),
+        (TOOL.partition("    tool_schema")[0], "tools.0.tool_schema is missing"),
+        (TOOL.replace("name: echo, ", ""), "tools[0].tool_schema.function.name is missing; give text"),
+        (
+            TOOL.replace("type: function", "type: retrieval"),
+            "tools[0].tool_schema.type: must be function, not 'retrieval'",
+        ),
+        (TOOL.replace("config", "confg"), "unknown key 'tools[0].confg'; did you mean 'config'?"),
         (TOOL + TOOL.replace("\ntools:", ""), "tools.1: a tool 'echo' was declared already"),
         (TOOL.replace("{name}", "Ekko"), "has no 'Ekko'"),
         (TOOL.replace("{name}", "NUMBER"), "is not a subclass of penstock_rollout.agents.tools.Tool"),
@@ -139,7 +142,7 @@ def test_a_wrong_tools_file_is_explained_in_one_line(
             INTERACTION.replace("{name}", "Echo"),
             "is not a subclass of penstock_rollout.agents.interactions.Interaction",
         ),
-        ("interaction: 3", "interaction: Input should be a valid list"),
+        ("interaction: 3", "interaction: must be a list, not 3"),
     ],
 )
 def test_a_wrong_interactions_file_is_explained_in_one_line(
@@ -181,6 +184,11 @@ def test_a_prompt_cannot_make_the_server_import_anything(tokenization: Tokenizat
 def test_an_unknown_agent_names_the_nearest(tokenization: Tokenization) -> None:
     with pytest.raises(InvalidInput, match="did you mean 'tool_agent'"):
         load(tokenization).find("tools_agent")
+
+
+def test_an_unknown_default_agent_is_found_at_the_start(tokenization: Tokenization) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.agents\.default_agent: unknown agent 'tool_agnt'; did you mean"):
+        load(tokenization, default_agent="tool_agnt")
 
 
 def test_a_template_that_refuses_tools_is_found_at_the_start(tmp_path: Path, code: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.offline.answer_rows import AnswerRow
 from penstock_rollout.offline.answer_store import PART_ROWS, AnswerStore
-from penstock_rollout.offline.prompt_columns import json_column
+from penstock_rollout.offline.prompt_columns import json_column, prompt_columns
 
 TIMEOUT_S = 20.0
 SETTINGS = {"model": "/a/model", "sampling": "n 2"}
@@ -157,3 +157,10 @@ def test_a_failed_row_says_why(tmp_path: Path) -> None:
 def test_any_json_fits_a_column(values: list[Any], back: list[Any], tmp_path: Path) -> None:
     parquet.write_table(pa.table({"x": json_column(values)}), tmp_path / "x.parquet")
     assert parquet.read_table(tmp_path / "x.parquet")["x"].to_pylist() == back
+
+
+def test_tool_calls_of_a_prompt_are_written_too() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    prompt = Prompt(messages=(("user", "2+2?"), ("assistant", "")), message_fields={1: {"tool_calls": [call]}})
+    [row] = prompt_columns([prompt])["prompt"].to_pylist()
+    assert row[1] == {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -86,10 +86,11 @@ async def producing(
     stats: EngineStats | None = None,
     greedy_baseline: bool = False,
     prompt_timeout_s: float = 600.0,
+    reward: RewardConfig | None = None,
 ) -> AsyncIterator[tuple[MemoryReplayQueue, Producer]]:
     queue = MemoryReplayQueue(MemoryStore(), REPLAY)
     metrics = RolloutMetrics(CollectorRegistry())
-    scorer = Scorer(RewardConfig(), metrics)
+    scorer = Scorer(reward or RewardConfig(), metrics)
     agents = Agents.load(config, 4096, tokenization)
     maker = GroupMaker(
         "test", "rollout-0", engine, tokenization, scorer, metrics, agents, greedy_baseline,  # type: ignore[arg-type]
@@ -134,6 +135,7 @@ async def made(queue: MemoryReplayQueue, prompt_id: int) -> Group:
         ({"scored_text": "last_turn"}, 1.5, 1.0),
         ({"scored_text": "response"}, 0.5, 0.0),
         ({"scored_text": "last_turn", "turn_rewards": "replace"}, 0.5, 1.0),
+        ({"scored_text": "last_turn", "turn_rewards": "record"}, 1.0, 1.0),
     ],
 )
 async def test_a_tool_group_survives_the_wire(
@@ -162,6 +164,72 @@ async def test_a_tool_group_survives_the_wire(
         assert (trajectory.min_version, trajectory.max_version) == (2, 5)
         assert trajectory.reward == reward
         assert trajectory.reward_parts == {"score": score, "turn_1": 0.5, "turn_2": 0.0}
+
+
+async def test_a_prompt_without_an_agent_gets_the_default_one(tokenization: Tokenization, tools_file: Path) -> None:
+    config = AgentsConfig(tools_file=tools_file, default_agent="tool_agent")
+    async with producing(tokenization, ScriptedEngine([CALL, ANSWER]), config) as (queue, _):
+        [prompt_id] = await submit(queue)
+        group = await made(queue, prompt_id)
+    assert group.agent_name == "tool_agent"
+    assert group.trajectories[0].reward_parts["turn_1"] == 0.5, "its tools were offered"
+
+
+async def test_reward_functions_get_the_turns_of_each_sample(
+    tokenization: Tokenization, tools_file: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': sum(extra_info['tool_rewards']) + extra_info['index'],\n"
+        "            'turns': extra_info['num_turns'], 'scores': len(extra_info['turn_scores'])}\n"
+    )
+    config = AgentsConfig(tools_file=tools_file, turn_rewards="record")
+    async with producing(
+        tokenization, ScriptedEngine([CALL, ANSWER]), config, reward=RewardConfig(function_file=file)
+    ) as (queue, _):
+        ids = await submit(queue, agent_name="tool_agent", extra_info={"index": 4})
+        group = await made(queue, ids[0])
+    [trajectory] = group.trajectories
+    assert (trajectory.reward, trajectory.reward_parts["turns"], trajectory.reward_parts["scores"]) == (4.5, 4, 0)
+    assert trajectory.token_rewards == (), "recorded rewards are not trained"
+
+
+@pytest.mark.parametrize(
+    ("config", "reward", "first", "answer_end"),
+    [
+        ({}, 2.75, 0.75, 2.0),
+        ({"turn_rewards": "replace"}, 0.5, 0.5, None),
+        ({"turn_rewards": "last"}, 0.0, None, None),
+        ({"turn_rewards": "record"}, 2.25, 0.25, 2.0),
+    ],
+)
+async def test_a_reward_function_scores_turns_and_places_of_the_text(
+    tokenization: Tokenization,
+    tools_file: Path,
+    tmp_path: Path,
+    config: Any,
+    reward: float,
+    first: Any,
+    answer_end: Any,
+) -> None:
+    """The tool gives 0.5 for the first turn. The function adds 0.25 to it, and 2 to the last letter of the answer."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'turn_scores': [0.25], 'text_scores': [[len(solution_str) - 1, 2.0]]}\n"
+    )
+    engine = ScriptedEngine([CALL, ANSWER])
+    agents, scoring = AgentsConfig(tools_file=tools_file, **config), RewardConfig(function_file=tmp_path / "reward.py")
+    async with producing(tokenization, engine, agents, reward=scoring) as (queue, _):
+        (prompt_id,) = await submit(queue, agent_name="tool_agent")
+        (trajectory,) = (await made(queue, prompt_id)).trajectories
+    last = len(trajectory.token_ids) - 1
+    assert trajectory.token_ids[last] == END, "the end token has no letter"
+    placed = {len(CALL) - 1: first, last - 1: answer_end}
+    assert {one.index: one.reward for one in trajectory.token_rewards} == {
+        index: value for index, value in placed.items() if value is not None
+    }
+    assert trajectory.reward == reward
 
 
 async def test_a_custom_agent_makes_a_group(tokenization: Tokenization) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from penstock.cancellation import end_task
 from penstock.errors import DeadlineExceeded, InvalidInput, PenstockError
-from penstock.trajectory import VersionSegment
-from penstock_rollout.agents.episode import Episode, combine_rewards
+from penstock.trajectory import TokenReward, VersionSegment
+from penstock_rollout.agents.episode import Episode, combine_rewards, token_rewards_of
 from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
 from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
 from penstock_rollout.agents.tools import Tool
@@ -78,6 +79,10 @@ async def test_the_model_tries_until_the_interaction_is_done(tokenization: Token
     episode = await interaction_agent(context)
     assert (episode.finish_reason, episode.turn_rewards, episode.final_reward) == ("stop", (-0.1, 1.0), 0.25)
     assert episode.reward_parts == {"asked": 2}
+    last_of_first = int(np.flatnonzero(episode.loss_mask == 0)[0]) - 1
+    placed = token_rewards_of(episode, "sum")
+    assert placed == (TokenReward(last_of_first, -0.1), TokenReward(len(episode.token_ids) - 1, 1.0))
+    assert token_rewards_of(episode, "last") == ()
     assert teacher.events[0] == ("start", "7.1.0", {"wanted": "ok"})
     assert teacher.events[2] == [
         {"role": "user", "content": "hi"},
@@ -193,6 +198,15 @@ def test_how_rewards_combine(how: Any, final: float | None, reward: float) -> No
     assert combined == reward
     expected = {"score": 10.0, "format": 1.0, "turn_1": -0.25, "turn_2": 2.0, "asked": 2.0}
     assert parts == expected | ({} if final is None else {"final": final})
+
+
+def test_rewards_of_tokens_are_summed_and_stay_at_their_token() -> None:
+    episode = replace(
+        episode_of((1.0,), None), token_ids=np.zeros(3, np.int32), loss_mask=np.ones(3, np.uint8),
+        token_rewards={0: 0.5, 2: 0.25},
+    )  # fmt: skip
+    assert combine_rewards((10.0, {}), episode, "sum")[0] == 11.75
+    assert token_rewards_of(episode, "replace") == (TokenReward(0, 0.5), TokenReward(2, 1.25))
 
 
 @pytest.mark.parametrize("how", ["sum", "replace", "last"])

@@ -124,6 +124,20 @@ async def test_a_snapshot_is_not_loaded_during_a_push_and_a_refused_one_not_agai
     assert await server.report("STALE") == "STALE" and server.loaded == [3]
 
 
+async def test_the_version_of_the_metrics_is_that_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A push whose publisher has given up still loads its version, and no answer of it sets the metric."""
+    server = Server(monkeypatch, tmp_path)
+    server.registry.current = server.engine.policy_version = 7
+    metrics = server.membership.metrics
+    server.membership._enter(await server.report("EVICTED"))
+    assert (metrics.version.labels("rollout")._value.get(), metrics.pinned._value.get()) == (7, 0)
+    server.registry.pinned = 7
+    server.membership._enter(await server.report("READY"))
+    assert metrics.pinned._value.get() == 1
+
+
 async def test_waiting_for_a_push_ends_with_the_push_or_its_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

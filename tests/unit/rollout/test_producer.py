@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from groups import make_group
 from penstock.cancellation import end_task
-from penstock.codec import encode_prompt
+from penstock.codec import decode_group, encode_prompt
+from penstock.config.learner import RewardModelConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
 from penstock.errors import PoisonGroup
@@ -44,7 +47,7 @@ class SlowAnswers(MemoryReplayQueue):
 
 
 class Maker:
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+    async def make(self, lease: Lease, prompt: Prompt, *_: object) -> Group:
         return make_group(lease.prompt_id)
 
 
@@ -67,6 +70,44 @@ async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> 
         for loop in loops:
             await end_task(loop)
     assert list(producer._outbox) == [1]
+
+
+class LateAppends(MemoryReplayQueue):
+    """Takes no group before `open` is set. Sets `asked` when the first one comes."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__(MemoryStore(), config)
+        self.open, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        self.asked.set()
+        await self.open.wait()
+        return await super().append_many(groups)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+async def test_a_server_that_ends_appends_its_finished_groups_first(
+    arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_rollout.groups.producer.LAST_APPEND_S", 20.0 if arrives else 0.05)
+    replay = ReplayConfig()
+    queue = LateAppends(replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)], [0], "")
+    maker: Any = Maker()
+    metrics = RolloutMetrics(CollectorRegistry())
+    producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
+    leasing = asyncio.create_task(producer.lease_loop())
+    async with asyncio.timeout(20):
+        await queue.asked.wait()
+        await end_task(leasing)
+        if arrives:
+            asyncio.get_running_loop().call_later(0.05, queue.open.set)
+        await producer.drain()
+    assert (await queue.stat()).queued == int(arrives)
+    leased = await queue.lease("other", 1)
+    assert len(leased) == int(not arrives), "a prompt whose group does not arrive is given back"
+    assert (await queue.stat()).conservation_error == 0
 
 
 async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +135,7 @@ class BadWeights:
 
     are_good = False
 
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+    async def make(self, lease: Lease, prompt: Prompt, *_: object) -> Group:
         await asyncio.sleep(0)
         if not self.are_good:
             raise PoisonGroup("non_finite", "trajectory 0: a log-prob or the reward is not finite")
@@ -123,3 +164,51 @@ async def test_bad_weights_pause_leasing_and_bury_no_prompt(caplog: pytest.LogCa
     assert queue.store.dead == [] and queue.store.breakers == {}
     [pause] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "leasing pauses" in pause.message and "non_finite" in pause.message and "\n" not in pause.message
+
+
+async def test_groups_of_validations_are_kept_for_the_reward_model_that_scores_them() -> None:
+    replay = ReplayConfig()
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=4)
+    for name in ("validation-math-5", "once"):
+        prompts = [replace(prompt, evaluation_id=name, data_source=source) for source in ("chat", "rules")]
+        await queue.create_evaluation(name, [encode_prompt(each) for each in prompts])
+    maker: Any = Maker()
+    producer = Producer(
+        queue, "server", maker, RolloutConfig(), replay, RolloutMetrics(CollectorRegistry()), may_lease=lambda: True,
+        reward_model=RewardModelConfig(path=Path("rm"), data_sources=("chat*",)),
+    )  # fmt: skip
+    leasing = asyncio.create_task(producer.lease_loop())
+    async with asyncio.timeout(20):
+        while any([(await queue.get_evaluation(name)).num_finished < 2 for name in ("validation-math-5", "once")]):
+            await asyncio.sleep(0.01)
+        await end_task(leasing)
+    [prompt_id] = (await queue.kept_groups("validation-math-5")).prompt_ids
+    [payload] = await queue.fetch_kept("validation-math-5", [prompt_id])
+    assert decode_group(payload).prompt_id == prompt_id
+    assert (await queue.kept_groups("once")).prompt_ids == (), "the learner does not see its scores"
+
+
+async def test_validations_record_the_accuracy_that_rewards_say() -> None:
+    class Accurate(Maker):
+        async def make(self, *arguments: Any, **keywords: Any) -> Group:
+            group = await super().make(*arguments, **keywords)
+            samples = [
+                replace(t, reward_parts={"acc": float(place == 0)}) for place, t in enumerate(group.trajectories)
+            ]
+            return replace(group, trajectories=tuple(samples))
+
+    replay = ReplayConfig()
+    queue = MemoryReplayQueue(MemoryStore(), replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=4)
+    held_out = replace(prompt, evaluation_id="validation-math-1", data_source="aime")
+    await queue.create_evaluation("validation-math-1", [encode_prompt(held_out)])
+    maker: Any = Accurate()
+    metrics = RolloutMetrics(CollectorRegistry())
+    producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
+    leasing = asyncio.create_task(producer.lease_loop())
+    async with asyncio.timeout(20):
+        while (await queue.get_evaluation("validation-math-1")).num_finished < 1:
+            await asyncio.sleep(0.01)
+        await end_task(leasing)
+    assert (await queue.get_evaluation("validation-math-1")).by_source["aime"]["acc/mean@4"] == 0.25

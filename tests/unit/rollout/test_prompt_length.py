@@ -74,7 +74,7 @@ class Maker:
     def __init__(self) -> None:
         self.tokenization = Tokenization(MODEL, fit("filter", 6).fit)
 
-    async def make(self, lease: Lease, prompt: Prompt) -> Group:
+    async def make(self, lease: Lease, prompt: Prompt, *_: object) -> Group:
         self.tokenization.prompt_ids(prompt)
         await asyncio.Event().wait()
         raise AssertionError

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jsonschema import Draft202012Validator
-from safetensors.torch import load_file
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.trajectory import Sampling, VersionSegment
 from penstock_rollout.engines.factory import resolve_engine_name
-from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.sglang.messages import Response, generate_body, read_event
 from penstock_rollout.engines.sglang.start import server_arguments
-from penstock_rollout.engines.sglang.weight_file import WeightFile
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "sglang_protocol" / "schema.json").read_text())
 
 
 def body(sampling: Sampling) -> dict[str, Any]:
     return generate_body(
-        "r", (3, 4), sampling, max_tokens=5, stop_ids=[1], seed=7, salt="5", every_token=False
+        "r", (3, 4), sampling, max_tokens=5, stop_ids=[1], seed=7, salt="5", chunk_tokens=64
     )  # fmt: skip
 
 
@@ -72,7 +66,7 @@ def test_extra_arguments_are_appended_and_replace_defaults() -> None:
     assert "--enable-deterministic-inference" not in words and "--disable-overlap-schedule" not in words
 
 
-@pytest.mark.parametrize("name", ["api_key", "host", "weight_version", "dp_size"])
+@pytest.mark.parametrize("name", ["api_key", "host", "weight_version", "dp_size", "pp_size"])
 def test_arguments_that_the_guarantees_rest_on_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"may not set {name}"):
         arguments(extra={name: "1"})
@@ -107,32 +101,6 @@ def test_spans_that_leave_tokens_out_are_an_error() -> None:
         response.take((VersionSegment(0, 2, 4),), "stop")
 
 
-def test_the_engine_is_one_receiver_whatever_its_parallelism(tmp_path: Path) -> None:
-    """The learner counts one rank per device."""
-    config = EngineConfig(name="sglang", tensor_parallel_size=4)
-    assert SglangEngine(config, tmp_path, "bfloat16", seed=0).devices == ("cpu",)
-
-
 def test_sglang_that_is_not_installed_is_not_replaced() -> None:
     with pytest.raises(ConfigError, match="sglang is not installed"):
         resolve_engine_name(EngineConfig(name="sglang"))
-
-
-def test_a_weight_file_can_be_loaded_by_another_process_until_it_is_removed() -> None:
-    tensors = {
-        "a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
-        "b": torch.tensor(2.5),
-        "c": torch.zeros(0, 4, dtype=torch.float16),
-    }
-    file = WeightFile.write(tensors.items())
-    path = file.folder / "model.safetensors"
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(loaded[name], tensor)
-    code = "import sys; from safetensors import safe_open; print(*safe_open(sys.argv[1], 'np').keys())"
-    found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["a", "b", "c"]
-    assert file.folder.stat().st_mode & 0o077 == 0, "only the owner may read it"
-    file.remove()
-    assert not file.folder.exists()

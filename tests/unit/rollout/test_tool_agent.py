@@ -193,6 +193,24 @@ async def test_the_last_turn_calls_no_tools(tokenization: Tokenization) -> None:
     assert tuple(episode.token_ids[episode.last_turn_start :].tolist()) == turn
 
 
+async def test_a_limit_on_replies_ends_the_sample_after_the_next_turn(tokenization: Tokenization) -> None:
+    tool = Recorder()
+    engine = ScriptedEngine([called(call("add", a=1, b=1))] * 9)
+    episode = await tool_agent(make_context(engine, tokenization, tools=[tool], max_user_turns=2))
+    assert (len(engine.requests), tool.names.count("execute"), episode.finish_reason) == (3, 2, "length")
+    assert episode.info_for_rewards == {"num_turns": 6, "tool_rewards": [0.5, 0.5], "turn_scores": []}
+
+
+async def test_a_tool_may_have_its_own_deadline(tokenization: Tokenization) -> None:
+    tools = [Recorder("slow", sleep_s=0.2), Recorder("hung", sleep_s=60)]
+    turn = (*called(call("slow", a=1, b=1))[:-1], *called(call("hung")))
+    context = make_context(
+        ScriptedEngine([turn, ANSWER]), tokenization, tools=tools, tool_timeout_s=60, tool_timeouts_s={"hung": 0.05},
+    )  # fmt: skip
+    text = inserted_text(context, await tool_agent(context))
+    assert "[2]" in text and "hung did not answer within 0.05 s" in text
+
+
 async def test_an_answer_without_room_ends_the_sample(tokenization: Tokenization) -> None:
     turn = called(call("add", a=1, b=1))
     engine = ScriptedEngine([turn, ANSWER])

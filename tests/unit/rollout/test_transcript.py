@@ -224,3 +224,19 @@ async def test_experts_of_all_turns_are_joined_and_each_tokens_first_report_coun
     assert experts is not None and experts.shape == (prompt + len(episode.token_ids) - 1, 1, 2)
     assert experts[:, 0, 0].tolist() == list(range(len(experts)))
     assert experts[:, 0, 1].tolist() == [0] * len(alone) + [1] * (len(experts) - len(alone))
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"), [(("ca",), "abca", "stop"), (("zz", "b"), "ab", "stop"), (("zz",), "abcabc", "stop")]
+)
+async def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it(
+    tokenization: Tokenization, stop: tuple[str, ...], text: str, reason: str
+) -> None:
+    engine = ScriptedEngine([(*spelled("abcabc"), END)])
+    context = make_context(engine, tokenization)
+    transcript = Transcript(replace(context, sampling=replace(context.sampling, stop=stop)))
+    turn = await transcript.sample_turn()
+    episode = transcript.episode(turn.finish_reason)
+    assert (tokenization.text(episode.token_ids.tolist()), turn.finish_reason) == (text, reason)
+    assert len(episode.log_probs) == len(episode.token_ids) == episode.segments[-1].end == episode.loss_mask.sum()
+    assert not engine.running, "the request was aborted"

@@ -65,6 +65,7 @@ class NcclSender:
                 enqueued.append(self._relay_of(group, shipment).send(pointer, num_bytes, deadline))
         while enqueued:
             group.wait(enqueued.popleft(), deadline)
+        group.wait_for_barrier(deadline)  # a member that fails in its commit must not cut off another one
 
     def close(self, *, failed: bool) -> None:
         if failed:

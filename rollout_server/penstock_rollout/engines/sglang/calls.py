@@ -99,7 +99,7 @@ class SglangCalls:
         await self._post("/continue_generation", {"torch_empty_cache": False})
 
     async def load_weights(self, folder: Path, policy_version: int, *, flush_cache: bool) -> None:
-        """Load the folder's weights and set the version, between two steps.
+        """Load the weights that `folder` stands for and set the version, between two steps.
 
         Raises WeightPushFailed if the load failed. The state of SGLang's weights is unknown then, because it does not
         restore the old ones."""

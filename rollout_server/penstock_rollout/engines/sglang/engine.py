@@ -1,7 +1,7 @@
-"""The SGLang engine: SGLang's server in a child process, called by HTTP; weights staged in this process.
+"""The SGLang engine: SGLang's server in a child process, called by HTTP; weights staged in its scheduler processes.
 
-How a version flips: this process receives and hashes the new weights while SGLang decodes, and writes them as a model
-folder in memory. Then SGLang is paused, loads that folder with the new version number, and is resumed. SGLang stamps
+How a version flips: each scheduler process receives and hashes the new weights in threads beside the decoding
+(plugin.py). Then SGLang is paused, loads the staged weights with the new version number, and is resumed. SGLang stamps
 the tokens itself. The stamps are exact because the version changes only while no step is in flight. SGLang's overlap
 scheduler could leave a step in flight. It is off if the KV cache is kept; otherwise the pause drains the step.
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.config.rollout import EngineConfig
-from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
+from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
 from penstock.ports import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
@@ -38,12 +40,11 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.sglang.calls import SglangCalls
-from penstock_rollout.engines.sglang.messages import Event, Response, generate_body, read_event
+from penstock_rollout.engines.sglang.messages import FIRST_TOKEN_ONLY, Event, Response, generate_body, read_event
+from penstock_rollout.engines.sglang.plugin import announce_plugin
 from penstock_rollout.engines.sglang.server import SglangServer
+from penstock_rollout.engines.sglang.stage_socket import StageCalls
 from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
-from penstock_rollout.engines.sglang.weight_file import WeightFile
-from penstock_rollout.weights.stage import WeightStage
-from penstock_rollout.weights.stage_slot import StageSlot
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class _Running:
     spans_flip: bool = False
     """The version has flipped since the first token. The versions of later tokens are known only at the end."""
     rid: str = ""
+    interrupted: bool = False
+    """It was aborted by `interrupt`, which is no failure."""
     superseded: bool = False
     """It was aborted before its first token and will be submitted again under a newer version."""
 
@@ -72,8 +75,6 @@ class SglangEngine:
     """Implements Engine. It can be started once and stopped once."""
 
     name = "sglang"
-    devices = ("cpu",)
-    """This process receives the weights once, in host memory, whatever the number of GPUs."""
 
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
@@ -94,7 +95,12 @@ class SglangEngine:
         """Cleared during a flip. A request that arrives then is submitted after the flip, under the new version."""
         self._idle = asyncio.Event()
         """Set while no request runs."""
-        self._slot = StageSlot(model_path)
+        self._folder: Path | None = None
+        """Private to this engine: the sockets of SGLang's schedulers, and the names by which versions are loaded."""
+        self._schedulers: StageCalls
+        self._devices: tuple[str, ...] = ()
+        self._staged: weights_pb2.WeightManifest | None = None
+        self._retained_version: int | None = None
         self._broken = "it was not started"
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +119,11 @@ class SglangEngine:
 
     @property
     def retained_version(self) -> int | None:
-        return self._slot.retained_version
+        return self._retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._devices
 
     async def start(self, policy_version: int) -> None:
         self._stop_ids = list(stop_token_ids(self._model_path))
@@ -122,9 +132,14 @@ class SglangEngine:
         arguments = server_arguments(
             self._config, self._model_path, self._dtype, self._seed, policy_version=policy_version, port=port
         )
-        self._server = SglangServer(self._module, arguments, port, self._break)
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-sglang-"))
+        self._schedulers = StageCalls(self._folder, self._config.tensor_parallel_size)
+        self._server = SglangServer(self._module, arguments, port, self._break, announce_plugin(self._folder))
         self._calls = self._server.calls
         await self._server.start()
+        if not self._schedulers.are_served:
+            raise ConfigError("SGLang did not load Penstock's plugin; its output says why")
+        self._devices = await self._schedulers.devices()
         self._policy_version = policy_version
         self._broken = ""
         self._open.set()
@@ -137,7 +152,7 @@ class SglangEngine:
         try:
             while True:
                 await self._open.wait()
-                if self._stopping:
+                if self._stopping or running.interrupted:
                     yield _aborted()
                     return
                 await self.check_health()
@@ -156,6 +171,12 @@ class SglangEngine:
     def _check(self, request: GenerateRequest) -> None:
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        if request.constraint is not None:
+            raise InvalidInput("response_format", "cannot be used with the sglang engine; use torch")
+        if request.sampling.min_p:
+            raise InvalidInput(
+                "sampling.min_p", "SGLang reports no log-probs under min_p; use top_k, or another engine"
+            )
         num_tokens, limit = len(request.prompt_token_ids), self._config.max_model_len
         if not 0 < num_tokens < limit:
             raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
@@ -203,12 +224,12 @@ class SglangEngine:
             # Never None: SGLang would use the same seed for all such requests, and samples of a prompt would be equal.
             seed=self._seeds.getrandbits(63) if seed is None else seed % 2**63,
             salt=f"{running.version}.{self._num_loads}",
-            every_token=request.stream,
+            chunk_tokens=request.min_chunk_tokens if request.stream else FIRST_TOKEN_ONLY,
         )
 
     def _last_chunk(self, response: Response, running: _Running, event: Event) -> TokenChunk:
         reason = event.finish_reason or {}
-        if "status_code" in reason and not self._stopping:
+        if "status_code" in reason and not self._stopping and not running.interrupted:
             raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
         if event.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
             raise Unavailable("SGLang did not report which version produced which tokens of a response")
@@ -218,26 +239,29 @@ class SglangEngine:
         with suppress(Unavailable):
             await self._calls.abort(rid)
 
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        for running in [self._running[name] for name in request_ids if name in self._running]:
+            running.interrupted = True
+            if running.is_submitted:
+                await self._abort(running.rid)
+
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         check_manifest(announcement.manifest, self._shapes)
-        self._slot.begin(announcement)
+        self._staged = announcement.manifest
+        await self._schedulers.stage(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
+        manifest = self._staged
+        receive_s = await self._schedulers.verify(policy_version, bucket_checksums, timeout_s)
+        assert manifest is not None and manifest.policy_version == policy_version
         digest = weights_digest(bucket_checksums)
-        return await asyncio.shield(asyncio.create_task(self._load(stage, digest)))
+        return await asyncio.shield(asyncio.create_task(self._flip(manifest, digest, receive_s)))
 
-    async def _load(self, stage: WeightStage, digest: str) -> CommitReport:
-        """Write the verified stage to memory and flip to it. Runs to its end even if the caller is cancelled."""
-        file = await asyncio.to_thread(WeightFile.write, stage.tensors())
-        try:
-            return await self._flip(stage, digest, file.folder)
-        finally:
-            await asyncio.to_thread(file.remove)  # frees the memory of the whole model
-
-    async def _flip(self, stage: WeightStage, digest: str, folder: Path) -> CommitReport:
-        """Load the folder and flip. If that fails, the state of the weights is unknown: the engine stops serving."""
-        policy_version, keep = stage.manifest.policy_version, self._config.keep_kv_cache
+    async def _flip(self, manifest: weights_pb2.WeightManifest, digest: str, receive_s: float) -> CommitReport:
+        """Load the stage and flip. Runs to its end even if the caller is cancelled. If the load fails, the state of the
+        weights is unknown: the engine stops serving."""
+        assert self._folder is not None
+        policy_version, keep = manifest.policy_version, self._config.keep_kv_cache
         async with self._control:
             started = time.monotonic()
             in_flight = len(self._running)
@@ -245,9 +269,10 @@ class SglangEngine:
             try:
                 await self._calls.pause("in_place" if keep else "retract")
                 load_started = time.monotonic()
-                await self._calls.load_weights(folder, policy_version, flush_cache=not keep)
+                await self._calls.load_weights(self._folder / str(policy_version), policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
-                self._policy_version, self._weights_digest, self._slot.loaded = policy_version, digest, stage
+                self._policy_version, self._weights_digest = policy_version, digest
+                self._retained_version = policy_version if manifest.retain else None
                 self._num_loads += 1
                 self._supersede_unstarted()
                 await self._calls.resume()
@@ -258,7 +283,7 @@ class SglangEngine:
                     await self._calls.abort_all()
                 raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
             paused_s = time.monotonic() - started
-        return CommitReport(stage.receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
+        return CommitReport(receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
 
     def _supersede_unstarted(self) -> None:
         """Abort the requests without a token, and mark those that continue under the new version. Nothing decodes now.
@@ -278,7 +303,8 @@ class SglangEngine:
         self._open.set()
 
     async def abort_weights(self) -> None:
-        self._slot.abort()
+        with suppress(WeightPushFailed):
+            await self._schedulers.abort()
 
     def stats(self) -> EngineStats:
         """Return the load. SGLang's figures are from the last poll, so they are capped by the requests known here."""
@@ -303,12 +329,15 @@ class SglangEngine:
         self._stopping = True
         self._broken = self._broken or "it was stopped"
         self._open.set()
-        await self.abort_weights()
+        if server.is_alive:
+            await self.abort_weights()
         if server.is_alive and self._running:
             await self._abort_running()
         for task in list(self._tasks):
             await end_task(task)
         await server.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _abort_running(self) -> None:
         """Abort all requests, and wait a moment for them to deliver their last tokens."""

@@ -30,18 +30,18 @@ class Event:
 
 def generate_body(
     rid: str, prompt_token_ids: tuple[int, ...], sampling: Sampling, *,
-    max_tokens: int, stop_ids: list[int], seed: int, salt: str, every_token: bool,
+    max_tokens: int, stop_ids: list[int], seed: int, salt: str, chunk_tokens: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the body. It always asks for a stream, because the first message shows that the request has started.
 
-    Without `every_token` the second message is the last one."""
+    A message follows after each `chunk_tokens` tokens. With FIRST_TOKEN_ONLY, the second message is the last one."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_new_tokens": max_tokens,
         "stop_token_ids": stop_ids,
         "sampling_seed": seed,
-        "stream_interval": 1 if every_token else FIRST_TOKEN_ONLY,
+        "stream_interval": chunk_tokens,
     }
     body: dict[str, Any] = {
         "rid": rid,
@@ -51,14 +51,12 @@ def generate_body(
         "stream": True,
         "cache_salt": salt,
     }
-    if _is_nucleus(sampling):
-        params["top_k"] = NUCLEUS_TOP_K
+    if sampling.ignore_eos:
+        params |= {"ignore_eos": True, "stop_token_ids": []}
+    if sampling.is_truncated:
+        params["top_k"] = min(sampling.top_k or NUCLEUS_TOP_K, NUCLEUS_TOP_K)
         body["return_sampling_mask"] = True
     return body
-
-
-def _is_nucleus(sampling: Sampling) -> bool:
-    return sampling.top_p < 1 and sampling.temperature > 0
 
 
 def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Event:
@@ -66,7 +64,7 @@ def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Ev
     meta = message["meta_info"]
     num_tokens = max(meta.get("completion_tokens", num_seen), num_seen)
     num_new = num_tokens - num_seen
-    if _is_nucleus(sampling):
+    if sampling.is_truncated:
         log_probs = meta.get("output_token_sampling_logprobs", [])
     else:
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs", [])]

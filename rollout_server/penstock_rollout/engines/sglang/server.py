@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import REGISTRY
 
@@ -25,30 +25,40 @@ to drop the KV cache."""
 READY_POLL_S = 0.2
 LOAD_POLL_S = 0.5
 MAX_SILENT_POLLS = 3
-"""Number of polls in a row without an answer after which the server counts as hung."""
+"""Number of polls in a row without an answer, or with a stopped process, after which the server counts as hung."""
 
 
 class SglangServer:
     """Can be started once and stopped once. Calls `on_loss` once with the reason if the server dies or hangs."""
 
-    def __init__(self, module: str, arguments: Sequence[str], port: int, on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        port: int,
+        on_loss: Callable[[str], None],
+        environment: Mapping[str, str],
+    ) -> None:
         self.load = Load(waiting_requests=0, kv_cache_usage=0.0)
         self._module = module
         self._arguments = arguments
         self._on_loss = on_loss
+        self._environment = environment
         self._api_key = secrets.token_urlsafe(32)
         self.calls = SglangCalls(port, self._api_key)
         self._metrics = SglangMetrics(port)
         self._child: SglangChild | None = None
+        self._is_lost = False
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def is_alive(self) -> bool:
-        return self._child is not None and self._child.exit_code is None
+        """Whether SGLang runs and has not been given up as hung."""
+        return self._child is not None and self._child.exit_code is None and not self._is_lost
 
     async def start(self) -> None:
         """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes."""
-        self._child = child = await SglangChild.start(self._module, self._arguments, self._api_key)
+        self._child = child = await SglangChild.start(self._module, self._arguments, self._api_key, self._environment)
         while not await self.calls.is_ready():
             if child.exit_code is not None:
                 raise Unavailable(f"SGLang ended with code {child.exit_code} while it started; its output says why")
@@ -58,17 +68,24 @@ class SglangServer:
         self._watching = asyncio.create_task(self._watch(child), name="watch-sglang")
 
     async def _watch(self, child: SglangChild) -> None:
-        num_silent = 0
+        """Wait until SGLang ends, answers nothing, or one of its processes is stopped. Its HTTP process answers even if
+        a scheduler is stopped."""
+        num_silent, reason = 0, ""
         while child.exit_code is None and num_silent < MAX_SILENT_POLLS:
             try:
-                self.load = await self.calls.load()
-                num_silent = 0
+                if (stopped := child.stopped_process()) is None:
+                    self.load = await self.calls.load()
+                    num_silent = 0
+                else:
+                    num_silent, reason = num_silent + 1, f"its process {stopped} is stopped (SIGSTOP)"
             except Unavailable as error:
-                num_silent += 1
+                num_silent, reason = num_silent + 1, "SGLang does not answer"
                 logger.warning("%s", error)
             await asyncio.sleep(LOAD_POLL_S)
-        code = child.exit_code
-        self._on_loss("SGLang does not answer" if code is None else f"SGLang ended with code {code}")
+        if child.exit_code is not None:
+            reason = f"SGLang ended with code {child.exit_code}"
+        self._is_lost = True
+        self._on_loss(reason)
 
     async def stop(self) -> None:
         """End the child process and its children. Connections are closed first, because SGLang waits for them."""

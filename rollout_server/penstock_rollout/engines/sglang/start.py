@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SET_BY_PENSTOCK = frozenset(
     {
         "model_path", "host", "port", "api_key", "admin_api_key", "weight_version", "context_length", "tp_size",
         "skip_tokenizer_init", "incremental_streaming_output", "tokenizer_worker_num", "dp_size", "attn_dp_size",
-        "enable_metrics",
+        "pp_size", "enable_metrics",
     }
 )  # fmt: skip
 """Arguments that `extra` must not set: the engine's guarantees depend on them, or another setting decides them."""
@@ -85,13 +85,15 @@ class SglangChild:
         self._process = process
 
     @classmethod
-    async def start(cls, module: str, arguments: Sequence[str], api_key: str) -> SglangChild:
+    async def start(
+        cls, module: str, arguments: Sequence[str], api_key: str, environment: Mapping[str, str]
+    ) -> SglangChild:
         """Start the server. It inherits stdout and stderr."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock_rollout.engines.sglang.child", str(os.getpid()), module, *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            env=_environment(api_key),
+            env=_environment(api_key) | dict(environment),
         )  # fmt: skip
         return cls(process)
 
@@ -104,16 +106,39 @@ class SglangChild:
         """The exit code, or None while the process runs."""
         return self._process.returncode
 
+    def stopped_process(self) -> int | None:
+        """The id of a process of SGLang that a signal has stopped (state T), or None."""
+        return next((pid for pid in _with_descendants(self.pid) if _state(pid) == "T"), None)
+
     async def end(self) -> None:
-        """Terminate the server, then kill what is left of its process group."""
+        """Terminate the server, then kill what is left of its process group. A stopped process has to continue to
+        end."""
         if self.exit_code is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
+                os.killpg(self.pid, signal.SIGCONT)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+
+
+def _state(pid: int) -> str:
+    """The state of a process as Linux' /proc has it; empty if it is gone, or on another system."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    """A process and its descendants, parents first."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from _with_descendants(int(child))
 
 
 def _environment(api_key: str) -> dict[str, str]:

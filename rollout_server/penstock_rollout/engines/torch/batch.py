@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
+from penstock_rollout.engines.torch.constrained_output import RowConstraint
 from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
 
 
@@ -30,6 +31,7 @@ class Row:
     """Prompt and response so far."""
     generator: torch.Generator | None
     """The request's own generator. If None, the batch's generator is used."""
+    constraint: RowConstraint | None = None
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[ExpertIds] = field(default_factory=list)
@@ -37,6 +39,12 @@ class Row:
     finish_reason: FinishReason | None = None
     cancelled: bool = False
     num_delivered: int = 0
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether the row has ended, or streams and has enough tokens that were not delivered."""
+        num_new = len(self.log_probs) - self.num_delivered
+        return self.finish_reason is not None or (self.request.stream and num_new >= self.request.min_chunk_tokens)
 
     def take_chunk(self) -> TokenChunk:
         """Return the tokens that were not delivered yet."""
@@ -76,10 +84,10 @@ class DecodeBatch:
     def num_cached_tokens(self) -> int:
         return sum(len(row.tokens) - 1 for row in self.rows)
 
-    def new_row(self, request: GenerateRequest) -> Row:
+    def new_row(self, request: GenerateRequest, constraint: RowConstraint | None = None) -> Row:
         seed = request.sampling.seed
         generator = None if seed is None else torch.Generator(self._device).manual_seed(seed % 2**63)
-        return Row(request, list(request.prompt_token_ids), generator)
+        return Row(request, list(request.prompt_token_ids), generator, constraint)
 
     @torch.inference_mode()
     def join(self, rows: Sequence[Row], version: int) -> None:
@@ -141,7 +149,9 @@ class DecodeBatch:
             row.tokens.append(token_id)
             row.log_probs.append(log_prob)
             row.versions.append(version)
-            if token_id in self._stop_ids:
+            if row.constraint is not None:
+                row.constraint.accept(token_id)
+            if token_id in self._stop_ids and not row.request.sampling.ignore_eos:
                 row.finish_reason = "stop"
             elif len(row.log_probs) >= row.request.sampling.max_tokens or len(row.tokens) >= self._max_model_len:
                 row.finish_reason = "length"
@@ -151,11 +161,18 @@ class DecodeBatch:
 
         Sampling is an exponential race, argmax(p / e) with e ~ Exp(1), so each row can have its own generator.
         Temperature 0 takes the most likely token and reports its log-prob at temperature 1."""
+        for index, row in enumerate(rows):
+            if row.constraint is not None:
+                row.constraint.apply(logits[index])
         samplings = [row.request.sampling for row in rows]
         temperature = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=self._device)
         logits = logits / temperature[:, None]
         if any(sampling.top_p < 1 for sampling in samplings):
             logits = _nucleus(logits, torch.tensor([sampling.top_p for sampling in samplings], device=self._device))
+        if any(sampling.top_k for sampling in samplings):
+            logits = _most_likely(logits, [sampling.top_k for sampling in samplings])
+        if any(sampling.min_p for sampling in samplings):
+            logits = _likely(logits, torch.tensor([sampling.min_p for sampling in samplings], device=self._device))
         log_probs = logits.log_softmax(dim=-1)
         race = torch.empty_like(log_probs).exponential_(generator=self._generator)
         for index, row in enumerate(rows):
@@ -196,6 +213,20 @@ def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     unlikely = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[:, None]
     unlikely[:, -1] = False
     return logits.masked_fill(torch.zeros_like(unlikely).scatter(-1, order, unlikely), float("-inf"))
+
+
+def _most_likely(logits: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
+    """Mask all tokens but the `top_k` most likely ones of each row. 0 keeps all."""
+    num_tokens = logits.shape[-1]
+    kept = torch.tensor([min(k or num_tokens, num_tokens) for k in top_k], device=logits.device)
+    least = logits.sort(dim=-1, descending=True).values.gather(1, kept[:, None] - 1)
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def _likely(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Mask tokens that are less likely than `min_p` times the most likely one."""
+    least = logits.max(dim=-1, keepdim=True).values + min_p.log()[:, None]
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
 def _segments(versions: Sequence[int], start: int, end: int) -> tuple[VersionSegment, ...]:

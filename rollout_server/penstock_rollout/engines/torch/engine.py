@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
+from penstock_rollout.engines.torch.constrained_output import ConstraintCompiler
 from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
 from penstock_rollout.engines.torch.loading import load_into
 from penstock_rollout.weights.device_name import device_uuid
@@ -73,6 +74,7 @@ class TorchEngine:
         self._loop: asyncio.AbstractEventLoop
         self._model: Any
         self._batch: DecodeBatch
+        self._constraints: ConstraintCompiler
 
     @property
     def policy_version(self) -> int:
@@ -97,6 +99,7 @@ class TorchEngine:
         stop_ids = frozenset(stop_token_ids(self._model_path))
         recorder = ExpertRecorder(self._model) if self._report_experts else None
         self._batch = DecodeBatch(self._model, stop_ids, self._config.max_model_len, self._seed, recorder)
+        self._constraints = ConstraintCompiler(self._model_path, self._model.config.vocab_size)
         self._policy_version = policy_version
         self._broken = ""
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -111,7 +114,10 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
         self._check(request)
-        row = self._batch.new_row(request)
+        constraint = None
+        if request.constraint is not None:
+            constraint = await asyncio.to_thread(self._constraints.compile, request.constraint)
+        row = self._batch.new_row(request, constraint)
         queue = self._queues[row] = asyncio.Queue()
         self._running_ids.add(request.request_id)
         try:
@@ -128,6 +134,19 @@ class TorchEngine:
             del self._queues[row]
             self._running_ids.discard(request.request_id)
             self._change(lambda: None)
+
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        wanted = frozenset(request_ids)
+        rows = [row for row in self._queues if row.request.request_id in wanted]
+
+        def end() -> None:
+            for row in rows:
+                if row.finish_reason is None:
+                    row.finish_reason = "aborted"
+                    row.cancelled = True  # so that the next step drops it
+            self._deliver(rows)
+
+        await self._between_steps(end)
 
     def _check(self, request: GenerateRequest) -> None:
         if request.request_id in self._running_ids:
@@ -246,7 +265,7 @@ class TorchEngine:
 
     def _deliver(self, rows: list[Row]) -> None:
         """Pass the chunks of a whole step to the event loop in one call."""
-        ready = [row for row in rows if row.finish_reason is not None or row.request.stream]
+        ready = [row for row in rows if row.has_chunk]
         if ready:
             self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])
 

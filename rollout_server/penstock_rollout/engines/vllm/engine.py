@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +117,11 @@ class VllmEngine:
         await self.check_health()
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
+        if request.constraint is not None:
+            # vLLM 0.32 on a CPU failed such requests with an EngineGenerateError whose cause is not known yet.
+            raise InvalidInput(
+                "response_format", "or a forced, strict or single tool call cannot be used with the vllm engine yet"
+            )
         running = self._running[request.request_id] = _Running(self._policy_version)
         try:
             while True:
@@ -160,18 +165,24 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         sampling = request.sampling
+        chunks: dict[str, Any] = {}
+        if request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval"):
+            chunks["stream_interval"] = request.min_chunk_tokens  # without it, each token is a chunk
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM reads -1 as "no seed"
             ignore_eos=True,
-            stop_token_ids=self._stop_ids,
+            stop_token_ids=[] if sampling.ignore_eos else self._stop_ids,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            **chunks,
         )
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
@@ -184,6 +195,11 @@ class VllmEngine:
             finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
             routed_experts=_small_ids(completion.routed_experts) if reason is not None else None,
         )
+
+    async def interrupt(self, request_ids: Collection[str]) -> None:
+        running = [request_id for request_id in request_ids if request_id in self._running]
+        if running:
+            await self._core(self._llm.abort(running))
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         check_manifest(announcement.manifest, self._shapes)

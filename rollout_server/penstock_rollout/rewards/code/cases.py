@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock_rollout.rewards.code.comparison import same_text, same_value
+from penstock_rollout.rewards.code.comparison import same_text, same_value, verl_same_text, verl_same_value
 
 SOLUTION_FILE, DRIVER_FILE = "solution.py", "driver.py"
 DRIVER = """\
@@ -60,12 +60,14 @@ class PrintCase:
 
     given: str
     expected: str
+    like_verl: bool = False
 
     def command(self) -> tuple[str, bytes]:
         return SOLUTION_FILE, self.given.encode()
 
     def accepts(self, stdout: bytes) -> bool:
-        return same_text(stdout.decode(errors="replace"), self.expected)
+        compare = verl_same_text if self.like_verl else same_text
+        return compare(stdout.decode(errors="replace"), self.expected)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class CallCase:
     function: str
     arguments: list[Any]
     expected: Any
+    like_verl: bool = False
 
     def command(self) -> tuple[str, bytes]:
         return DRIVER_FILE, json.dumps({"function": self.function, "arguments": self.arguments}).encode() + b"\n"
@@ -84,6 +87,8 @@ class CallCase:
             returned = json.loads(stdout)
         except ValueError:
             return False
+        if self.like_verl:
+            return verl_same_value(returned, self.expected)
         # APPS wraps the single returned value in a list.
         is_wrapped = isinstance(self.expected, list) and len(self.expected) == 1
         return same_value(returned, self.expected) or (is_wrapped and same_value(returned, self.expected[0]))
@@ -103,8 +108,9 @@ class AssertCase:
         return stdout == self.token.encode()
 
 
-def read_cases(ground_truth: Any) -> Sequence[Case]:
-    """The test cases of a ground truth. Raises ValueError if it has none of the known shapes."""
+def read_cases(ground_truth: Any, *, like_verl: bool = False) -> Sequence[Case]:
+    """The test cases of a ground truth, whose outputs are compared as verl does if `like_verl`. Raises ValueError if it
+    has none of the known shapes."""
     if isinstance(ground_truth, str):
         try:
             ground_truth = json.loads(ground_truth)
@@ -120,9 +126,9 @@ def read_cases(ground_truth: Any) -> Sequence[Case]:
             function = ground_truth.get("fn_name")
             for given, expected in zip(inputs, outputs, strict=True):
                 if function:
-                    cases.append(CallCase(function, _arguments(given), _value(expected)))
+                    cases.append(CallCase(function, _arguments(given), _value(expected), like_verl))
                 else:
-                    cases.append(PrintCase(_text(given), _text(expected)))
+                    cases.append(PrintCase(_text(given), _text(expected), like_verl))
         case {"assert_case": [*statements]}:
             cases += [_assert_case(statement) for statement in statements]
         case {"functional": str(code)}:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_rollout.rewards.code.cases import DRIVER, DRIVER_FILE, SOLUTION_FILE, Case, read_cases
+from penstock_rollout.rewards.code.cases import DRIVER, DRIVER_FILE, SOLUTION_FILE, CallCase, Case, read_cases
 from penstock_rollout.rewards.sandbox.limits import Limits
 from penstock_rollout.rewards.sandbox.run import Sandbox
 
@@ -29,6 +29,8 @@ class CodeReward:
     output_bytes: int
     budget_s: float
     """Time for all tests together. Tests that do not run within it fail."""
+    like_verl: bool = False
+    """Whether programs are found and outputs are compared as verl does."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> CodeReward:
@@ -47,6 +49,7 @@ class CodeReward:
             test_timeout_s=test_timeout_s,
             output_bytes=settings["output_bytes"],
             budget_s=max(timeout_s / 2, timeout_s - _RESERVED_S),
+            like_verl=settings["compat"] == "verl",
         )
 
     @property
@@ -56,16 +59,21 @@ class CodeReward:
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
     ) -> dict[str, float]:
-        cases = read_cases(ground_truth)[: self.max_tests]
-        program, deadline = extract_program(solution_str), time.monotonic() + self.budget_s
+        cases = read_cases(ground_truth, like_verl=self.like_verl)
+        # verl forgets the name of the function when it runs single tests, so they fail.
+        is_whole = self.like_verl and isinstance(cases[0], CallCase)
+        partial_credit = self.partial_credit and not is_whole
+        cases = cases if is_whole else cases[: self.max_tests]
+        program = verl_program(solution_str) if self.like_verl else extract_program(solution_str)
+        deadline = time.monotonic() + self.budget_s
         num_passed = 0
         for case in cases:
             passed = bool(program) and self._passes(program, case, deadline)
             num_passed += passed
-            if not passed and (not self.partial_credit or not program):
+            if not passed and (not partial_credit or not program):
                 break
         share = num_passed / len(cases)
-        score = share if self.partial_credit else float(num_passed == len(cases))
+        score = share if partial_credit else float(num_passed == len(cases))
         return {"score": score, "tests_passed": num_passed, "tests_total": len(cases)}
 
     def _passes(self, program: str, case: Case, deadline: float) -> bool:
@@ -82,3 +90,10 @@ def extract_program(response: str) -> str:
     """The last fenced block of Python. A response without a block is a program itself."""
     blocks = _FENCE.findall(response)
     return str(blocks[-1] if blocks else response).strip()
+
+
+def verl_program(response: str) -> str:
+    """The program that verl finds: the text between the last "```python" and the next fence. Without that fence, it is
+    the text before the first fence. Empty if there is only white space."""
+    program = response.rpartition("```python")[2].partition("```")[0]
+    return program if program.strip() else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
 from penstock_rollout.weights.reception import Arrived, Reception
 
+logger = logging.getLogger(__name__)
+
 
 def receive(reception: Reception) -> Iterator[Arrived]:
     """Yield buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU.
@@ -29,7 +33,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         if not joined.group.is_open:
             joined.group.open(reception.deadline)
         if is_gpu(reception.device):
-            yield from _to_device(joined.group, reception)
+            yield from _to_device(joined, reception)
         else:
             yield from _to_host(joined, reception)
     except BaseException as error:
@@ -40,15 +44,18 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise
 
 
-def _to_device(group: NcclGroup, reception: Reception) -> Iterator[Arrived]:
+def _to_device(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
+    group = joined.group
     enqueued: deque[tuple[torch.Tensor, int]] = deque()
     for num_bytes in wire_sizes(reception.manifest):
         wire = reception.buffer(num_bytes, reception.device)
         enqueued.append((wire, group.broadcast(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
         if len(enqueued) >= MAX_ENQUEUED:
             yield _oldest(group, enqueued, reception.deadline)
+    barrier = _enter_barrier(group, reception.deadline)
     while enqueued:
         yield _oldest(group, enqueued, reception.deadline)
+    _end_barrier(joined, barrier, reception.deadline)
 
 
 def _oldest(group: NcclGroup, enqueued: deque[tuple[torch.Tensor, int]], deadline: Deadline) -> Arrived:
@@ -65,8 +72,30 @@ def _to_host(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
             yield _oldest_copy(relay, enqueued, reception.deadline)
         wire = reception.buffer(num_bytes, torch.device("cpu"))
         enqueued.append((wire, relay.receive(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
+    barrier = _enter_barrier(joined.group, reception.deadline)
     while enqueued:
         yield _oldest_copy(relay, enqueued, reception.deadline)
+    _end_barrier(joined, barrier, reception.deadline)
+
+
+def _enter_barrier(group: NcclGroup, deadline: Deadline) -> int | None:
+    """Show the publisher that this rank gets everything. Returns the event of the barrier's end; None if the group is
+    broken: the waits for the buckets find out whether one is missing."""
+    with contextlib.suppress(WeightPushFailed):
+        return group.enter_barrier(deadline)
+    return None
+
+
+def _end_barrier(joined: _Joined, barrier: int | None, deadline: Deadline) -> None:
+    """Wait for the barrier. If another rank does not enter it, leave the group, so that the barrier does not occupy the
+    GPU for ever. That is no failure of this rank, which has every bucket."""
+    try:
+        if barrier is not None:
+            joined.group.wait(barrier, deadline)
+            return
+    except WeightPushFailed as error:
+        logger.warning("another member did not end the push: %s", error)
+    _groups.drop(joined)
 
 
 def _oldest_copy(relay: Relay, enqueued: deque[tuple[torch.Tensor, tuple[int, int]]], deadline: Deadline) -> Arrived:

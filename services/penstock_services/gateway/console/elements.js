@@ -10,9 +10,10 @@ export function h(name, attributes = {}, ...children) {
   return element;
 }
 
+// A table. On a phone each row becomes a block, with the titles of the columns before its cells.
 export function table(caption, columns, rows) {
   const head = columns.map(([title, kind]) => h("th", { scope: "col", class: kind ?? "" }, title));
-  const body = rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { class: columns[i][1] ?? "" }, cell))));
+  const body = rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { class: columns[i][1] ?? "", "data-title": columns[i][0] }, cell))));
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
 }

@@ -33,7 +33,7 @@ export async function samples(refresh) {
   const turn = (tokens, values = {}) => { Object.assign(chosen, values, { tokens }); refresh(); };
   const isFiltered = FILTERS.some(([name]) => chosen[name]);
   const list = page.samples.length ? page.samples.map(shownSample)
-    : empty(isFiltered || chosen.tokens.length ? "No sample matches here." : "There are no samples: no step was trained yet, learner.samples.share is 0, or this gateway cannot read the run's folder.");
+    : empty(isFiltered || chosen.tokens.length ? "No sample matches here." : "There are no samples: no step was trained yet, learner.samples.share is 0, or this gateway cannot read the folder that the learner writes to (gateway.samples_dir).");
   return [card("Trained samples", filters(FILTERS, chosen, (values) => turn([], values)), list, h("div", { class: "buttons" },
     chosen.tokens.length ? h("button", { type: "button", onclick: () => turn([]) }, "Newest") : null,
     page.next_page_token ? h("button", { type: "button", onclick: () => turn([...chosen.tokens, page.next_page_token]) }, "Older") : null))];

@@ -113,7 +113,7 @@ export async function trajectories(refresh) {
     chosen.token ? h("button", { type: "button", onclick: () => change("token", "") }, "First page") : null,
     page.next_page_token ? h("button", { type: "button", onclick: () => change("token", page.next_page_token) }, "Next page") : null));
   const waiting = listed("Waiting for the learner", "Groups that wait for the learner", groups.filter((g) => !g.is_taken), open,
-    page.next_page_token ? "No group of this page waits for the learner." : "No group waits for the learner.");
+    chosen.token ? "No group of this page waits for the learner." : "No group waits for the learner.");
   const taken = groups.filter((group) => group.is_taken);
   const rest = taken.length ? listed("Taken by the learner", "Groups that no checkpoint covers yet", taken, open, "") : null;
   const shown = chosen.promptId === null ? null

@@ -5,9 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from penstock import __version__
-from penstock.metrics import DiskGauges
+from penstock.metrics import DiskGauges, HostMemoryGauges
 from penstock_services.gateway.metrics.requests import Observation, RequestSeries
 from penstock_services.gateway.metrics.run import RunCollector, RunLimits, RunSnapshot
+from penstock_services.gateway.metrics.sessions import SessionCollector
 
 
 class GatewayMetrics:
@@ -18,10 +19,13 @@ class GatewayMetrics:
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
         info.labels(limits.placement, __version__).set(1)
         self.disk = DiskGauges(registry)
+        HostMemoryGauges(registry)
         self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
         self.broken_key_files = Gauge(
             "penstock_gateway_broken_key_files", "Files of API keys that cannot be used.", registry=registry
         )
+        self.sessions = SessionCollector()
+        registry.register(self.sessions)
         self.run = RunCollector(limits)
         registry.register(self.run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,15 +12,30 @@ from prometheus_client.registry import Collector
 from penstock.config.run import RunConfig
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_state import RUN_STATES, RunFacts, RunState, has_learner, has_servers, run_state
-from penstock.store.fleet import Fleet
+from penstock.run_state import RUN_STATES, RunFacts, RunState, has_learner, has_servers, is_learner_starting, run_state
+from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
+from penstock.store.phases import Phases
+from penstock.store.policies import PolicyRegistry
+from penstock.store.redis_memory import RedisMemory, read_redis_memory
 from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import runs_pb2
+from penstock.verdicts import (
+    LEARNING_CODES,
+    LOOKED_BACK_VERSIONS,
+    SPEED_CODES,
+    Situation,
+    Steps,
+    learning_verdict,
+    speed_verdict,
+    steps_of,
+)
 
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
 """Known reasons. Their series start at 0, so that a first increase is seen."""
+_LEVELS = {"ok": 1, "warn": 2, "fail": 3}
+"""Value of the verdict that a run has; the others are 0."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +51,13 @@ class RunLimits:
 
     @classmethod
     def of(cls, config: RunConfig) -> RunLimits:
-        replay, learner = config.replay, config.learner
+        replay = config.replay
         return cls(
-            replay.capacity_bytes, replay.max_staleness, learner.placement, learner.num_steps, replay.lease_ttl_s
+            replay.capacity_bytes,
+            replay.max_staleness,
+            config.learner.placement,
+            config.learner.num_steps,
+            replay.lease_ttl_s,
         )
 
 
@@ -47,33 +66,56 @@ class RunSnapshot:
     stat: QueueStat
     dead_letter_reasons: dict[str, int] = field(default_factory=dict)
     expired_reasons: dict[str, int] = field(default_factory=dict)
-    servers_by_state: dict[str, int] = field(default_factory=dict)
+    servers: Sequence[ServerRecord] = ()
     heartbeat_ages_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     orders: Orders = Orders()
-    has_servers: bool = False
+    pause_reason: str = ""
+    """Why the run paused itself; empty if it did not."""
+    steps: Steps = ()
+    """Metrics of the newest steps, oldest first."""
+    redis_memory: RedisMemory | None = None
     paused_servers: int = 0
     """Servers whose breaker is open: they lease no prompt because everything that they tried failed."""
     quarantined_servers: int = 0
+    is_learner_starting: bool = False
     """Servers whose groups are not trained because their log-probs disagree with the learner's."""
 
     @classmethod
     async def take(
-        cls, queue: RedisReplayQueue, fleet: Fleet, heartbeats: Heartbeats, control: RunControl
+        cls,
+        queue: RedisReplayQueue,
+        fleet: Fleet,
+        heartbeats: Heartbeats,
+        control: RunControl,
+        policies: PolicyRegistry,
+        phases: Phases,
+        silence_s: float,
     ) -> RunSnapshot:
         stat = await queue.stat()
         dead, expired = await queue.dead_letter_reasons(), await queue.expired_reasons()
         servers = await fleet.servers()
         ages = await heartbeats.ages_s() | {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
-        states: dict[str, int] = Tally(server.state for server in servers)
+        is_starting = await is_learner_starting(phases, has_learner(ages, silence_s))
         restarts, scores = await heartbeats.restarts(), await queue.evaluation_scores()
         orders = await control.orders()
         known = {server.server_id for server in servers}
-        paused = sum(breaker.server_id in known for breaker in await control.open_breakers())
-        quarantined = len(known & (await control.quarantines()).keys())
         return cls(
-            stat, dead, expired, states, ages, restarts, scores, orders, has_servers(servers), paused, quarantined
+            stat=stat,
+            dead_letter_reasons=dead,
+            expired_reasons=expired,
+            servers=servers,
+            heartbeat_ages_s=ages,
+            restarts=restarts,
+            scores=scores,
+            orders=orders,
+            pause_reason=await control.pause_reason() if orders.is_paused else "",
+            steps=steps_of(await policies.newest_first(None, LOOKED_BACK_VERSIONS)),
+            redis_memory=await read_redis_memory(queue.client, queue.keys),
+            paused_servers=sum(breaker.server_id in known for breaker in await control.open_breakers()),
+            quarantined_servers=len(known & (await control.quarantines()).keys()),
+            is_learner_starting=is_starting,
         )
 
     def run_state(self, limits: RunLimits) -> RunState:
@@ -81,10 +123,12 @@ class RunSnapshot:
             RunFacts(
                 step=self.stat.step,
                 num_steps=limits.num_steps,
+                finished_step=self.stat.finished_step,
                 term=self.stat.term,
                 orders=self.orders,
                 has_learner=has_learner(self.heartbeat_ages_s, limits.silence_s),
-                has_servers=self.has_servers,
+                has_servers=has_servers(self.servers),
+                is_learner_starting=self.is_learner_starting,
             )
         )
 
@@ -109,6 +153,7 @@ class RunCollector(Collector):
             "in_flight", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
         )
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
+        yield _by_queue("saved_bytes", "Bytes of saved tokens of unfinished samples.", prompts=stat.saved_bytes)
         yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.limits.capacity_bytes)
         ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
         yield _by_queue("oldest_age_seconds", "Age of the next entry in line.", **ages)
@@ -119,6 +164,7 @@ class RunCollector(Collector):
         yield _counters("dead_lettered", "Groups dead-lettered as unusable.", "reason", dead)
         yield _counters("expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired)
         yield from self._limiter(stat)
+        yield from self._state(self.snapshot)
         yield from self._parts(self.snapshot)
         yield GaugeMetricFamily(
             "penstock_conservation_error",
@@ -126,11 +172,38 @@ class RunCollector(Collector):
             value=stat.conservation_error,
         )
 
-    def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
-        """State of the run and of its parts."""
-        current, by_state = snapshot.run_state(self.limits), snapshot.servers_by_state
+    def _state(self, snapshot: RunSnapshot) -> Iterator[Metric]:
+        """State of the run, operators' orders, what the run waits for, and the memory that is left for it."""
+        current = snapshot.run_state(self.limits)
         states = {state.lower(): int(state == current) for state in RUN_STATES}
         yield _gauges("run_state", "1 for the current state of the run.", "state", states)
+        is_paused, is_own = snapshot.orders.is_paused, bool(snapshot.pause_reason)
+        pauses = {"operator": int(is_paused and not is_own), "run": int(is_paused and is_own)}
+        yield _gauges("run_paused", "1 if the run is paused by an operator, or by the run itself.", "who", pauses)
+        yield CounterMetricFamily("penstock_roll_backs", "Roll backs of the policy.", value=snapshot.orders.roll_backs)
+        situation = Situation(
+            snapshot.steps,
+            current,
+            snapshot.stat,
+            snapshot.servers,
+            snapshot.paused_servers,
+            self.limits.max_staleness,
+        )
+        for name, documentation, codes, verdict in (
+            ("learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_verdict(situation)),
+            ("speed", "What the run waits for most.", SPEED_CODES, speed_verdict(situation)),
+        ):
+            levels: dict[str, int] = {code: _LEVELS[verdict.level] if code == verdict.code else 0 for code in codes}
+            yield _gauges(f"run_{name}", documentation, "verdict", levels)
+        if memory := snapshot.redis_memory:
+            yield GaugeMetricFamily("penstock_redis_memory_used_bytes", "Memory of Redis.", value=memory.used_bytes)
+            yield GaugeMetricFamily(
+                "penstock_redis_memory_limit_bytes", "Memory that Redis may use.", value=memory.limit_bytes
+            )
+
+    def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
+        """State of the run's parts."""
+        by_state: dict[str, int] = Tally(server.state for server in snapshot.servers)
         servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
         yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
         yield GaugeMetricFamily(

@@ -15,6 +15,8 @@ from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
 from penstock_services.gateway.policies.current_policy import CurrentPolicy
 
+MAX_NAMED_VERSIONS = 10
+
 
 class PolicyHandlers:
     def __init__(
@@ -66,8 +68,8 @@ class PolicyHandlers:
         policy = await self._usable(request.policy_version)
         if not policy.snapshot_path and policy.policy_version != (await self._policy(None)).policy_version:
             raise Conflict(
-                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has a "
-                "snapshot_path, or the newest version, whose snapshot the learner then makes"
+                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has one"
+                f"{await self._kept()}, or the newest version, whose snapshot the learner then makes"
             )
         await self.policies.promote(request.policy_version)
         return await self._policy(request.policy_version)
@@ -117,10 +119,16 @@ class PolicyHandlers:
         policy = await self._usable(policy_version)
         if not policy.snapshot_path:
             raise Conflict(
-                f"no snapshot of version {policy_version} was kept; choose one that has a snapshot_path, "
-                "or lower weights.snapshot_every_steps"
+                f"no snapshot of version {policy_version} was kept; choose a version that has one"
+                f"{await self._kept()}, or lower weights.snapshot_every_steps"
             )
         return policy
+
+    async def _kept(self) -> str:
+        """The versions that have a snapshot, newest first, as ` (450, 400)`. Empty if there are none."""
+        versions = sorted(await self.policies.snapshots(), reverse=True)
+        more = ", …" if len(versions) > MAX_NAMED_VERSIONS else ""
+        return f" ({', '.join(map(str, versions[:MAX_NAMED_VERSIONS]))}{more})" if versions else ""
 
     async def _policy(self, policy_version: int | None) -> policies_pb2.Policy:
         if policy_version is not None and policy_version < 0:

@@ -20,6 +20,8 @@ from penstock_services.gateway.routing import (
 )
 from penstock_services.gateway.served_run import ServedRun
 
+Version = Annotated[str, Query(pattern=r"^([0-9]{1,18}|latest|current)$")]
+
 
 def router() -> APIRouter:
     policies = "/v1/runs/{run}/policies"
@@ -59,11 +61,13 @@ async def watch_policies(run: RunOfPath, caller: Authenticated) -> Response:
 
 
 async def compare_policies(
-    run: RunOfPath, caller: Authenticated, policy_version: Annotated[int, Query(ge=0, lt=2**63)],
-    other_version: Annotated[int, Query(ge=0, lt=2**63)],
-) -> Response:  # fmt: skip
+    run: RunOfPath, caller: Authenticated, policy_version: Version, other_version: Version
+) -> Response:
+    """Compare two versions by their metrics and weights. Either may be `latest`."""
     request = policies_pb2.ComparePoliciesRequest(
-        run=run.name, policy_version=policy_version, other_version=other_version
+        run=run.name,
+        policy_version=await _number(run, caller, policy_version),
+        other_version=await _number(run, caller, other_version),
     )
     return JSONResponse(bodies.comparison_to_json(await run.policies.compare_policies(caller, request)))
 
@@ -103,8 +107,13 @@ async def unpin_policy(run: RunOfPath, caller: Authenticated, pin: str) -> Respo
 
 
 async def _change(run: ServedRun, caller: Caller, text: str) -> policies_pb2.ChangePolicyRequest:
+    return policies_pb2.ChangePolicyRequest(run=run.name, policy_version=await _number(run, caller, text))
+
+
+async def _number(run: ServedRun, caller: Caller, text: str) -> int:
+    """The number of a version that is given by number or as the latest one."""
     version = policy_version_of(text)
     if version is None:
         latest = await run.policies.get_policy(caller, policies_pb2.GetPolicyRequest(run=run.name))
         version = latest.policy_version
-    return policies_pb2.ChangePolicyRequest(run=run.name, policy_version=version)
+    return version

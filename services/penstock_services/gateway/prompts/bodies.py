@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from penstock.codec import group_from_proto, prompt_from_proto
 from penstock.errors import InvalidInput
-from penstock.trajectory import Prompt, Sampling, Trajectory
+from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling, Trajectory
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway.bodies import (
     Body,
@@ -26,12 +26,24 @@ from penstock_services.gateway.bodies import (
     to_json_text,
 )
 
-DEFAULT_AGENT = Prompt().agent_name
-
 
 class MessageBody(Body):
+    """A message in OpenAI's format. The fields after `content` reach the model's chat template."""
+
     role: str
-    content: str
+    content: str | None
+    """Null only beside `tool_calls`."""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def fill(self, message: prompts_pb2.Message) -> None:
+        if self.content is None and not self.tool_calls:
+            raise InvalidInput("content", "must be text, unless the message has tool_calls")
+        message.role, message.content = self.role, self.content or ""
+        if fields := {name: value for name in MESSAGE_FIELDS if (value := getattr(self, name)) is not None}:
+            message.fields_json = to_json_text(fields, "tool_calls")
 
 
 class SamplingBody(Body):
@@ -39,6 +51,10 @@ class SamplingBody(Body):
     top_p: float = 1.0
     max_tokens: Int32 = 256
     seed: Int64 | None = None
+    top_k: Int32 = 0
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    stop: list[str] = Field(default_factory=list)
 
     def fill(self, sampling: prompts_pb2.Sampling) -> None:
         sampling.temperature = self.temperature
@@ -46,6 +62,9 @@ class SamplingBody(Body):
         sampling.max_tokens = self.max_tokens
         if self.seed is not None:
             sampling.seed = self.seed
+        if self.top_k or self.min_p or self.ignore_eos or self.stop:
+            sampling.top_k, sampling.min_p, sampling.ignore_eos = self.top_k, self.min_p, self.ignore_eos
+            sampling.stop.extend(self.stop)
 
 
 class PromptBody(Body):
@@ -61,13 +80,16 @@ class PromptBody(Body):
 
     def fill(self, prompt: prompts_pb2.Prompt) -> None:
         """Fill in a prompt of a request. Building a message first and copying it there costs twice as much."""
-        for message in self.messages:
-            prompt.messages.add(role=message.role, content=message.content)
+        for index, message in enumerate(self.messages):
+            try:
+                message.fill(prompt.messages.add())
+            except InvalidInput as error:
+                raise error.under(f"messages[{index}]") from error
         if self.token_ids:
             prompt.token_ids = np.asarray(self.token_ids, dtype="<i4").tobytes()
         self.sampling.fill(prompt.sampling)
         prompt.num_samples = self.num_samples
-        prompt.agent_name = self.agent_name or DEFAULT_AGENT
+        prompt.agent_name = self.agent_name
         prompt.data_source = self.data_source
         prompt.ground_truth_json = to_json_text(self.ground_truth, "ground_truth")
         prompt.extra_info_json = to_json_text(self.extra_info, "extra_info")
@@ -185,7 +207,7 @@ def _trajectory_to_json(trajectory: Trajectory) -> Json:
 
 def _prompt_body(prompt: Prompt) -> Json:
     return {
-        "messages": [{"role": role, "content": content} for role, content in prompt.messages],
+        "messages": prompt.chat,
         "token_ids": list(prompt.token_ids),
         "sampling": _sampling_to_json(prompt.sampling),
         "num_samples": prompt.num_samples,
@@ -204,6 +226,10 @@ def _sampling_to_json(sampling: Sampling) -> Json:
         "top_p": shortest(sampling.top_p),
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
+        "top_k": sampling.top_k,
+        "min_p": shortest(sampling.min_p),
+        "ignore_eos": sampling.ignore_eos,
+        "stop": list(sampling.stop),
     }
 
 

@@ -14,7 +14,6 @@ from penstock.errors import NotFound, PoisonGroup
 from penstock.replay.contract import Delivery
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.replay.results import PromptBook
 from penstock.token_text import TokenText
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2
@@ -55,11 +54,10 @@ class GroupReader:
 
 
 class GroupHandlers:
-    def __init__(self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, groups: GroupReader) -> None:
+    def __init__(self, config: RunConfig, audit: AuditLog, groups: GroupReader) -> None:
         self.config = config
         self.audit = audit
         self.groups = groups
-        self.book = PromptBook(queue)
 
     @operation("read")
     async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
@@ -70,11 +68,16 @@ class GroupHandlers:
     @operation("read")
     async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
         page_size = validation.checked_page_size(request.page_size)
-        after = int(validation.decode_page_token("groups", request.page_token, "[0-9]{1,10}") or 0)
-        page = await self.book.page(after, page_size, "queued")
-        groups = await self.groups.decoded([status.prompt_id for status in page.prompts])
-        taken = await self.groups.queue.taken()
-        token = validation.encode_page_token("groups", page.after) if page.has_more else ""
+        after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
+        place, _, last_id = after.partition(".")
+        waiting, taken = await self.groups.queue.waiting(), await self.groups.queue.taken()
+        places = [(0, prompt_id) for prompt_id in waiting - taken] + [(1, prompt_id) for prompt_id in taken]
+        left = sorted(found for found in places if found > (int(place), int(last_id)))
+        shown = left[:page_size]
+        groups = await self.groups.decoded([prompt_id for _, prompt_id in shown])
+        token = ""
+        if len(left) > page_size:
+            token = validation.encode_page_token("groups", f"{shown[-1][0]}.{shown[-1][1]}")
         summaries = [_summary(group, group.prompt_id in taken) for group in groups]
         return groups_pb2.ListGroupsResponse(groups=summaries, next_page_token=token)
 

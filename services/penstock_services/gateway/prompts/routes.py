@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway.prompts import bodies, samples
+from penstock_services.gateway.response_schemas import success_of
 from penstock_services.gateway.routing import (
     PROBLEM,
     Authenticated,
@@ -45,7 +46,8 @@ def router() -> APIRouter:
     router = APIRouter()
     router.add_api_route(
         f"{run}/prompts", submit_prompts, methods=["POST"], tags=["prompts"], response_model=None,
-        responses={"default": PROBLEM}, openapi_extra=_SUBMISSION, route_class_override=RequestRoute,
+        responses={200: success_of("submit_prompts"), "default": PROBLEM}, openapi_extra=_SUBMISSION,
+        route_class_override=RequestRoute,
     )  # fmt: skip
     router.include_router(
         add_routes(

@@ -40,7 +40,7 @@ class SampleHandlers:
         return groups_pb2.ListSamplesResponse(samples=samples, next_page_token=next_token)
 
     def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
-        folder = self.config.folder
+        folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
         if order == "newest":
             return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
         return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)

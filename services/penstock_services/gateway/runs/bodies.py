@@ -43,12 +43,18 @@ def run_to_json(run: runs_pb2.Run) -> Json:
         "num_trained": run.num_trained,
         "learning": run.learning,
         "speed": run.speed,
+        "learning_verdict": verdict_to_json(run.learning_verdict) if run.HasField("learning_verdict") else None,
+        "speed_verdict": verdict_to_json(run.speed_verdict) if run.HasField("speed_verdict") else None,
         "parts": [
             {"component": part.component, "phases": [plain_fields(phase) for phase in part.phases]}
             for part in run.parts
         ],
         "notices": [plain_fields(notice) for notice in run.notices],
     }
+
+
+def verdict_to_json(verdict: runs_pb2.Verdict) -> Json:
+    return plain_fields(verdict) | {"level": runs_pb2.Verdict.Level.Name(verdict.level)}
 
 
 def servers_to_json(response: runs_pb2.ListServersResponse) -> Json:

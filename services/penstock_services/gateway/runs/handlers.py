@@ -8,7 +8,15 @@ from penstock.config.run import RunConfig
 from penstock.errors import Conflict
 from penstock.replay.contract import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_state import RunFacts, has_learner, has_servers, num_trained, run_state, state_detail
+from penstock.run_state import (
+    RunFacts,
+    has_learner,
+    has_servers,
+    is_learner_starting,
+    num_trained,
+    run_state,
+    state_detail,
+)
 from penstock.store.created_runs import ENDING, WAITS, CreatedRuns
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
@@ -17,13 +25,10 @@ from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
-from penstock.verdicts import Situation, learning_verdict, speed_verdict, steps_of
+from penstock.verdicts import LOOKED_BACK_VERSIONS, Situation, Verdict, learning_verdict, speed_verdict, steps_of
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
 from penstock_services.gateway.runs.servers import list_servers
-
-LOOKED_BACK_VERSIONS = 40
-"""Versions whose metrics are looked at."""
 
 
 class RunHandlers:
@@ -105,16 +110,20 @@ class RunHandlers:
         newest = await self.policies.newest_first(None, LOOKED_BACK_VERSIONS)
         steps = steps_of(newest)
         servers, breakers = await self.fleet.servers(), await self.control.open_breakers()
+        is_alive = has_learner(await self.heartbeats.ages_s(), self.config.replay.lease_ttl_s)
         facts = RunFacts(
             step=stat.step,
             num_steps=self.config.learner.num_steps,
+            finished_step=stat.finished_step,
             term=stat.term,
             orders=orders,
-            has_learner=has_learner(await self.heartbeats.ages_s(), self.config.replay.lease_ttl_s),
+            has_learner=is_alive,
             has_servers=has_servers(servers),
+            is_learner_starting=await is_learner_starting(self.phases, is_alive),
             created=created.state if created else None,
         )
         situation = Situation(steps, run_state(facts), stat, servers, len(breakers), self.config.replay.max_staleness)
+        learning, speed = learning_verdict(situation), speed_verdict(situation)
         reason = await self.control.pause_reason() if orders.is_paused else ""
         return runs_pb2.Run(
             run=self.config.run,
@@ -129,14 +138,20 @@ class RunHandlers:
             launcher_id=created.launcher_id if created else "",
             detail=(created.detail if created else "") or state_detail(facts, reason),
             notices=[runs_pb2.Notice(**asdict(notice)) for notice in await self.notices.newest_first()],
-            learning=learning_verdict(situation).line,
-            speed=speed_verdict(situation).line,
+            learning=learning.line,
+            speed=speed.line,
+            learning_verdict=_verdict_to_proto(learning),
+            speed_verdict=_verdict_to_proto(speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[runs_pb2.Phase(**asdict(phase)) for phase in phases])
                 for component, phases in (await self.phases.by_component()).items()
             ],
             num_trained=num_trained(stat, self.config.replay.groups_per_step),
         )
+
+
+def _verdict_to_proto(verdict: Verdict) -> runs_pb2.Verdict:
+    return runs_pb2.Verdict(code=verdict.code, level=verdict.level.upper(), text=verdict.text, advice=verdict.advice)
 
 
 def _stat_to_proto(stat: QueueStat) -> runs_pb2.QueueStat:

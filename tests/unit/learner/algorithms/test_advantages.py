@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,10 @@ def batch(
 def advantages(inputs: AdvantageInputs, name: str, **options: float) -> list[float]:
     config = AdvantageConfig.model_validate({"name": name, **options})
     return compute_advantages(inputs, config).advantages.tolist()
+
+
+def config_of(name: str) -> AdvantageConfig:
+    return AdvantageConfig(name=name, gamma=0.9, lam=0.8, reward_keys=("right",) if name == "gdpo" else ())
 
 
 def near(expected: list[float], tolerance: float = 1e-7) -> object:
@@ -210,6 +215,7 @@ def random_batch(seed: int) -> AdvantageInputs:
         group_ids=torch.tensor([10 * members[i][0] for i in order]),
         values=torch.randn(num_tokens, generator=generator, dtype=torch.float64),
         is_greedy=torch.tensor([members[i][1] for i in order]),
+        reward_parts={"right": torch.randn(len(members), generator=generator, dtype=torch.float64)},
     )
 
 
@@ -301,8 +307,9 @@ def test_masked_tokens_do_not_matter(name: str, seed: int) -> None:
         group_ids=inputs.group_ids,
         values=inputs.values.masked_fill(~inputs.mask, math.inf),
         is_greedy=inputs.is_greedy,
+        reward_parts=inputs.reward_parts,
     )
-    config = AdvantageConfig(name=name, gamma=0.9, lam=0.8)
+    config = config_of(name)
     clean, dirty = compute_advantages(inputs, config), compute_advantages(spoiled, config)
     assert clean.advantages.tolist() == dirty.advantages.tolist()
     assert clean.advantages[~inputs.mask].tolist() == [0.0] * int((~inputs.mask).sum())
@@ -326,7 +333,24 @@ def test_the_order_of_sequences_does_not_matter(name: str, seed: int) -> None:
         group_ids=inputs.group_ids[order],
         values=inputs.values[tokens],
         is_greedy=inputs.is_greedy[order],
+        reward_parts={name: part[order] for name, part in inputs.reward_parts.items()},
     )
-    config = AdvantageConfig(name=name, gamma=0.9, lam=0.8)
+    config = config_of(name)
     expected = compute_advantages(inputs, config).advantages[tokens]
     torch.testing.assert_close(compute_advantages(permuted, config).advantages, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "grpo_passk"])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_paths_of_an_episode_count_as_one_sample(name: str, by_std: bool) -> None:
+    """Two sessions, one of which has three paths with its reward, are compared as two samples are."""
+    options = {"normalize_by_std": by_std} if name in ("grpo", "grpo_passk") else {}
+    one = advantages(batch([[1.0], [4.0], [2.0], [7.0]], [7, 7, 7, 9]), name, **options)
+    paths = batch([[1.0], [4.0], [4.0], [4.0], [2.0], [7.0], [7.0]], [7] * 5 + [9] * 2)
+    joined = replace(paths, episodes=torch.tensor([0, 2, 2, 2, 0, 1, 1]))
+    expected = [one[place] for place in (0, 1, 1, 1, 2, 3, 3)]
+    assert advantages(joined, name, **options) == near(expected)
+    config = AdvantageConfig.model_validate({"name": name, **options})
+    assert compute_advantages(joined, config).statistics.num_singleton_groups == 1
+    if name != "gpg":
+        assert advantages(paths, name, **options) != near(expected), "without episodes they would not"

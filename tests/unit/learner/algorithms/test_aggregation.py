@@ -131,12 +131,12 @@ def random_split(num_sequences: int, num_parts: int, seed: int) -> list[list[int
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), num_parts=st.integers(1, 6))
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES.names)
+@pytest.mark.parametrize("name", [name for name in LOSSES.names if name not in ("clip_cov", "kl_cov")])
 def test_loss_and_gradient_do_not_depend_on_split_order_or_ranks(
     name: str, mode: Aggregation, seed: int, num_parts: int
 ) -> None:
     batch = random_batch(seed)
-    config = LossConfig(name=name, aggregation=mode, constant_length=8)
+    config = LossConfig(name=name, aggregation=mode, constant_length=8, dro_beta=0.5)
     whole, whole_gradient = loss_and_gradient(batch, [list(range(len(batch.mask)))], config)
     total, gradient = loss_and_gradient(batch, random_split(len(batch.mask), num_parts, seed), config)
     assert total == pytest.approx(whole, abs=1e-5, rel=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
 from penstock.config.algorithms import (
@@ -25,9 +26,11 @@ from penstock.config.algorithms import (
 )
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
-from penstock_learner.algorithms.advantages import ADVANTAGES
+from penstock.errors import ConfigError
+from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
-from penstock_learner.algorithms.losses import LOSSES
+from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
+from penstock_learner.algorithms.trial import try_functions
 
 MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]
 
@@ -59,12 +62,29 @@ def test_names_of_config_and_registry_are_the_same() -> None:
     assert REJECTIONS.names == get_args(RejectionName)
 
 
+def test_settings_that_an_estimator_or_a_loss_needs_or_does_not_use_are_said() -> None:
+    with pytest.raises(ValidationError, match="loss dro needs dro_beta"):
+        LossConfig(name="dro")
+    with pytest.raises(ValidationError, match="gdpo needs reward_keys"):
+        AdvantageConfig(name="gdpo")
+    with pytest.raises(ValidationError, match="grpo does not use reward_keys"):
+        AdvantageConfig(reward_keys=("right",))
+    with pytest.raises(ValidationError, match="one number for each of reward_keys"):
+        AdvantageConfig(name="gdpo", reward_keys=("right", "short"), reward_weights=(1.0,))
+    parts = AdvantageConfig(name="gdpo", reward_keys=("right",))
+    with pytest.raises(ValidationError, match=r"kl.placement would not change it"):
+        AlgorithmConfig(advantage=parts, kl=KLConfig(placement="reward"))
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ValidationError, match="unknown advantage 'gropo': did you mean 'grpo'"):
         AdvantageConfig(name="gropo")
-    with pytest.raises(ValidationError, match="unknown loss 'clip_so': did you mean 'cispo'"):
-        LossConfig(name="clip_so")
-    with pytest.raises(ValueError, match="known names: ppo, gspo, cispo, reinforce; give your own as"):
+    with pytest.raises(ValidationError, match="unknown loss 'cispoo': did you mean 'cispo'"):
+        LossConfig(name="cispoo")
+    with pytest.raises(
+        ValueError,
+        match="known names: ppo, .*, geo_mean, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro; give your own as",
+    ):
         LOSSES.get("zzz")
 
 
@@ -130,15 +150,64 @@ def test_a_custom_advantage_may_use_a_critic_and_a_greedy_sample() -> None:
 
 def test_a_custom_function_is_reached_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "custom_advantages_for_test.py").write_text(
-        "def flat(inputs, config):\n    return 'flat'\n\nTABLE = {}\n"
+        "def flat(inputs, config):\n    return 'flat'\n\ndef alone(inputs): ...\n\nTABLE = {}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    name = AdvantageConfig(name="custom_advantages_for_test:flat").name
-    function: Any = ADVANTAGES.get(name)
-    assert function(None, None) == "flat"
-    with pytest.raises(ValueError, match="has no attribute 'round'"):
-        ADVANTAGES.get("custom_advantages_for_test:round")
-    with pytest.raises(ValueError, match="not a function"):
-        ADVANTAGES.get("custom_advantages_for_test:TABLE")
-    with pytest.raises(ValueError, match="is it on PYTHONPATH"):
+    for module in ("custom_advantages_for_test", tmp_path / "custom_advantages_for_test.py"):
+        name = AdvantageConfig(name=f"{module}:flat").name
+        function: Any = ADVANTAGES.get(name)
+        assert function(None, None) == "flat"
+        for wrong, message in (
+            ("round", "has no 'round'"),
+            ("TABLE", "not a function"),
+            ("alone", "alone must take the inputs and the config: too many positional arguments"),
+        ):
+            with pytest.raises(ConfigError, match=rf"learner.algorithm.advantage.name: .*{message}"):
+                ADVANTAGES.get(f"{module}:{wrong}")
+    with pytest.raises(ConfigError, match="there is no module no_such_module_for_test"):
         ADVANTAGES.get("no_such_module_for_test:flat")
+    with pytest.raises(ConfigError, match="there is no file nowhere.py"):
+        ADVANTAGES.get("nowhere.py:flat")
+
+
+ADVANTAGE = "advantage"
+LOSS = "loss"
+
+
+@pytest.mark.parametrize(("kind", "body", "message"), [
+    (ADVANTAGE, "inputs.token_rewards * 2", ""),
+    (ADVANTAGE, "inputs.values + 1", "fails on a small batch: TypeError: unsupported operand"),
+    (ADVANTAGE, "inputs.group_ids", "must return a tensor with one advantage per token"),
+    (LOSS, "-inputs.log_probs * inputs.advantages", ""),
+    (LOSS, "-(inputs.log_probs * inputs.advantages).mean()", "must return a tensor with one loss per token"),
+    (LOSS, "inputs.advantages", "fails on a small batch: RuntimeError: element 0 of tensors does not require grad"),
+])  # fmt: skip
+def test_a_function_of_a_user_is_tried_before_the_start(tmp_path: Path, kind: str, body: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def f(inputs, config):\n    return {body}\n")
+    algorithm = AlgorithmConfig.model_validate({kind: {"name": f"{file}:f"}})
+    if not message:
+        try_functions(algorithm, has_critic=False)
+        return
+    with pytest.raises(ConfigError, match=message):
+        try_functions(algorithm, has_critic=False)
+
+
+def test_a_plain_tensor_of_a_user_is_masked_and_counted(tmp_path: Path) -> None:
+    """Masked-out tokens reach neither the result nor the gradient, whatever the function returns there."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def loss(inputs, config):\n    return -inputs.log_probs * inputs.advantages\n\n"
+        "def advantage(inputs, config):\n    return inputs.token_rewards + 1\n"
+    )
+    mask, ids = torch.tensor([1, 0, 1]), torch.tensor([0, 0, 1])
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    nan = torch.tensor([2.0, torch.nan, 2.0])
+    outputs = policy_loss(LossInputs(log_probs, torch.zeros(3), nan, mask, ids), LossConfig(name=f"{file}:loss"))
+    assert outputs.per_token.tolist() == [2.0, 0.0, 6.0]
+    assert (int(outputs.statistics.num_tokens), outputs.statistics.approx_kl) == (2, 2.0)
+    advantages = compute_advantages(
+        AdvantageInputs(nan, mask, ids, torch.tensor([5, 5])), AdvantageConfig(name=f"{file}:advantage")
+    )
+    assert advantages.advantages.tolist() == [3.0, 0.0, 3.0] and advantages.loss_mask.tolist() == [True, False, True]
+    assert advantages.statistics.num_groups == 1

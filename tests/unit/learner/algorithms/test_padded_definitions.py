@@ -92,9 +92,24 @@ def advantage_by_formula(name: str, of: Block, rewards: Tensor, values: Tensor, 
         weighed = of.by_group(lambda members: (lengths * totals)[members].sum() / lengths[members].sum())
         return (totals - weighed)[:, None] * mask
     centered = totals - means.where(sizes > 1, 0.0)
+    if name == "gdpo":
+        total = torch.zeros_like(mask)
+        for number, weight in enumerate((2.0, -0.5)):
+            for group in of.group_ids.unique():
+                members = of.group_ids == group
+                part = values[members, number]
+                alone = len(part) == 1
+                scaled = (part if alone else part - part.mean()) / ((1.0 if alone else part.std()) + 1e-6)
+                total[members] += weight * scaled[:, None] * mask[members]
+        return of.whitened(total)
     if name == "reinforce_plus_plus_baseline":
         return of.whitened(centered[:, None] * mask)
+    if name == "gpg":
+        return (NUM_SEQUENCES / (totals != 0).sum() * centered)[:, None] * mask
     stds = of.by_group(lambda members: totals[members].std() if len(members) > 1 else torch.ones(()).double())
+    if name == "grpo_passk":
+        second = of.by_group(lambda members: totals[members].sort().values[-2:][0])
+        return ((totals - second).clamp(min=0) / (stds + 1e-6))[:, None] * mask
     return (centered / (stds + 1e-6))[:, None] * mask
 
 
@@ -108,9 +123,11 @@ def test_advantages(name: str, seed: int) -> None:
     is_greedy = torch.tensor([group not in groups[:i] for i, group in enumerate(groups)])
     flat = block.flat
     inputs = AdvantageInputs(
-        flat(rewards), flat(block.mask), block.sequence_ids, block.group_ids, flat(values), is_greedy
-    )
-    outputs = compute_advantages(inputs, AdvantageConfig(name=name, gamma=GAMMA, lam=LAM))
+        flat(rewards), flat(block.mask), block.sequence_ids, block.group_ids, flat(values), is_greedy,
+        {"right": values[:, 0], "short": values[:, 1]},
+    )  # fmt: skip
+    parts = {"reward_keys": ("right", "short"), "reward_weights": (2.0, -0.5)} if name == "gdpo" else {}
+    outputs = compute_advantages(inputs, AdvantageConfig(name=name, gamma=GAMMA, lam=LAM, **parts))
     close(outputs.advantages, advantage_by_formula(name, block, rewards, values, is_greedy), block)
 
 
@@ -127,6 +144,35 @@ def loss_by_formula(name: str, of: Block, lp: Tensor, old: Tensor, behaviour: Te
         return clipped((lp - lp.detach() + of_sequence.detach()[:, None]).clamp(max=10).exp(), 0.2, 0.28)
     if name == "cispo":
         return -ratio.detach().clamp(0.8, 1.28) * advantages * lp
+    if name == "gpg":
+        return -advantages * lp
+    if name in ("clip_cov", "kl_cov"):
+        trained = of.mask.bool()
+        mean_advantage, mean_lp = (each[trained].mean() for each in (advantages, lp.detach()))
+        covariance = ((advantages - mean_advantage) * (lp.detach() - mean_lp)).masked_fill(~trained, -torch.inf)
+        if name == "clip_cov":
+            loss = clipped(ratio, 0.2, 0.28)
+            free = ~((ratio < 0.8) & (advantages < 0)) & ~((ratio > 1.28) & (advantages > 0))
+            return torch.where(free & (covariance > 0.1), 0.0, loss)
+        largest = covariance >= covariance[trained].sort(descending=True).values[max(1, int(trained.sum() * 0.9)) - 1]
+        return -advantages * ratio + torch.where(largest, 0.1 * (lp - old).abs(), 0.0)
+    if name in ("dppo_tv", "dppo_kl"):
+        p, q = lp.detach().exp(), old.exp()
+        if name == "dppo_tv":
+            kept = torch.where(advantages > 0, p - q <= 0.28, p - q >= -0.2)
+        else:
+            divergence = q * (old - lp.detach()) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+            kept = torch.where(advantages > 0, (divergence <= 0.28) | (p <= q), (divergence <= 0.2) | (p >= q))
+        return -ratio.detach().clamp(max=1.5) * advantages * lp * kept
+    if name == "dro":
+        return -advantages * lp + 0.7 / 2 * (lp - old) ** 2
+    if name == "geo_mean":
+        bounded = torch.where(advantages > 0, (lp - old).clamp(max=0.28), (lp - old).clamp(min=-0.2))
+        mean, advantage = ((each * of.mask).sum(1) / of.mask.sum(1) for each in (bounded, advantages))
+        return (-advantage * mean.exp())[:, None].expand_as(lp)
+    if name == "sapo":
+        tau = torch.where(advantages > 0, 1.0, 1.05).double()
+        return -advantages * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
     return -(lp - behaviour).clamp(-20, 20).exp().detach().clamp(max=2) * advantages * lp
 
 
@@ -136,13 +182,16 @@ def loss_by_formula(name: str, of: Block, lp: Tensor, old: Tensor, behaviour: Te
 def test_losses_and_their_gradients(name: str, seed: int, distance: float) -> None:
     block = Block(seed)
     old, advantages = -block.normal().abs(), block.normal()
-    lp, behaviour = (old + block.normal(distance)).requires_grad_(), old + block.normal(0.4)
+    lp = (old + block.normal(distance)).clamp(max=-0.01).requires_grad_()
+    behaviour = old + block.normal(0.4)
     expected = loss_by_formula(name, block, lp, old, behaviour, advantages) * block.mask
     (expected_gradient,) = torch.autograd.grad(expected.sum(), lp)
     packed = block.flat(lp).detach().requires_grad_()
     others = (block.flat(tensor) for tensor in (old, advantages, block.mask))
     inputs = LossInputs(packed, *others, block.sequence_ids, block.flat(behaviour))
-    outputs = policy_loss(inputs, LossConfig(name=name, clip_low=0.2, clip_high=0.28, dual_clip=1.5))
+    cov = {"cov_share": 1.0 if name == "clip_cov" else 0.9, "cov_low": 0.1, "cov_high": 1e9}
+    config = LossConfig(name=name, clip_low=0.2, clip_high=0.28, dual_clip=1.5, dro_beta=0.7, **cov)
+    outputs = policy_loss(inputs, config)
     (gradient,) = torch.autograd.grad(outputs.per_token.sum(), packed)
     close(outputs.per_token, expected, block)
     close(gradient, expected_gradient, block)
@@ -156,6 +205,7 @@ def test_aggregations_penalties_and_values(seed: int) -> None:
     by_sequence = losses.sum(1)
     expected: dict[Aggregation, Tensor] = {
         "token-mean": losses.sum() / mask.sum(),
+        "token-sum": losses.sum(),
         "seq-mean-token-sum": by_sequence.mean(),
         "seq-mean-token-mean": (by_sequence / mask.sum(1)).mean(),
         "seq-mean-token-sum-norm": by_sequence.mean() / 17,

@@ -14,11 +14,12 @@ from groups import make_group
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
-from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.packing import SequenceBatch, batch_of, partition, unpermute
+from penstock_learner.batches.partition import partition, unpermute
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.steps.advantages import denominators_of, with_advantages
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PRESETS = Path(__file__).parents[4] / "examples" / "presets"
@@ -105,9 +106,9 @@ def test_a_preset_trains_a_step(name: str, model: Path) -> None:
     if critic is not None:
         batch = replace(batch, values=unpermute([critic.values(shard)], shards, batch))
     batch = with_advantages(batch, config.learner.algorithm, 0.1).without_baselines()
-    denominators = denominators_of(batch, config.learner.algorithm)
+    denominators = denominators_of(batch, config.learner.algorithm.loss)
     (shard,) = partition(batch, 1, 64)
-    step = config.learner.critic_warmup_steps + 1
+    step = config.learner.critic_warmup_steps + config.learner.warmup_steps + 1
     before = weights(policy)
     report = policy.update(shard, denominators, step, 0, 0.1)
     assert np.isfinite(report.loss) and report.step.grad_norm > 0 and not report.step.skipped
@@ -131,7 +132,7 @@ def test_a_custom_loss_and_advantage_train_by_import_path(
         batch = with_advantages(a_batch(config), config.learner.algorithm, 0.0)
         (shard,) = partition(batch, 1, 64)
         policy = make_rank(PolicyWorker, config)
-        reports.append(policy.update(shard, denominators_of(batch, config.learner.algorithm), 1, 0, 0.0))
+        reports.append(policy.update(shard, denominators_of(batch, config.learner.algorithm.loss), 1, 0, 0.0))
     assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-5)
     assert reports[1].step.grad_norm == pytest.approx(reports[0].step.grad_norm, rel=1e-5)
 

@@ -57,8 +57,12 @@ def damage(checkpoint: Path) -> Path:
     return shards
 
 
-def test_the_newest_is_exported(tmp_path: Path, checkpoints: list[Path]) -> None:
+def test_the_newest_is_exported_with_one_line(
+    tmp_path: Path, checkpoints: list[Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
     assert export(tmp_path) == (0, {2.0})
+    assert capfd.readouterr() == (f"exported {checkpoints[0]} to {tmp_path / 'out'}\n", "")
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_exported(
@@ -105,10 +109,10 @@ def test_weights_that_the_type_cannot_hold_are_not_written(
     load = module._load
 
     def with_large_weight(config: object, checkpoint: Path) -> torch.nn.Module:
-        lm: torch.nn.Module = load(config, checkpoint)  # type: ignore[arg-type]
+        model = load(config, checkpoint)  # type: ignore[arg-type]
         with torch.no_grad():
-            lm.get_parameter("model.norm.weight").fill_(1e6)
-        return lm
+            model.lm.get_parameter("model.norm.weight").fill_(1e6)
+        return model
 
     monkeypatch.setattr(module, "_load", with_large_weight)
     assert export(tmp_path, "--dtype", "float16") == (1, set())

@@ -98,7 +98,7 @@ async def test_groups_of_versions_that_were_given_up_are_replaced(was_read: bool
     await setting.answer_anew(6)
     batch = await again.reading
     assert [(group.prompt_id, group.min_version, group.max_version) for group in batch.groups] == [(2, 3, 3), (1, 6, 6)]
-    expected = await training.frozen_forwards(batch.groups)
+    expected = await training.ahead(batch.groups)
     np.testing.assert_array_equal((await again.forwards)["reference_log_probs"], expected["reference_log_probs"])
     assert (await setting.queue.stat()).expired == 1
     await assert_conserved(setting.queue)

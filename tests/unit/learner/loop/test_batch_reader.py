@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from groups import made_by, make_group
+from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.data_end import DataEnd
 from penstock_learner.loop.failed_rewards import FailedRewards
-from penstock_learner.loop.roll_back import RollBack, oldest_version
+from penstock_learner.loop.group_filter import reason_to_discard
+from penstock_learner.loop.roll_back import RollBack, in_steps, oldest_version
 from replay_backends import queue_with
 
 REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
@@ -105,6 +110,23 @@ async def test_the_share_of_failed_rewards_decides(
     batch = await reader.read(1, 0)
     assert len(pauses.reasons) == num_pauses
     assert num_pauses or batch.prompt_ids == [1, 2]
+
+
+@pytest.mark.parametrize(("last_batch", "num_pauses"), [("train", 1), ("drop", 0)])
+async def test_the_last_smaller_step_is_judged_by_its_own_samples(last_batch: str, num_pauses: int) -> None:
+    queue = await ended_queue(1, groups=[failing(1, 4)])
+    pauses = Pauses()
+    reader = BatchReader(
+        queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Ledger(), {}, failed_rewards=FailedRewards(1.0, 2, pauses),
+        data_end=end_of(queue, last_batch=last_batch),
+    )  # fmt: skip
+    if last_batch == "drop":
+        assert (await reader.read(1, 0)).groups == ()
+    else:
+        with pytest.raises(DeadlineExceeded):  # it waits for the prompt, which is to be sampled again
+            await reader.read(1, 0)
+        assert await queue.expired_reasons() == {"reward_failed": 1} and (await queue.stat()).pending_prompts == 1
+    assert len(pauses.reasons) == num_pauses
 
 
 async def test_no_deadline_runs_out_while_the_run_is_paused() -> None:
@@ -272,6 +294,16 @@ def test_age_is_in_steps_of_training_through_roll_backs() -> None:
     assert 13 - oldest_version(made_by(1, 3), []) == 10
 
 
+def test_a_version_that_is_published_again_after_a_restart_is_no_step() -> None:
+    """The learner died at version 7 and starts again from the checkpoint of version 4, as version 8."""
+    restart = RollBack(policy_version=4, new_version=8, is_restart=True)
+    versions = np.array([3, 4, 5, 6, 7, 8, 9])
+    assert in_steps(versions, [restart]).tolist() == [7, 8, 9, 10, 11, 8, 9]
+    assert not restart.gave_up(made_by(1, 6)), "its steps are trained again, so its samples are not lost"
+    again = RollBack(policy_version=9, new_version=11, is_restart=True)
+    assert in_steps(versions, [restart, again]).tolist() == [9, 10, 11, 12, 13, 10, 11]
+
+
 def test_age_is_in_steps_where_a_roll_back_goes_past_an_earlier_one() -> None:
     """Version 9 has the weights of 3, and version 12 those of 2, so everything between 2 and 12 is given up."""
     roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=2, new_version=12)]
@@ -285,3 +317,83 @@ async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_num
     reader.roll_backs = [RollBack(policy_version=3, new_version=9)]
     assert (await reader.read(1, 9)).prompt_ids == [2, 3]
     assert (await queue.stat()).expired == 1
+
+
+async def ended_queue(num_groups: int, groups: Sequence[Group] = ()) -> MemoryReplayQueue:
+    """A queue with the groups of a dataset, all of whose prompts were submitted if it has one epoch."""
+    groups = groups or [make_group(prompt_id) for prompt_id in range(1, num_groups + 1)]
+    queue = await queue_with(REPLAY, groups)
+    await queue.feed("train", "f", 0, [b"p"] * num_groups, [0] * num_groups, num_groups)
+    for lease in await queue.lease("s", num_groups):
+        await queue.give_back("s", lease, "unreadable", is_final=True)
+    return queue
+
+
+def end_of(queue: MemoryReplayQueue, **dataset: object) -> DataEnd:
+    return DataEnd(queue, DatasetConfig.model_validate({"file": "train.jsonl"} | dataset))
+
+
+async def test_the_last_batch_has_what_is_left_of_the_dataset() -> None:
+    queue = await ended_queue(3)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, data_end=end_of(queue))
+    assert [(await reader.read(step, 0)).prompt_ids for step in (1, 2, 3)] == [[1, 2], [3], []]
+
+
+async def test_the_last_batch_is_dropped_if_the_config_says_so() -> None:
+    queue = await ended_queue(3)
+    end = end_of(queue, last_batch="drop")
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, data_end=end)
+    assert [(await reader.read(step, 0)).prompt_ids for step in (1, 2)] == [[1, 2], []]
+    assert await queue.expired_reasons() == {"remainder": 1}
+    assert (await queue.stat()).conservation_error == 0
+    with pytest.raises(InvalidInput, match="fewer prompts than replay.groups_per_step; set dataset.last_batch"):
+        await end.raise_if_nothing_was_trained(0)
+
+
+@pytest.mark.parametrize("waiting", [{"epochs": 2}, {"epochs": 0}, {"name": "other"}, {"file": None}, {}])
+async def test_a_batch_is_completed_while_more_groups_may_come(waiting: dict[str, object]) -> None:
+    queue = await ended_queue(3)
+    if not waiting:
+        await queue.submit([b"p"], [0], "")  # a client's prompt, which no server has leased yet
+    end = end_of(queue, **waiting)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Ledger(), {}, data_end=end)
+    await reader.read(1, 0)
+    with pytest.raises(DeadlineExceeded, match="step 2 has 1 of 2 groups"):
+        await reader.read(2, 0)
+
+
+async def test_data_of_which_nothing_was_trained_is_an_error() -> None:
+    queue = await ended_queue(3)
+    with pytest.raises(InvalidInput, match="ended before the first step: 3 prompts were dead-lettered"):
+        await end_of(queue).raise_if_nothing_was_trained(0)
+    await end_of(queue).raise_if_nothing_was_trained(1)
+
+
+def rewarded(prompt_id: int, *rewards: float) -> Group:
+    group = make_group(prompt_id)
+    samples = zip(group.trajectories, rewards, strict=False)
+    return replace(group, trajectories=tuple(replace(sample, reward=reward) for sample, reward in samples))
+
+
+@pytest.mark.parametrize(
+    ("limits", "left", "reason"),
+    [
+        ({}, [1, 2, 3, 4], ""),
+        ({"min_spread": 0.6}, [2, 3], "no_spread"),
+        ({"min_pass_rate": 0.5}, [1, 3], "pass_rate"),
+        ({"max_pass_rate": 0.9}, [2, 3, 4], "pass_rate"),
+        ({"min_pass_rate": 0.2, "max_pass_rate": 0.8}, [3], "pass_rate"),
+        ({"max_response_tokens": 1}, [], "too_long"),
+    ],
+)
+async def test_groups_are_filtered_by_rewards_and_lengths(
+    limits: dict[str, float], left: list[int], reason: str
+) -> None:
+    groups = [rewarded(1, 1, 1, 1), rewarded(2, 0, 0, 0.9), rewarded(3, 0, 1, 1), rewarded(4, 0.5, 0.25, 0.5)]
+    replay = ReplayConfig.model_validate({"groups_per_step": 4, "max_staleness": 10, "group_filter": limits})
+    queue = await queue_with(replay, groups)
+    with pytest.raises(DeadlineExceeded) if len(left) < 4 else contextlib.nullcontext():
+        await reader_of(queue, replay, timeout_s=0.05).read(1, 0)
+    dropped = {} if len(left) == 4 else {reason: 4 - len(left)}
+    assert await queue.expired_reasons() == dropped
+    assert [group.prompt_id for group in groups if not reason_to_discard(group, replay)] == left

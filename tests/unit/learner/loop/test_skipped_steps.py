@@ -13,10 +13,11 @@ from groups import make_group
 from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
-from penstock_learner.loop.skipped_steps import SkippedSteps
-from penstock_learner.model.packing import batch_of, partition
+from penstock_learner.batches.partition import partition
+from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.optim.step import OptimizerStep
 from penstock_learner.roles.update_reports import UpdateReport
+from penstock_learner.steps.skipped_updates import SkippedSteps
 
 BATCH = batch_of([make_group(prompt_id) for prompt_id in (11, 12)])
 SHARDS = partition(BATCH, 2, 1000)

@@ -18,14 +18,17 @@ from transformers import AutoModelForCausalLM
 from groups import made_by, make_group
 from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
+from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, TrainingDiverged
-from penstock.trajectory import Group
-from penstock_learner.loop.advantage_step import denominators_of, with_advantages
+from penstock.trajectory import Group, TokenReward, VersionSegment
+from penstock_learner.batches.partition import partition
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.loop.roll_back import RollBack
-from penstock_learner.loop.skipped_steps import SkippedSteps
 from penstock_learner.loop.step_metrics import mean_rewards, reward_part_means
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.model.packing import SequenceBatch, batch_of, partition
+from penstock_learner.steps.advantages import denominators_of, with_advantages
+from penstock_learner.steps.context import AheadBatch, StepContext
+from penstock_learner.steps.skipped_updates import SkippedSteps
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_qwen2
 
@@ -222,7 +225,7 @@ def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[li
     policy: Any = make_step(models, **learner).roles["policy"]
     for part in parts:
         chosen = batch.select(part)
-        denominators = denominators_of(chosen, policy.rank.config.learner.algorithm)
+        denominators = denominators_of(chosen, policy.rank.config.learner.algorithm.loss)
         (shard,) = partition(chosen, 1, 10**6)
         policy.rank.update(shard, denominators, 1, 0, 0.0)
     return policy.rank
@@ -259,3 +262,141 @@ async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[st
     assert metrics["critic_clip_ratio"] > 0
     whole = await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)
     assert whole["critic_clip_ratio"] == 0
+
+
+async def test_an_entropy_bonus_raises_the_entropy(tiny_models: dict[str, Path]) -> None:
+    """The rewards are equal, so there is nothing else to learn."""
+    groups = [replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in groups_of("a")]
+    changes = []
+    for coefficient in (0.5, 0.0):
+        step = make_step(tiny_models, lr=1e-2, algorithm={"loss": {"entropy_coefficient": coefficient}})
+        before, *_, after = [(await step.run(groups, number, 0, 0.0))["entropy"] for number in (1, 2, 3)]
+        changes.append(after - before)
+    assert changes[0] > 1e-3 and changes[1] == 0
+
+
+async def test_a_kl_penalty_can_be_in_the_reward_and_in_the_loss(tiny_models: dict[str, Path]) -> None:
+    """`both` trains as `reward` does if its weight in the loss is 0, and otherwise not. Each place has an estimator."""
+
+    async def trained(**kl: Any) -> dict[str, float]:
+        step = make_step(tiny_models, algorithm={"advantage": {"name": "reinforce_plus_plus"}, "kl": kl}, lr=1e-2)
+        policy: Any = step.roles["policy"]
+        with torch.no_grad():
+            policy.rank.model.lm.model.norm.weight.mul_(1.3)
+        return await step.run(groups_of("a", "b"), 1, 0, 0.1)
+
+    reward = await trained(placement="reward", penalty="k1")
+    same = await trained(placement="both", penalty="k1", loss_penalty="k3", loss_coefficient=0.0)
+    both = await trained(placement="both", penalty="k1", loss_penalty="k3", loss_coefficient=2.0)
+    assert same["grad_norm"] == reward["grad_norm"] and same["kl_loss"] == 0
+    assert both["grad_norm"] != pytest.approx(reward["grad_norm"], rel=1e-3)
+    assert both["kl_reference"] == reward["kl_reference"] and both["kl_loss"] == 2 * both["kl_reference"]
+    alone = await trained(placement="loss", penalty="k3")
+    shared = await trained(placement="both", penalty="k3")
+    assert alone["kl_loss"] == shared["kl_loss"] > 0
+    assert alone["grad_norm"] != pytest.approx(shared["grad_norm"], rel=1e-4)
+
+
+async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: dict[str, Path]) -> None:
+    """`critic_warmup_steps: 3`: the first update is that of step 3, and its learning rate is the schedule's first."""
+    step = make_step(
+        tiny_models, lr=1e-3, critic={"lr": 1e-3}, critic_warmup_steps=3, warmup_steps=2,
+        algorithm={"advantage": {"name": "gae"}},
+    )  # fmt: skip
+    policy: Any = step.roles["policy"]
+    weights, rates, critic_rates = [], [], []
+    for number in (1, 2, 3, 4):
+        metrics = await step.run(groups_of("a", "b"), number, 0, 0.0)
+        weights.append(policy.rank.model.lm.model.norm.weight.detach().clone())
+        rates.append(metrics["lr"])
+        critic_rates.append(metrics["critic_lr"])
+    assert rates == [0, 0, 0, 5e-4] and critic_rates == [0, 5e-4, 1e-3, 1e-3]
+    assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
+    begun = make_step(tiny_models, critic={}, critic_warmup_steps=1, algorithm={"advantage": {"name": "gae"}})
+    assert (await begun.run(groups_of("a"), 1, 0, 0.0))["lr"] == begun.config.lr
+    optimizer: Any = begun.roles["policy"]
+    assert optimizer.rank.optimizer.state, "the policy was updated in step 1"
+
+
+async def test_minibatches_are_neighbours_in_the_order_of_the_batch(tiny_models: dict[str, Path]) -> None:
+    """Three parts, two epochs: the parts of the batch in order, and then the same parts again."""
+    step = make_step(
+        tiny_models, minibatches_per_step=3, epochs_per_step=2, algorithm={"correction": {"mode": "bypass"}}
+    )
+    policy: Any = step.roles["policy"]
+    trained: list[list[int]] = []
+    update = policy.rank.update
+
+    def recorded(part: Any, *arguments: Any) -> Any:
+        (micro,) = part.micro_batches
+        trained.append(micro.group_ids.tolist())
+        return update(part, *arguments)
+
+    policy.rank.update = recorded
+    groups = groups_of("a", "b", "c")
+    await step.run(groups, 1, 0, 0.0)
+    assert trained == [[group.prompt_id] * len(group.trajectories) for group in groups] * 2
+
+
+def test_shuffled_minibatches_have_each_sample_once_per_epoch_and_follow_from_the_seed() -> None:
+    batch = batch_of(groups_of("a", "b", "c"))
+    samples = batch.with_sequence_fields(number=np.arange(batch.num_sequences))
+
+    def parts(step: int = 1, seed: int = 42) -> list[list[int]]:
+        config = LearnerConfig(minibatches_per_step=3, epochs_per_step=2, shuffle_minibatches=True, shuffle_seed=seed)
+        context: Any = StepContext(config, [], step, 0, 0.0, AheadBatch(asyncio.Future()))
+        return [part["number"].tolist() for part in context.minibatches(samples)]
+
+    async def all_parts() -> None:
+        first = parts()
+        assert len(first) == 6 and first == parts()
+        for epoch in (first[:3], first[3:]):
+            assert sorted(sum(epoch, [])) == list(range(batch.num_sequences))
+        assert first[:3] != first[3:] and first != parts(step=2) and first != parts(seed=1)
+        assert sum(first[:3], []) != list(range(batch.num_sequences))
+
+    asyncio.run(all_parts())
+
+
+def two_turns() -> Group:
+    """Two samples with two turns of two tokens each and one token of a tool in between. The first turn of the first
+    sample has a reward of its own."""
+    group = make_group(1, num_samples=2)
+    (first, second) = (
+        replace(
+            sample, token_ids=np.arange(5, dtype=np.int32), loss_mask=np.array([1, 1, 0, 1, 1], np.uint8),
+            log_probs=np.zeros(5, np.float32), segments=(VersionSegment(0, 5, 0),), reward=reward,
+        )
+        for sample, reward in zip(group.trajectories, (1.5, 1.0), strict=True)
+    )  # fmt: skip
+    return replace(group, trajectories=(replace(first, token_rewards=(TokenReward(1, 0.5),)), second))
+
+
+def test_the_reward_of_a_turn_is_credited_to_its_turn() -> None:
+    batch = batch_of([two_turns()])
+    batch = replace(batch, values=np.zeros(10, np.float32))
+    gae = with_advantages(batch, AlgorithmConfig(advantage=AdvantageConfig(name="gae")), 0.0)
+    assert gae.returns is not None
+    assert gae.returns.tolist() == [1.5, 1.5, 0, 1, 1, 1, 1, 0, 1, 1], "the second turn has no part in the first's"
+    discounted = AlgorithmConfig(advantage=AdvantageConfig(name="reinforce_plus_plus", gamma=0.5))
+    returns = with_advantages(batch, discounted, 0.0).returns
+    assert returns is not None and returns[:5].tolist() == [0.375, 0.75, 0, 0.5, 1]
+    grpo = AlgorithmConfig(advantage=AdvantageConfig(name="grpo"))
+    summed = with_advantages(replace(batch, token_rewards=None), grpo, 0.0).advantages
+    np.testing.assert_allclose(with_advantages(batch, grpo, 0.0).advantages, summed, atol=1e-6)
+
+
+def test_rewards_of_tokens_that_are_not_trained_go_to_the_last_token() -> None:
+    group = two_turns()
+    moved = replace(group.trajectories[0], token_rewards=(TokenReward(2, 0.5),))
+    batch = batch_of([replace(group, trajectories=(moved, group.trajectories[1]))])
+    batch = replace(batch, values=np.zeros(10, np.float32))
+    returns = with_advantages(batch, AlgorithmConfig(advantage=AdvantageConfig(name="gae")), 0.0).returns
+    assert returns is not None and returns[:5].tolist() == [1.5, 1.5, 0, 1.5, 1.5]
+
+
+async def test_a_reward_model_that_replaces_rewards_replaces_those_of_turns(tiny_models: dict[str, Path]) -> None:
+    for combine, kept in (("replace", 0.0), ("add", 0.5)):
+        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), "combine": combine})
+        batch = await step.ahead([two_turns()])
+        assert batch.token_rewards is not None and batch.token_rewards.sum() == kept

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from penstock_learner.model.architectures import LogitForm
 from penstock_learner.model.log_prob_head import log_probs_and_entropy
 
 
@@ -38,6 +39,24 @@ def test_chunks_equal_the_whole(chunk_tokens: int) -> None:
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
     assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk_tokens", [7, 1000])
+def test_the_entropy_has_a_gradient_if_asked_for(chunk_tokens: int, softcap: float | None) -> None:
+    hidden, weight, targets, temperatures, upstream = inputs()
+    log_probs, entropy = log_probs_and_entropy(
+        hidden, weight, targets, temperatures, chunk_tokens=chunk_tokens, form=LogitForm(softcap=softcap),
+        entropy_has_gradient=True,
+    )  # fmt: skip
+    gradients = torch.autograd.grad((log_probs * upstream).sum() - (entropy * upstream).sum(), [hidden, weight])
+    logits = hidden @ weight.t()
+    scaled = (logits if softcap is None else softcap * (logits / softcap).tanh()) / temperatures.unsqueeze(1)
+    expected = scaled.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    expected_entropy = torch.distributions.Categorical(logits=scaled).entropy()
+    loss = (expected * upstream).sum() - (expected_entropy * upstream).sum()
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients, torch.autograd.grad(loss, [hidden, weight]), atol=1e-5, rtol=1e-5)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -11,13 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from groups import make_group
 from penstock.errors import ConfigError
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
+from penstock_learner.model import attention
+from penstock_learner.model.architectures import path_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.packing import SequenceBatch, batch_of
 from tiny_model import make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -126,3 +128,34 @@ def test_a_sequence_does_not_see_its_neighbours(folder: Path) -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model folder"):
         load_model(tmp_path, torch.float32, 10)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch makes it while it traces an autograd function
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text"])
+def test_all_layers_of_a_kind_share_one_compiled_program(model_type: str) -> None:
+    """Otherwise a model with many layers compiles for minutes, and then runs uncompiled at torch's limit."""
+    assert _num_programs(model_type, num_layers=6) == _num_programs(model_type, num_layers=4)
+
+
+def _num_programs(model_type: str, num_layers: int) -> int:
+    """How many programs torch makes of the layers for a forward pass. Every second layer has a sliding window."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = AutoConfig.for_model(
+        model_type, vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4, use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"] * (num_layers // 2),
+    )  # fmt: skip
+    attention.register()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = CausalLM(lm, 64, path_of(config))
+    torch._dynamo.reset()
+    for layer in lm.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=keep)
+    with torch.no_grad():
+        log_probs(model, some_batch())
+    return len(graphs)

@@ -17,16 +17,17 @@ from learner_ranks import make_rank, with_model
 from penstock.config.learner import LearnerConfig, RouterConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.loop.step_metrics import router_metrics
+from penstock_learner.batches.partition import RankShard, partition
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition
 from penstock_learner.model.routers import _laid_out, find_routers, watch_routers
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.start_check import _check_structure
+from penstock_learner.steps.advantages import denominators_of, with_advantages
+from penstock_learner.steps.update_metrics import router_metrics
 from tiny_architectures import random_batch, tiny_model
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def _update(policy: PolicyWorker, batch: SequenceBatch, max_tokens: int = 10**6)
     batch = with_advantages(batch, policy.config.learner.algorithm, 0.0)
     shards = partition(batch, 2 if max_tokens < 100 else 1, max_tokens)
     joined = RankShard([m for s in shards for m in s.micro_batches], [part for s in shards for part in s.sequences])
-    return policy.update(joined, denominators_of(batch, policy.config.learner.algorithm), 1, 0, 0.0)
+    return policy.update(joined, denominators_of(batch, policy.config.learner.algorithm.loss), 1, 0, 0.0)
 
 
 def _router_gradients(policy: PolicyWorker) -> torch.Tensor:

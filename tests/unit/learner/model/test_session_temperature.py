@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.codec import decode_group, encode_group
-from penstock.replay.contract import Lease
-from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
+from penstock.trajectory import Group
+from penstock.v1 import groups_pb2, prompts_pb2, sessions_pb2
+from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
-from penstock_learner.model.packing import batch_of
-from penstock_services.gateway.generate.sessions import conversations
+from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
+from penstock_services.gateway.sessions.tree import SessionTree
 from tiny_model import make_tiny_qwen2
 
 NUM_TOKENS = 24
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen2(tmp_path_factory.mktemp("model"), seed=3)
 
 
-def sampled_call(lm: Any, prompt: list[int], temperature: float) -> generate_pb2.GenerateChunk:
+def sampled_call(lm: Any, prompt: list[int], temperature: float, num_shared: int = 0) -> sessions_pb2.SessionCall:
     """A recorded call of an engine that samples at this temperature, and reports the log-probs of what it sampled."""
     ids, log_probs = list(prompt), []
     generator = torch.Generator().manual_seed(len(prompt))
@@ -39,8 +40,11 @@ def sampled_call(lm: Any, prompt: list[int], temperature: float) -> generate_pb2
         token = int(torch.multinomial(scores.exp(), 1, generator=generator))
         ids.append(token)
         log_probs.append(float(scores[token]))
-    return generate_pb2.GenerateChunk(
-        prompt_token_ids=np.array(prompt, dtype="<i4").tobytes(),
+    return sessions_pb2.SessionCall(
+        call_id=str(num_shared),
+        base=0 if num_shared else -1,
+        num_shared=num_shared,
+        extra_token_ids=np.array(prompt[num_shared:], dtype="<i4").tobytes(),
         token_ids=np.array(ids[len(prompt) :], dtype="<i4").tobytes(),
         log_probs=np.array(log_probs, dtype="<f4").tobytes(),
         segments=[groups_pb2.VersionSegment(start=0, end=NUM_TOKENS, policy_version=0)],
@@ -56,9 +60,12 @@ def test_the_learner_agrees_with_the_engine_at_the_temperatures_of_the_calls(
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     first = sampled_call(lm, PROMPT, temperatures[0])
     answer = np.frombuffer(first.token_ids, dtype="<i4").tolist()
-    second = sampled_call(lm, PROMPT + answer + BETWEEN, temperatures[1])
-    [conversation] = conversations([first, second])
-    group = decode_group(encode_group(conversation.group("run", Lease(1, 1, b""), 1.0, {})))
+    second = sampled_call(lm, PROMPT + answer + BETWEEN, temperatures[1], len(PROMPT + answer))
+    tree = SessionTree()
+    tree.add([first.SerializeToString(), second.SerializeToString()])
+    [made] = shared_prompts([RewardedSession(tree, 1.0, {})])
+    group = Group("run", 1, 1, "s", "session", made.sampling, made.prompt_token_ids, made.trajectories)
+    group = decode_group(encode_group(group))
     batch = batch_of([group])
     model = load_model(folder, torch.float32, chunk_tokens=16)
     found = model(ModelInputs.of(batch, torch.device("cpu")))[0].detach().numpy()

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from groups import make_group
 from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
-from penstock_learner.loop.advantage_step import denominators_of, with_advantages
-from penstock_learner.model.packing import RankShard, SequenceBatch, batch_of, partition
+from penstock_learner.batches.partition import RankShard, partition
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.steps.advantages import denominators_of, with_advantages
 
 ALGORITHM: dict[str, Any] = {
     "advantage": {"name": "gae", "lam": 0.9},
@@ -79,7 +80,7 @@ def gradient(worker: PolicyWorker | CriticWorker) -> torch.Tensor:
 def update(
     policy: PolicyWorker, critic: CriticWorker, batch: SequenceBatch, num_ranks: int, max_tokens: int
 ) -> tuple[list[float], list[torch.Tensor]]:
-    denominators = denominators_of(batch, policy.config.learner.algorithm)
+    denominators = denominators_of(batch, policy.config.learner.algorithm.loss)
     part = joined(batch, num_ranks, max_tokens)
     losses = [policy.update(part, denominators, 1, 0, 0.1).loss, critic.update(part, denominators, 1).loss]
     return losses, [gradient(policy), gradient(critic)]

@@ -12,20 +12,21 @@ from penstock_learner.optim.optimizer import learning_rate
 
 def rates(num_steps: int, **settings: Any) -> list[float]:
     learner = LearnerConfig.model_validate({"lr": 1.0, "num_steps": num_steps, **settings})
-    return [learning_rate(learner, learner.lr, step) for step in range(1, num_steps + 1)]
+    return [learning_rate(learner, learner.lr, num_done) for num_done in range(num_steps)]
 
 
 def test_warm_up_then_constant() -> None:
-    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """The first step of a warm-up has the rate 0, as with the schedulers of verl and Hugging Face."""
+    assert rates(6, warmup_steps=4) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear_falls_to_its_share_at_the_last_step() -> None:
-    expected = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
+def test_linear_falls_to_its_share_after_the_last_step() -> None:
+    expected = [0.0, 0.5, 1.0, 0.8, 0.6, 0.4]
     assert rates(6, warmup_steps=2, lr_schedule="linear", min_lr_share=0.2) == pytest.approx(expected)
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
-    assert rates(4, lr_schedule="cosine") == pytest.approx([0.8535534, 0.5, 0.1464466, 0.0])
+    assert rates(4, lr_schedule="cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from learner_ranks import make_rank, with_model
 from local_roles import make_step
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock_learner.model.packing import RankShard, batch_of
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.roles.reference import ReferenceWorker
 

@@ -77,6 +77,7 @@ class FakeCluster:
         self.has_spares = has_spares
         self.sets: dict[int, list[FakeActor]] = {}
         self.outlive_controller = True
+        self.can_be_adopted = True
         self.is_given_up = False
 
     def make(self, number: int, owner: str) -> list[FakeActor]:

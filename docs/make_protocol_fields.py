@@ -1,0 +1,66 @@
+"""Write the tables of protocols.md: every field of the protocols, read from the bodies in penstock/protocols.
+
+python docs/make_protocol_fields.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+from penstock.protocols import anthropic, bodies, chat, completions, responses
+
+PAGE = Path(__file__).parent / "protocols.md"
+MARK = "<!-- The tables below are written by docs/make_protocol_fields.py. -->\n"
+ROUTES = {
+    "/v1/chat/completions": chat.ChatBody,
+    "/v1/completions": completions.CompletionBody,
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/count_tokens": anthropic.CountBody,
+}
+
+
+def field_notes(body: type[bodies.Body]) -> dict[str, str]:
+    """The docstrings of a body's fields, in one line each."""
+    notes: dict[str, str] = {}
+    for owner in reversed(body.__mro__):
+        if not issubclass(owner, bodies.Body) or owner is bodies.Body:
+            continue
+        [tree] = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(tree, ast.ClassDef)
+        for before, after in zip(tree.body, tree.body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and is_text:
+                notes[before.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return notes
+
+
+def row(name: str, body: type[bodies.Body], notes: dict[str, str]) -> tuple[str, str]:
+    """How a field is treated, and the row of the table."""
+    marks = body.model_fields[name].metadata
+    for mark in marks:
+        if isinstance(mark, bodies.Refused):
+            neutral = ", ".join(f"`{value!r}`" for value in mark.neutral)
+            accepted = f"; accepted: {neutral}" if neutral else ""
+            return "refused", f"| `{name}` | refused: {mark.why}{accepted} |"
+        if isinstance(mark, bodies.NoEffect):
+            return "none", f"| `{name}` | accepted without effect: {mark.why} |"
+    note = notes.get(name, "")
+    return "honoured", f"| `{name}` | honoured{': ' + note if note else ''} |"
+
+
+def build() -> str:
+    """The whole page, with its tables made again."""
+    parts = [PAGE.read_text().partition(MARK)[0] + MARK]
+    for route, body in ROUTES.items():
+        notes = field_notes(body)
+        rows = [row(name, body, notes) for name in sorted(body.model_fields)]
+        ordered = [text for kind in ("honoured", "refused", "none") for found, text in rows if found == kind]
+        parts.append(f"\n### `{route}`\n| field | |\n|---|---|\n" + "\n".join(ordered) + "\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(build())

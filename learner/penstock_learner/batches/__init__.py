@@ -1,0 +1,1 @@
+"""Batches of whole sequences, and how they are split over ranks."""

@@ -1,0 +1,147 @@
+"""Checkpoints in object storage: each one is uploaded once it is written, and fetched by a learner without a folder.
+
+    URL/RUN/term-T-step-N/…shards…, trainer.json, and manifest.json last
+
+Only a checkpoint with a manifest is complete: it is uploaded last, and removed first. With uploads, a checkpoint is
+durable when it is complete in the store, so groups are acknowledged only then. A learner looks into the store each time
+it chooses a checkpoint, also after it has taken its term: a learner before it may have uploaded one until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from penstock.config.run import RunConfig
+from penstock.errors import CheckpointDamaged, Unavailable
+from penstock.fetching.object_folder import CHUNK_BYTES, ObjectFolder
+from penstock_learner.checkpoints.flushing import flush
+from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
+from penstock_learner.crash_points import crash_point
+from penstock_learner.file_checksums import find_damage
+
+logger = logging.getLogger(__name__)
+FIELD = "learner.checkpoint.upload"
+NUM_THREADS = 4
+_NAME = re.compile(r"^term-\d{6,}-step-\d{8,}$")
+
+
+class CheckpointUploads:
+    """The uploaded checkpoints of one run. All methods block."""
+
+    def __init__(self, store: ObjectFolder, keep: int) -> None:
+        self.store = store
+        self.keep = keep
+        self.abandoned = threading.Event()
+        """Set to end an upload between two files."""
+        self._damaged: set[str] = set()
+        """Checkpoints that arrived damaged, and are not fetched again."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> CheckpointUploads | None:
+        """The uploads that the config asks for, if any."""
+        checkpoint = config.learner.checkpoint
+        if not checkpoint.upload:
+            return None
+        url = f"{checkpoint.upload.rstrip('/')}/{config.run}"
+        return cls(ObjectFolder(url, FIELD, checkpoint.upload_timeout_s), checkpoint.keep_uploaded)
+
+    def newest_first(self) -> list[str]:
+        """The names of the complete checkpoints."""
+        return sorted((name for name, files in self._list().items() if MANIFEST_FILE in files), reverse=True)
+
+    def upload(self, checkpoint: Path, is_usable: Callable[[str], bool]) -> None:
+        """Upload a finished checkpoint, unless the store has it, then remove old ones. Keeps `keep` of those that are
+        usable."""
+        self.abandoned.clear()
+        if checkpoint.name in self.newest_first():
+            return
+        files = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="upload") as pool:
+            list(pool.map(lambda name: self._put(checkpoint, name), [name for name in files if name != MANIFEST_FILE]))
+        crash_point("mid_upload")
+        self._put(checkpoint, MANIFEST_FILE)
+        crash_point("after_upload")
+        logger.info("uploaded %s to %s", checkpoint.name, self.store.url)
+        self._remove_old(checkpoint.name, is_usable)
+
+    def fetch_newest(self, folder: Path, is_usable: Callable[[str], bool]) -> None:
+        """Fetch the newest usable checkpoint into `folder`, if that has none as new. A damaged one is left out."""
+        here = max((path.name for path in folder.glob("term-*-step-*") if _NAME.match(path.name)), default="")
+        newer = [name for name in self.newest_first() if name > here and name not in self._damaged]
+        for name in filter(is_usable, newer):
+            try:
+                self._fetch(name, folder)
+                return
+            except CheckpointDamaged as error:
+                logger.error("%s/%s cannot be used: %s", self.store.url, name, error)
+                self._damaged.add(name)
+
+    def _put(self, checkpoint: Path, name: str) -> None:
+        if self.abandoned.is_set():
+            raise Unavailable(f"the upload of {checkpoint.name} was abandoned")
+        self.store.upload(checkpoint / name, f"{checkpoint.name}/{name}")
+
+    def _fetch(self, name: str, folder: Path) -> None:
+        """Download a checkpoint beside the others, compare it with its manifest, and give it its name."""
+        logger.info("fetching %s from %s", name, self.store.url)
+        partial = folder / f"fetch-{name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            (partial / MANIFEST_FILE).write_bytes(self.store.read(f"{name}/{MANIFEST_FILE}"))
+            records = read_manifest(partial)
+            sizes = {file: record.num_bytes for file, record in records.items()}
+            self._compare_sizes(name, sizes)
+            with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fetch") as pool:
+                list(pool.map(lambda file: self._get(f"{name}/{file}", partial / file, sizes[file]), sizes))
+            if damages := find_damage(partial, records):
+                raise CheckpointDamaged(damages[0])
+            for path in (*partial.rglob("*"), partial):
+                flush(path)
+            partial.rename(folder / name)
+            flush(folder)
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"an object is missing ({error})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _compare_sizes(self, name: str, sizes: Mapping[str, int]) -> None:
+        """Raise CheckpointDamaged if an object is missing or has another size, before anything large is downloaded."""
+        stored = self.store.list()
+        for file, num_bytes in sizes.items():
+            found = stored.get(f"{name}/{file}")
+            if found is None or found.num_bytes != num_bytes:
+                size = "no object" if found is None else f"{found.num_bytes} bytes"
+                raise CheckpointDamaged(f"{name}/{file} is damaged: expected {num_bytes} bytes, found {size}")
+
+    def _get(self, name: str, path: Path, num_bytes: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            while (start := file.tell()) < num_bytes:
+                file.write(self.store.read_part(name, start, min(start + CHUNK_BYTES, num_bytes)))
+
+    def _remove_old(self, newest: str, is_usable: Callable[[str], bool]) -> None:
+        """Remove complete checkpoints that are not kept, and incomplete ones that a crash has left."""
+        found = self._list()
+        complete = sorted((name for name, files in found.items() if MANIFEST_FILE in files), reverse=True)
+        kept = [name for name in complete if is_usable(name)][: self.keep]
+        for name, files in found.items():
+            if name in kept or (name not in complete and name >= newest):
+                continue
+            for file in sorted(files, key=lambda file: file != MANIFEST_FILE):
+                self.store.remove(f"{name}/{file}")
+
+    def _list(self) -> dict[str, set[str]]:
+        """The files of each checkpoint, by its name."""
+        checkpoints: dict[str, set[str]] = {}
+        for path in self.store.list():
+            name, _, file = path.partition("/")
+            if _NAME.match(name):
+                checkpoints.setdefault(name, set()).add(file)
+        return checkpoints

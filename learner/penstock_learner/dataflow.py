@@ -1,0 +1,34 @@
+"""The names that steps of your own are written with. docs/own-dataflow.md has a worked example.
+
+The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of our own
+roles. They import the models, so a file with steps alone should not import them.
+"""
+
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch, concat
+from penstock_learner.roles.dispatch import dispatched
+from penstock_learner.roles.role_group import gather_all
+from penstock_learner.steps.advantages import denominators_of, with_advantages
+from penstock_learner.steps.ahead import ahead
+from penstock_learner.steps.context import BatchContext, StepContext
+from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
+from penstock_learner.steps.updates import update_critic, update_policy
+
+__all__ = [
+    "BatchContext",
+    "RankShard",
+    "Role",
+    "Roles",
+    "SequenceBatch",
+    "StepContext",
+    "Update",
+    "ahead",
+    "concat",
+    "denominators_of",
+    "dispatched",
+    "gather_all",
+    "gather_fields",
+    "update_critic",
+    "update_policy",
+    "with_advantages",
+]

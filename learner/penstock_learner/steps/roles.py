@@ -1,0 +1,201 @@
+"""The roles as a step sees them: `await roles.critic.values(batch)`.
+
+A call is split over the ranks of the role and its results are joined, as the worker declares (roles/dispatch.py). A
+frozen role whose rank dies is restarted within the call, which is then repeated. The death of a trained role ends the
+step: the controller goes back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.learner import LearnerConfig
+from penstock.errors import ConfigError, RoleDied
+from penstock_learner.batches.partition import RankShard, partition, unpermute, unpermute_sequences
+from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.roles.role_recovery import RoleRecovery
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step of a role."""
+
+    role: str
+    batch: SequenceBatch
+    shards: list[RankShard]
+    reports: list[Any]
+    """One report for each shard."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.batch.loss_mask))
+
+
+@dataclass
+class Calls:
+    """What a step has called: what failed or still runs must not be taken for a trained step."""
+
+    updates: list[Update] = field(default_factory=list)
+    update_started: float | None = None
+    """When the first update began, by `time.monotonic`."""
+    running: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+    def raise_if_unfinished(self, name: str) -> None:
+        """Raise the error of a call that failed, even if the step caught it. Raise ConfigError if a call still runs."""
+        if self.error is not None:
+            raise self.error
+        if self.running:
+            raise ConfigError(f"{name} returned while {self.running[0]} was running; await every call to a role")
+
+
+@dataclass(frozen=True)
+class RoleAccess:
+    """How roles are called, for all steps of a learner."""
+
+    config: LearnerConfig
+    recovery: RoleRecovery
+    trained: frozenset[str]
+    """Names of the roles whose weights change."""
+    locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """One call at a time to a frozen role: the steps of two batches may call it, and one of them restarts it."""
+
+    def shards(self, role: str, num_ranks: int, batch: SequenceBatch) -> tuple[list[RankShard], int]:
+        """The shards of a batch, and how many ranks share each of them under sequence parallelism."""
+        if role != "policy":  # only the policy replays the engine's choice of experts
+            batch = replace(batch, routed_experts=None)
+        num_sharing = self.config.sequence_parallel if role == "policy" else 1
+        return partition(batch, num_ranks // num_sharing, self.config.micro_batch_tokens * num_sharing), num_sharing
+
+
+class Role:
+    """One role. Its declared methods are those of its worker; they return awaitables."""
+
+    def __init__(self, group: RoleGroup, access: RoleAccess, calls: Calls) -> None:
+        self._group = group
+        self._access = access
+        self._calls = calls
+        self.name = group.name
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*arguments: Any) -> Awaitable[Any]:
+            return self._counted(method, arguments)
+
+        return call
+
+    async def _counted(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Make the call, and note it while it runs and if it fails."""
+        title = f"{self.name}.{method}"
+        self._calls.running.append(title)
+        try:
+            return await self._call(method, arguments)
+        except Exception as error:
+            self._calls.error = self._calls.error or error
+            raise
+        finally:
+            self._calls.running.remove(title)
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        declared = self._group.declarations.get(method)
+        if declared is None:
+            known = ", ".join(self._group.declarations) or "none"
+            raise ConfigError(f"the {self.name} role has no method {method!r} for steps; its methods are: {known}")
+        if declared.split == "copies":
+            return await self._call_ranks(method, [arguments] * self._group.num_ranks)
+        batch, *others = arguments
+        if not isinstance(batch, SequenceBatch):
+            raise ConfigError(f"{self.name}.{method} takes a batch first, not a {type(batch).__name__}")
+        if batch.num_sequences == 0:
+            if declared.join == "reports":
+                raise ConfigError(f"{self.name}.{method} was called with a batch without sequences; leave the call out")
+            return np.zeros(0, dtype=np.float32)
+        shards, num_sharing = self._access.shards(self.name, self._group.num_ranks, batch)
+        calls = [(shard, *others) for shard in shards for _ in range(num_sharing)]
+        if declared.join == "reports":
+            self._calls.update_started = self._calls.update_started or time.monotonic()
+        results = (await self._call_ranks(method, calls))[::num_sharing]
+        if declared.join in ("tokens", "sequences"):
+            self._check_sizes(method, declared.join, results, shards)
+        if declared.join == "tokens":
+            return unpermute(results, shards, batch)
+        if declared.join == "sequences":
+            return unpermute_sequences(results, shards, batch)
+        update = Update(self.name, batch, shards, results)
+        self._calls.updates.append(update)
+        return update
+
+    def _check_sizes(self, method: str, unit: str, results: Sequence[Any], shards: Sequence[RankShard]) -> None:
+        """Raise ConfigError if a rank has not returned one number for each token or sequence of its micro-batches."""
+        for result, shard in zip(results, shards, strict=True):
+            micros = shard.micro_batches
+            wanted = sum(int(m.response_lengths.sum()) if unit == "tokens" else m.num_sequences for m in micros)
+            if np.shape(result) != (wanted,):
+                raise ConfigError(
+                    f"{self.name}.{method} returned an array of shape {np.shape(result)} for the {wanted} {unit} of a "
+                    f"rank's micro-batches; return one number for each of them, or declare another join than {unit!r}"
+                )
+
+    async def _call_ranks(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if self.name in self._access.trained:
+            return await self._group.call_each(method, calls)
+        async with self._access.locks[self.name]:
+            while True:
+                try:
+                    return await self._group.call_each(method, calls)
+                except RoleDied as error:
+                    await self._access.recovery.restart(self._group, error)
+
+
+class Roles(Mapping[str, Role]):
+    """The roles of a run by name: `roles.policy` or `roles["policy"]`.
+
+    Without `with_trained` these are the frozen roles alone, for what is computed a step ahead."""
+
+    def __init__(self, groups: Mapping[str, RoleGroup], access: RoleAccess, *, with_trained: bool = True) -> None:
+        self.calls = Calls()
+        self._roles = {
+            name: Role(group, access, self.calls)
+            for name, group in groups.items()
+            if with_trained or name not in access.trained
+        }
+        self._hidden = groups.keys() - self._roles.keys()
+
+    def __getitem__(self, name: str) -> Role:
+        if name in self._hidden:
+            raise ConfigError(f"the {name} role is trained, so it cannot be called a step ahead; call it in the step")
+        if name not in self._roles:
+            raise ConfigError(f"the run has no role {name!r}; its roles are: {', '.join(self._roles)}")
+        return self._roles[name]
+
+    def __getattr__(self, name: str) -> Role:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._roles
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+
+async def gather_fields(**calls: Awaitable[NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
+    """The results of calls that run at the same time, by name. A call that is None is left out."""
+    made = {name: call for name, call in calls.items() if call is not None}
+    return dict(zip(made, await gather_all(*made.values()), strict=True))

@@ -1,0 +1,70 @@
+"""The plan of a run and its end, as its config and its dataset give them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.config.dataset import DatasetConfig
+from penstock.config.run import RunConfig
+from penstock.replay.contract import FeedPosition, PromptIntake, QueueStat
+
+
+class _Counts(Protocol):
+    """What the feed and the learner can both ask the queue."""
+
+    async def feeds(self) -> dict[str, FeedPosition]: ...
+
+    async def stat(self) -> QueueStat: ...
+
+
+async def data_has_ended(queue: _Counts, config: DatasetConfig) -> bool:
+    """Whether all epochs were submitted, and every prompt has left the queue or is with the learner."""
+    if config.file is None or config.epochs == 0:
+        return False
+    # The position is read first: what was submitted by then is in the counts that are read after it.
+    feed = (await queue.feeds()).get(config.name)
+    if feed is None or not feed.has_ended(config.epochs):
+        return False
+    stat = await queue.stat()
+    return stat.pending_prompts == 0 and stat.in_flight == 0 and stat.queued == stat.delivered
+
+
+class RunEnd:
+    """Tells whether a run has finished. A run that was finished and is started again with more steps has not."""
+
+    def __init__(self, queue: PromptIntake, config: RunConfig) -> None:
+        self.queue = queue
+        self.config = config
+
+    async def is_reached(self) -> bool:
+        """Whether the learner has finished at the current step, and the config asks for no more."""
+        stat = await self.queue.stat()
+        if stat.finished_step != stat.step:
+            return False
+        is_last = self.config.dataset.validation.only or 0 < self.config.learner.num_steps <= stat.step
+        return is_last or await data_has_ended(self.queue, self.config.dataset)
+
+
+def plan_line(config: RunConfig, epoch_prompts: int) -> str:
+    """What the run will do, in one line: its steps, as `learner.num_steps` and the epochs of the dataset allow."""
+    dataset, size, wanted = config.dataset, config.replay.groups_per_step, config.learner.num_steps
+    if dataset.validation.only:
+        return "plan: validate and finish, without training (dataset.validation.only)"
+    epochs = "1 epoch" if dataset.epochs == 1 else f"{dataset.epochs} epochs"
+    data = f"{epochs} of {epoch_prompts} prompts"
+    if dataset.epochs == 0:
+        data = f"the dataset of {epoch_prompts} prompts, repeated without end (dataset.epochs)"
+        return (
+            f"plan: {wanted} steps of {size} prompts from {data}" if wanted else f"plan: train until stopped on {data}"
+        )
+    whole, rest = divmod(dataset.epochs * epoch_prompts, size)
+    steps = whole + (rest > 0 and dataset.last_batch == "train")
+    if 0 < wanted < steps:
+        return (
+            f"plan: {wanted} steps of {size} prompts (learner.num_steps), although {data} are enough for {steps} steps"
+        )
+    last = ""
+    if rest:
+        last = f"; the last step has {rest}" if dataset.last_batch == "train" else f"; the last {rest} are dropped"
+    early = f", which end before learner.num_steps {wanted}" if wanted > steps else ""
+    return f"plan: {steps} steps of {size} prompts from {data}{early}{last}"

@@ -1,0 +1,186 @@
+"""An answer on its way to the client, the same for all protocols: its choices, and the order in which they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+
+from penstock.errors import InvalidInput, PenstockError
+from penstock.protocols.conversation import AnswerMessage, Json, Message
+from penstock.v1 import generate_pb2, groups_pb2
+
+Chunks = AsyncIterator[generate_pb2.GenerateChunk]
+TokenTexts = Callable[[Sequence[int]], list[str]]
+"""The text of each token."""
+QUEUED_CHUNKS = 64
+"""How many chunks of an answer may wait for a client that reads slowly."""
+
+
+class Choice:
+    """One sample of an answer, collected chunk by chunk."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: set[int] = set()
+        self.num_prompt_tokens = 0
+        self.finish_reason = groups_pb2.Trajectory.FINISH_REASON_UNSPECIFIED
+        self.stop_text = ""
+        self._answer = AnswerMessage()
+
+    def add(self, chunk: generate_pb2.GenerateChunk) -> None:
+        self._answer.add(chunk)
+        self.token_ids += np.frombuffer(chunk.token_ids, dtype="<i4").tolist()
+        self.log_probs += np.frombuffer(chunk.log_probs, dtype="<f4").tolist()
+        self.versions |= {segment.policy_version for segment in chunk.segments}
+        self.num_prompt_tokens = self.num_prompt_tokens or len(chunk.prompt_token_ids) // 4
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.stop_text = chunk.stop_text or self.stop_text
+
+    @property
+    def message(self) -> Message:
+        return self._answer.message
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens ended it."""
+        return self.finish_reason == groups_pb2.Trajectory.LENGTH
+
+
+class Exchange(Protocol):
+    """One request and its answer in a protocol. It is used once."""
+
+    field_names: ClassVar[Mapping[str, str]]
+    """The protocol's names of fields that a rollout server refuses under other names."""
+
+    def requests(self) -> list[generate_pb2.GenerateRequest]:
+        """A generate request for each choice. Raises InvalidInput for what cannot be honoured."""
+        ...
+
+    def whole(self, choices: list[Choice]) -> Json:
+        """The answer to a request that is not streamed."""
+        ...
+
+    def begin(self, choice: Choice) -> list[str]:
+        """Events before everything else. The first chunk has arrived, and `choice` has it."""
+        ...
+
+    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
+        """Events for a chunk, which `choice` has already."""
+        ...
+
+    def end(self, choices: list[Choice]) -> list[str]:
+        """Events after the last chunk."""
+        ...
+
+    def failed(self, error: PenstockError) -> list[str]:
+        """Events for an error in the middle of an answer."""
+        ...
+
+
+def renamed(error: InvalidInput, exchange: Exchange) -> InvalidInput:
+    """The error with the name that its field has in the protocol."""
+    field = error.field.removeprefix("sampling.")
+    return type(error)(exchange.field_names.get(field, field), error.message)
+
+
+async def collect(streams: Sequence[Chunks]) -> list[Choice]:
+    """Read all answers to their ends, at the same time."""
+    choices = [Choice(index) for index in range(len(streams))]
+
+    async def read(choice: Choice, stream: Chunks) -> None:
+        async with aclosing(cast(Any, stream)) as chunks:
+            async for chunk in chunks:
+                choice.add(chunk)
+
+    readers = [asyncio.ensure_future(read(*pair)) for pair in zip(choices, streams, strict=True)]
+    try:
+        await asyncio.gather(*readers)
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    return choices
+
+
+async def open_events(exchange: Exchange, streams: Sequence[Chunks]) -> AsyncIterator[str]:
+    """The events of a streamed answer. Waits for the first chunk, so that a refusal has its own status."""
+    choices = [Choice(index) for index in range(len(streams))]
+    merged = merge(streams)
+    try:
+        index, first = await anext(merged)
+    except BaseException:
+        await merged.aclose()
+        raise
+    choices[index].add(first)
+
+    async def events() -> AsyncIterator[str]:
+        async with aclosing(merged):
+            try:
+                for event in exchange.begin(choices[index]):
+                    yield event
+                for event in exchange.part(choices[index], first):
+                    yield event
+                async for number, chunk in merged:
+                    choices[number].add(chunk)
+                    for event in exchange.part(choices[number], chunk):
+                        yield event
+                for event in exchange.end(choices):
+                    yield event
+            except PenstockError as error:
+                for event in exchange.failed(error):
+                    yield event
+
+    return events()
+
+
+async def merge(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, generate_pb2.GenerateChunk]]:
+    """The chunks of all streams with the number of their stream, as they come. Closing it closes all streams."""
+    arrived: asyncio.Queue[tuple[int, generate_pb2.GenerateChunk | Exception | None]] = asyncio.Queue(QUEUED_CHUNKS)
+
+    async def read(number: int, stream: Chunks) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(cast(Any, stream)) as chunks:
+                async for chunk in chunks:
+                    await arrived.put((number, chunk))
+        except Exception as error:  # raised again by the reader of the queue
+            end = error
+        await arrived.put((number, end))
+
+    readers = [asyncio.ensure_future(read(*pair)) for pair in enumerate(streams)]
+    try:
+        num_running = len(streams)
+        while num_running:
+            number, item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield number, item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def version_fields(choices: Sequence[Choice]) -> Json:
+    """`policy_version` is the newest version that sampled a token of the choices."""
+    versions = sorted(set().union(*(choice.versions for choice in choices)))
+    return {"policy_version": versions[-1] if versions else None, "policy_versions": versions}
+
+
+def usage_of(choices: Sequence[Choice]) -> Json:
+    prompt, completion = choices[0].num_prompt_tokens, sum(len(choice.token_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def now_s() -> int:
+    return int(time.time())

@@ -1,0 +1,147 @@
+"""What the bodies of all protocols share: how fields are refused by name, sampling options, texts and JSON.
+
+Every field that a protocol has is declared, in one of three ways. A plain field is honoured. A field with `Refused` is
+refused by its name, unless it has a value that changes nothing. A field with `NoEffect` changes nothing of the answer.
+Fields that are not declared are refused as unknown. `docs/protocols.md` is made from these declarations.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.errors import InvalidInput, ModelNotFound
+from penstock.protocols.conversation import Json
+from penstock.v1 import generate_pb2, prompts_pb2
+
+MAX_CHOICES = 128
+UNLIMITED = 2**31 - 1
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_ENCODER = json.JSONEncoder(allow_nan=False)
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marks a field that is refused."""
+
+    why: str
+    """Ends the sentence "FIELD: is not supported: …"."""
+    neutral: tuple[Any, ...] = ()
+    """Values that change nothing and are accepted. Null is always one."""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a field that is accepted and changes nothing of the answer."""
+
+    why: str
+
+
+class Body(BaseModel):
+    """A request of a protocol, or a part of one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def refuse(self, path: str = "") -> None:
+        """Raise InvalidInput for the first field that is refused. `path` is put before its name."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            for mark in field.metadata:
+                if isinstance(mark, Refused) and value is not None and value not in mark.neutral:
+                    raise InvalidInput(f"{path}{name}", f"is not supported: {mark.why}; leave it out")
+
+
+Penalty = Annotated[Any, Refused("log-probs are those of the model itself", (0,))]
+Identifier = Annotated[Any, NoEffect("the gateway knows its callers by their keys")]
+Cache = Annotated[Any, NoEffect("prefixes are cached by themselves")]
+
+
+class SamplingBody(Body):
+    """Fields that the generating routes of all protocols have."""
+
+    model: str
+    """`RUN` is any version of the run, `RUN@7` only version 7."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    """Sample from this many of the most likely tokens, as in vLLM's server. -1 and 0 turn it off."""
+    min_p: float | None = None
+    """Sample from tokens that are at least this likely, compared with the most likely one, as in vLLM's server."""
+    ignore_eos: bool | None = None
+    """Go on after a stop token, as in vLLM's server."""
+    chat_template_kwargs: Json | None = None
+    """Further arguments of the model's chat template, as in vLLM's server: `{"enable_thinking": false}`."""
+    stream: bool | None = None
+
+    @property
+    def run(self) -> str:
+        return self._model()[0]
+
+    def _model(self) -> tuple[str, int | None]:
+        name, at, version = self.model.partition("@")
+        if not name or (at and not (version.isdecimal() and len(version) < 19)):
+            raise ModelNotFound(f"the model must be RUN or RUN@VERSION, not {self.model!r}")
+        return name, int(version) if at else None
+
+    def base_request(
+        self, session_id: str, *, max_tokens: int, seed: int | None = None, stop: str | list[str] | None = None
+    ) -> generate_pb2.GenerateRequest:
+        """A request with everything but its prompt. Refuses what is not supported."""
+        self.refuse()
+        run, version = self._model()
+        return generate_pb2.GenerateRequest(
+            run=run,
+            sampling=prompts_pb2.Sampling(
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                top_k=max(0, self.top_k or 0),
+                min_p=self.min_p or 0.0,
+                ignore_eos=bool(self.ignore_eos),
+            ),
+            stop=[stop] if isinstance(stop, str) else stop or [],
+            stream=bool(self.stream),
+            session_id=session_id,
+            policy_version=version,
+        )
+
+
+def text_of(content: str | list[Json] | None, path: str) -> str:
+    """The text of a message's content. Parts that are not text are refused."""
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise InvalidInput(f"{path}[{number}]", f"must be text, not {kind!r}; models here read text only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def json_text(value: Any, path: str) -> str:
+    try:
+        return _ENCODER.encode(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(path, f"is not valid JSON: {error}") from error
+
+
+def set_json_schema(request: generate_pb2.GenerateRequest, schema: Any, path: str) -> None:
+    """Ask for an answer that fits a JSON schema."""
+    if not isinstance(schema, dict):
+        raise InvalidInput(path, "must be a JSON schema, which is an object")
+    request.json_schema = json_text(schema, path)
+
+
+def function_tool(name: str, description: str | None, parameters: Json | None, strict: bool | None, path: str) -> Json:
+    """A tool in the form that chat templates read. Fields without a value are left out."""
+    json_text(parameters, f"{path}.parameters")
+    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
+    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}

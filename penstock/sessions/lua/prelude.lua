@@ -1,0 +1,135 @@
+-- Shared by the scripts of sessions and tasks. The keys are described in penstock/store/keys.py.
+
+local function calls_key(session)
+  return SESSION .. session .. ':calls'
+end
+
+local function state_key(session)
+  return SESSION .. session .. ':state'
+end
+
+-- Forgets the calls of a session, and their bytes.
+local function forget_calls(session)
+  redis.call('UNLINK', calls_key(session))
+  redis.call('ZREM', SESSIONS, session)
+  local num_bytes = redis.call('HGET', SESSION_SIZES, session)
+  if num_bytes then
+    redis.call('HDEL', SESSION_SIZES, session)
+    count('session_bytes', -num_bytes)
+  end
+end
+
+-- Forgets some of the sessions whose time has passed. Their lists have expired by themselves.
+local function forget_expired(now)
+  for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, 16)) do forget_calls(session) end
+end
+
+-- ── tasks ──
+-- A task has `num_sessions` places, numbered from 0. A place is pending, leased, rewarded, failed or dropped. A session that
+-- was leased with a place has the name TASK.PLACE.ATTEMPT.
+
+local function task_key(task)
+  return TASK .. task
+end
+
+local function member(task, place)
+  return task .. ' ' .. place
+end
+
+-- Task and place of a session, or nothing if it belongs to none.
+local function place_of(session)
+  local task, place = string.match(session, '^(.+)%.(%d+)%.%d+$')
+  if not task then return nil end
+  local num_sessions = redis.call('HGET', task_key(task), 'num_sessions')
+  if num_sessions and tonumber(place) < tonumber(num_sessions) then return task, place end
+end
+
+-- Ends a session that will not be part of a group: its calls are forgotten, and no further call is recorded.
+local function abandon(session, ttl)
+  forget_calls(session)
+  redis.call('HSET', state_key(session), 'reward', '{"reward": 0, "parts": {}}', 'answer', '[]')
+  redis.call('EXPIRE', state_key(session), ttl)
+end
+
+-- Abandons the sessions that were leased with a place, except one.
+local function abandon_others(task, place, session, ttl)
+  for attempt = 1, tonumber(redis.call('HGET', task_key(task), 'attempts:' .. place) or '0') do
+    local other = task .. '.' .. place .. '.' .. attempt
+    if other ~= session then abandon(other, ttl) end
+  end
+end
+
+local function remove_place(task, place)
+  local was_pending = redis.call('ZREM', TASK_PENDING, member(task, place))
+  return was_pending + redis.call('ZREM', TASK_LEASES, member(task, place)) > 0
+end
+
+-- No session joins the task any more. With a rewarded session it waits to become a group, otherwise it has failed.
+local function complete(task, now, ttl, retry_ms)
+  local key = task_key(task)
+  local num_sessions, num_rewarded = unpack(redis.call('HMGET', key, 'num_sessions', 'num_rewarded'))
+  for place = 0, tonumber(num_sessions) - 1 do
+    if remove_place(task, place) then count('task_places_dropped', 1) end
+    local winner = redis.call('HGET', key, 'rewarded:' .. place)
+    abandon_others(task, place, winner, ttl)
+  end
+  redis.call('SREM', TASK_OPEN, task)
+  redis.call('ZREM', TASK_DUE, task)
+  if num_rewarded == '0' then
+    redis.call('HSET', key, 'state', 'failed')
+    redis.call('EXPIRE', key, ttl)
+    count('tasks_failed', 1)
+  else
+    redis.call('HSET', key, 'state', 'complete')
+    redis.call('ZADD', FINISHING, now + retry_ms, 'task:' .. task)
+  end
+end
+
+local function complete_if_ended(task, now, ttl, retry_ms)
+  local wanted, rewarded, failed = unpack(redis.call('HMGET', task_key(task), 'num_sessions', 'num_rewarded', 'num_failed'))
+  if tonumber(rewarded) + tonumber(failed) >= tonumber(wanted) then complete(task, now, ttl, retry_ms) end
+end
+
+-- Begins a task with its first lease or its first reward. Its deadline counts from then.
+local function begin_task(task, now)
+  local key = task_key(task)
+  redis.call('HSET', key, 'state', 'open')
+  redis.call('SADD', TASK_OPEN, task)
+  local deadline_ms = tonumber(redis.call('HGET', key, 'deadline_ms'))
+  if deadline_ms > 0 then redis.call('ZADD', TASK_DUE, now + deadline_ms, task) end
+end
+
+-- Ends a lease that brought no reward. A failure that is not empty counts; after `max_failures` the place has failed.
+local function return_place(task, place, failure, max_failures, now, ttl, retry_ms)
+  local key = task_key(task)
+  redis.call('ZREM', TASK_LEASES, member(task, place))
+  if failure ~= '' and redis.call('HINCRBY', key, 'failures:' .. place, 1) >= tonumber(max_failures) then
+    redis.call('HSET', key, 'failure', failure)
+    redis.call('HINCRBY', key, 'num_failed', 1)
+    count('task_places_failed', 1)
+    complete_if_ended(task, now, ttl, retry_ms)
+    return
+  end
+  redis.call('ZADD', TASK_PENDING, redis.call('HGET', key, 'order') + place, member(task, place))
+end
+
+-- Returns the places whose lease has run out: their workers are assumed dead.
+local function reclaim_places(now, max_failures, ttl, retry_ms)
+  local expired = redis.call('ZRANGE', TASK_LEASES, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
+  for _, name in ipairs(expired) do
+    local task, place = string.match(name, '^(.+) (%d+)$')
+    return_place(task, place, 'lease_expired', max_failures, now, ttl, retry_ms)
+  end
+  if #expired > 0 then count('task_places_reclaimed', #expired) end
+  return #expired
+end
+
+-- Whether the session holds the lease of its place, which then lasts until `expiry`.
+local function renew_lease(session, expiry)
+  local task, place = place_of(session)
+  if not task or not redis.call('ZSCORE', TASK_LEASES, member(task, place)) then return false end
+  local attempt = redis.call('HGET', task_key(task), 'attempts:' .. place)
+  if session ~= task .. '.' .. place .. '.' .. attempt then return false end
+  redis.call('ZADD', TASK_LEASES, expiry, member(task, place))
+  return true
+end

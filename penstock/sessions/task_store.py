@@ -1,0 +1,169 @@
+"""Tasks in Redis: work for harnesses, of which each wants a number of sessions with rewards.
+
+A task has a place for each session that it wants. A place is always in exactly one of these states:
+
+    pending ──lease──► leased ──reward──► rewarded
+       ▲                 │
+       └── give back, ───┤           a failure counts, and so does a lease that ran out: its worker is assumed dead
+           lease expiry  └─► failed  after `max_failures`
+    pending, leased ──────► dropped  the task's deadline has passed
+
+so `submitted = pending + leased + rewarded + failed + dropped` at every moment. A place is leased with a session id of
+its own for each attempt. The first reward of a place counts, whichever attempt it comes from; others are abandoned.
+
+    pending ──first lease──► open ──every place rewarded or failed, or the deadline──► complete ──► finished
+                              └──────────── the same, with no reward at all ──────────► failed
+
+A complete task becomes one group of its rewarded sessions: see SessionStore.due and finish.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.service import SessionLimits
+from penstock.errors import NotFound, QueueFull
+from penstock.sessions.session_store import RETRY_S
+from penstock.store.keys import RunKeys
+from penstock.store.redis_errors import guarded
+from penstock.store.scripts import SESSIONS, read_record, read_rows
+
+IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class NewTask:
+    task_id: str
+    payload: str
+    """JSON text, which workers get."""
+    num_sessions: int = 1
+    deadline_s: float = 0.0
+    """Seconds from the first lease until the task is complete with the sessions that it has; 0 for none."""
+    data_source: str = ""
+
+
+@dataclass(frozen=True)
+class TaskLease:
+    """A place of a task that a worker may work on until the lease runs out."""
+
+    task_id: str
+    session_id: str
+    attempt: int
+    payload: str
+
+
+@dataclass(frozen=True)
+class Task:
+    task_id: str
+    state: str
+    """pending, open, complete, finished or failed."""
+    num_sessions: int
+    num_rewarded: int
+    num_failed: int
+    payload: str
+    data_source: str
+    rewarded: tuple[str, ...]
+    """Ids of the sessions that have their reward, in the order of their places."""
+    prompt_ids: tuple[int, ...]
+    """Prompts of the groups that the task has become."""
+    failure: str = ""
+    """Reason of the newest failure that a worker reported."""
+
+
+@dataclass(frozen=True)
+class TaskStat:
+    """Counts of places, tasks and sessions at one moment."""
+
+    submitted: int
+    pending: int
+    leased: int
+    rewarded: int
+    failed: int
+    dropped: int
+    reclaimed: int
+    open_tasks: int
+    failed_tasks: int
+    finished_tasks: int
+    sessions: int
+    session_bytes: int
+
+    @property
+    def conservation_error(self) -> int:
+        return self.submitted - self.pending - self.leased - self.rewarded - self.failed - self.dropped
+
+
+class TaskStore:
+    """The tasks of one run."""
+
+    def __init__(self, client: Any, run: str, ttl_s: float, limits: SessionLimits) -> None:
+        self.client = client
+        self.keys = RunKeys(run)
+        self.limits = limits
+        self._ends = (limits.task_max_failures, max(1, int(ttl_s)), int(1000 * RETRY_S))
+
+    async def submit(self, tasks: Sequence[NewTask], idempotency_key: str = "") -> tuple[list[str], bool]:
+        """Accept all tasks or none. Returns their ids, and whether the key was used before. A task whose id exists
+        stays as it is."""
+        rows = [
+            value
+            for task in tasks
+            for value in (task.task_id, task.num_sessions, int(1000 * task.deadline_s), task.data_source, task.payload)
+        ]
+        answer = await self._call(
+            "submit_tasks", idempotency_key, IDEMPOTENCY_TTL_S, self.limits.max_task_places, *rows
+        )
+        if answer == b"full":
+            raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
+        replayed, *ids = answer
+        return [task_id.decode() for task_id in ids], bool(replayed)
+
+    async def lease(self, worker: str, max_places: int, max_open: int) -> list[TaskLease]:
+        """Lease places in the order of submission. New tasks are begun while fewer than `max_open` are open."""
+        lease_ms = int(1000 * self.limits.task_lease_s)
+        answer = await self._call("lease_tasks", worker, max_places, lease_ms, max_open, *self._ends)
+        return [
+            TaskLease(row["task_id"].decode(), row["session_id"].decode(), row["attempt"], row["payload"].decode())
+            for row in read_rows(answer)
+        ]
+
+    async def heartbeat(self, session_ids: Sequence[str]) -> list[str]:
+        """Renew leases. Returns the sessions whose lease is lost."""
+        lost = await self._call("heartbeat_tasks", int(1000 * self.limits.task_lease_s), *session_ids)
+        return [session_id.decode() for session_id in lost]
+
+    async def give_back(self, session_id: str, failure: str = "") -> bool:
+        """Give a place back and abandon its session. Returns whether the session held the lease."""
+        return bool(await self._call("return_task", session_id, failure, *self._ends))
+
+    async def sweep(self) -> tuple[int, int]:
+        """Return the places of dead workers, and complete tasks whose deadline has passed. Returns both numbers."""
+        num_reclaimed, num_due = await self._call("sweep_tasks", *self._ends)
+        return num_reclaimed, num_due
+
+    async def get(self, task_id: str) -> Task:
+        raw = await guarded(self.client.hgetall(self.keys.task(task_id)))
+        if not raw:
+            raise NotFound(f"there is no task {task_id!r}; tasks are forgotten gateway.session_ttl_s after their end")
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        places = (fields.get(f"rewarded:{place}") for place in range(int(fields["num_sessions"])))
+        return Task(
+            task_id=task_id,
+            state=fields["state"],
+            num_sessions=int(fields["num_sessions"]),
+            num_rewarded=int(fields["num_rewarded"]),
+            num_failed=int(fields["num_failed"]),
+            payload=fields["payload"],
+            data_source=fields["data_source"],
+            rewarded=tuple(session_id for session_id in places if session_id),
+            prompt_ids=tuple(json.loads(fields.get("answer", "[]"))),
+            failure=fields.get("failure", ""),
+        )
+
+    async def stat(self) -> TaskStat:
+        return TaskStat(**read_record(await self._call("task_stat")))
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await SESSIONS.call(self.client, self.keys.prefix, name, *arguments)

@@ -1,0 +1,187 @@
+"""Reads what Hydra reads: YAML files with `defaults`, overrides on the command line, and interpolations."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.config.loading import parse_value
+from penstock.errors import ConfigError
+
+OWN_CONFIGS = frozenset(
+    ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "ppo_trainer_split", "generation",
+     "evaluation")
+)  # fmt: skip
+"""Configs that are part of verl. Their values are the defaults in the table of keys."""
+_OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
+_INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>[\w.]+):)?\s*(?P<body>[^{}]*)\}")
+_MISSING = object()
+
+
+@dataclass
+class HydraConfig:
+    """The keys that a run sets, by dotted name, in the order in which they were given."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    config_name: str = ""
+    """The config that the keys are added to, without its ending."""
+    notes: list[str] = field(default_factory=list)
+
+    def resolve(self, value: Any, defaults: dict[str, Any], depth: int = 0) -> Any:
+        """Replace `${a.b}`, `${oc.select:a.b,1}` and `${oc.env:NAME,x}`."""
+        if isinstance(value, list):
+            return [self.resolve(entry, defaults, depth) for entry in value]
+        if not isinstance(value, str) or "${" not in value or depth > 8:
+            return value
+        whole = _INTERPOLATION.fullmatch(value)
+        if whole is not None:
+            return self.resolve(self._looked_up(whole, defaults), defaults, depth + 1)
+        text = _INTERPOLATION.sub(lambda found: str(self._looked_up(found, defaults)), value)
+        return self.resolve(text, defaults, depth + 1) if text != value else value
+
+    def _looked_up(self, found: re.Match[str], defaults: dict[str, Any]) -> Any:
+        name, comma, default = (part.strip() for part in found["body"].partition(","))
+        if found["resolver"] == "oc.env":
+            return os.environ.get(name, default)
+        if found["resolver"] not in (None, "oc.select"):
+            return ""
+        value = self.values.get(name, defaults.get(name, _MISSING))
+        if value is _MISSING:
+            return parse_value(default) if comma else None
+        return value
+
+
+def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig:
+    """The words after `python3 -m verl.trainer.main_ppo`. `folders` are searched for the config they name."""
+    flags, overrides = _split_flags(words)
+    folder = flags.get("--config-dir") or flags.get("--config-path") or ""
+    name = flags.get("--config-name", "").removesuffix(".yaml")
+    config = HydraConfig(config_name=name)
+    file = _find(Path(folder) / f"{name}.yaml", folders) if name else None
+    if file is not None:
+        config = read_file(file, folders)
+        config.config_name = name
+    elif name and name not in OWN_CONFIGS:
+        raise ConfigError(
+            f"--config-name {name}: {Path(folder) / name}.yaml does not exist; run this command in the folder in which "
+            "you start verl"
+        )
+    for word in overrides:
+        _override(config, word)
+    return config
+
+
+def read_file(path: Path, folders: Sequence[Path] = ()) -> HydraConfig:
+    """A YAML file, after the files that its `defaults` name."""
+    config = HydraConfig(config_name=path.stem)
+    config.values = dict(_flat(_tree(path, config, [path.parent, *folders], 0)))
+    return config
+
+
+def _split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    flags: dict[str, str] = {}
+    overrides, remaining = [], list(words)
+    short = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
+    while remaining:
+        word = remaining.pop(0)
+        name, has_value, value = word.partition("=")
+        name = short.get(name, name)
+        if name in short.values():
+            flags[name] = value if has_value else remaining.pop(0) if remaining else ""
+        elif not word.startswith("--"):
+            overrides.append(word)
+    return flags, overrides
+
+
+def _override(config: HydraConfig, word: str) -> None:
+    if word.startswith("~"):
+        key = word[1:].partition("=")[0]
+        config.values = {k: v for k, v in config.values.items() if k != key and not k.startswith(f"{key}.")}
+        return
+    found = _OVERRIDE.fullmatch(word)
+    if found is None:
+        config.notes.append(f"{word!r} is not `key=value` and is left out")
+        return
+    for key, value in _flat(_value(found["value"]), found["key"]):
+        config.values.pop(key, None)
+        config.values[key] = value
+
+
+def _value(text: str) -> Any:
+    """Hydra's grammar is close to YAML's. A dict may leave out the space after the colon."""
+    try:
+        return parse_value(re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
+    except yaml.YAMLError:
+        return text
+
+
+def _tree(path: Path, config: HydraConfig, folders: Sequence[Path], depth: int) -> dict[str, Any]:
+    try:
+        data = parse_value(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not a verl config: it must be a mapping")
+    own = {key: value for key, value in data.items() if key not in ("defaults", "hydra")}
+    merged: dict[str, Any] = {}
+    entries = data.get("defaults") or []
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            _merge(merged, own)
+        elif depth < 8:
+            _merge(merged, _default(entry, path, config, folders, depth))
+    return merged
+
+
+def _default(entry: Any, path: Path, config: HydraConfig, folders: Sequence[Path], depth: int) -> dict[str, Any]:
+    """The tree of one entry of `defaults`: `ppo_trainer`, or `actor@actor_rollout_ref.actor: dp_actor`."""
+    group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+    group, _, package = str(group).removeprefix("override ").lstrip("/").partition("@")
+    if isinstance(entry, str):
+        name, _, package = entry.lstrip("/").partition("@")
+    if name is None or group.startswith("hydra"):
+        return {}
+    file = _find(path.parent / group / f"{name}.yaml", [folder / group for folder in folders])
+    if file is None or file == path:
+        if str(name) not in OWN_CONFIGS:
+            config.notes.append(f"{path.name}: the defaults entry {group or name} is not here; its keys are left out")
+        return {}
+    tree = _tree(file, config, folders, depth + 1)
+    keys = [] if package in ("_global_", "_here_") else (package or group).replace("/", ".").split(".")
+    for key in reversed([key for key in keys if key]):
+        tree = {key: tree}
+    return tree
+
+
+def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not prefix):
+        for key, inner in value.items():
+            if key != "_target_":
+                yield from _flat(inner, f"{prefix}.{key}".lstrip("."))
+    else:
+        yield prefix, value
+
+
+def _find(path: Path, folders: Sequence[Path]) -> Path | None:
+    """The file itself, or the same file below one of the folders."""
+    if path.is_file():
+        return path
+    tail = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    candidates = [folder / tail for folder in folders] + [folder / path.name for folder in folders[:1]]
+    return next((found for found in candidates if found.is_file()), None)

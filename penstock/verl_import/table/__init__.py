@@ -1,0 +1,1 @@
+"""The table of verl's keys and what becomes of each."""

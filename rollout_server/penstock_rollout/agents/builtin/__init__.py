@@ -1,0 +1,1 @@
+"""The built-in tools, which `rollout.agents.tools` offers by name."""

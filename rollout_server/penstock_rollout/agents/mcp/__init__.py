@@ -1,0 +1,1 @@
+"""Tools of MCP servers, which `rollout.agents.mcp_servers` names."""

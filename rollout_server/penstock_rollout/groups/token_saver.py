@@ -1,0 +1,245 @@
+"""Saves the tokens of unfinished groups in the queue, so that another server can continue them.
+
+| what                                    | saved                                                                   |
+|-----------------------------------------|-------------------------------------------------------------------------|
+| a sample of the single-turn agent       | every `rollout.save_every_tokens` tokens, and when the server is drained |
+| a finished sample of an unfinished group | at once, whichever agent made it                                        |
+
+Pieces of all samples are gathered for SAVE_S and sent in one exchange. A prompt whose piece was refused saves nothing
+more: its lease is lost, the server is in quarantine, or there is no room. No sample waits for its pieces to be saved.
+They are sent again if the store does not answer. A sample with a gap is continued from before the gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
+from penstock.replay.contract import GroupProducer, Lease, SavedTokens
+from penstock.trajectory import Prompt, VersionSegment
+from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.saved_sample import SavedSample, encode_episode, encode_piece, read_samples
+from penstock_rollout.engines.engine import Engine
+from penstock_rollout.metrics import RolloutMetrics
+
+logger = logging.getLogger(__name__)
+SAVE_S = 0.25
+"""How long pieces are gathered before they are sent."""
+RETRY_S = 1.0
+"""Pause after an exchange that failed."""
+MAX_PIECES, MAX_BYTES = 64, 2**20
+"""Upper bounds on one exchange. A piece has about 1 KB, but more if it has the experts of a whole sample."""
+MAX_WAITING = 4096
+"""Pieces that wait while the store does not answer. Further ones are not saved."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    lease: Lease
+    sample: int
+    start: int
+    num_tokens: int
+    encode: Callable[[], bytes]
+    """Called in a thread when the piece is sent. Most pieces of short samples never are."""
+
+
+class TokenSaver:
+    """Saves and reads the tokens of the prompts that one server has leased. With `every_tokens` 0 it does nothing."""
+
+    def __init__(
+        self, queue: GroupProducer, engine: Engine, server_id: str, metrics: RolloutMetrics, every_tokens: int,
+        max_staleness: int,
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.engine = engine
+        self.server_id = server_id
+        self.metrics = metrics
+        self.every_tokens = every_tokens
+        self.max_staleness = max_staleness
+        self.is_draining = False
+        """Whether samples that end as `aborted` are handed over to another server."""
+        self.running: set[str] = set()
+        """Engine requests of the samples that another server can continue."""
+        self._pieces: list[_Piece] = []
+        self._refused: set[tuple[int, int]] = set()
+        """Prompt and attempt of the leases that save nothing more."""
+        self._added = asyncio.Event()
+
+    async def read(self, lease: Lease, prompt: Prompt, policy_version: int) -> dict[int, SavedSample]:
+        """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample.
+
+        Samples that are too old for the staleness bound are left out, and so are samples of a held-out prompt with
+        tokens of another version: its score would be that of a mixture."""
+        if not self.every_tokens or lease.attempt == 1:
+            return {}
+        try:
+            found = read_samples(await self.queue.saved_tokens(lease))
+        except (QueueFull, Unavailable) as error:
+            logger.warning("cannot read the saved tokens of prompt %d: %s", lease.prompt_id, error)
+            return {}
+        max_age = 0 if prompt.evaluation_id else self.max_staleness
+        usable = {number: sample for number, sample in found.items() if policy_version - sample.min_version <= max_age}
+        self._count_read(prompt, found, usable)
+        if found and not usable:
+            await self._forget(lease)
+        return usable
+
+    def _count_read(self, prompt: Prompt, found: dict[int, SavedSample], usable: dict[int, SavedSample]) -> None:
+        """Count what is continued and what is generated again. What a lost server had sampled since it saved is not
+        known: half of an interval, for each sample that it had not finished."""
+        if not found:
+            return
+        stale = sum(len(sample.token_ids) for number, sample in found.items() if number not in usable)
+        num_cut = sum(sample.episode is None and not sample.is_handed_over for sample in found.values())
+        if not any(sample.is_handed_over and sample.episode is None for sample in found.values()):
+            num_cut += max(0, prompt.num_samples - len(found))
+        self.metrics.continued_tokens.inc(sum(len(sample.token_ids) for sample in usable.values()))
+        self.metrics.regenerated_tokens.labels("stale").inc(stale)
+        self.metrics.regenerated_tokens.labels("lost").inc(num_cut * self.every_tokens / 2)
+
+    async def _forget(self, lease: Lease) -> None:
+        try:
+            await self.queue.forget_tokens(self.server_id, lease)
+        except (QueueFull, Unavailable) as error:
+            logger.warning("cannot delete the saved tokens of prompt %d: %s", lease.prompt_id, error)
+
+    def add(self, piece: _Piece) -> None:
+        """Save a piece soon."""
+        if (piece.lease.prompt_id, piece.lease.attempt) not in self._refused:
+            self._pieces.append(piece)
+            self._added.set()
+
+    def end(self, lease: Lease) -> None:
+        """Forget a lease that has ended. Its pieces that were not sent are dropped."""
+        self._refused.discard((lease.prompt_id, lease.attempt))
+        self._pieces = [piece for piece in self._pieces if piece.lease is not lease]
+
+    async def interrupt(self) -> bool:
+        """End the samples that another server can continue: each hands over what it has. Returns whether there were
+        some."""
+        if not self.running:
+            return False
+        self.is_draining = True
+        try:
+            await self.engine.interrupt(list(self.running))
+        except PenstockError as error:
+            logger.warning("the engine does not hand its samples over: %s", error)
+        return True
+
+    async def save_loop(self) -> None:
+        while True:
+            await self._added.wait()
+            await asyncio.sleep(SAVE_S)
+            if not await self.flush():
+                await asyncio.sleep(RETRY_S)
+
+    async def flush(self) -> bool:
+        """Send all pieces that were added. Returns False if the store did not take all: they wait for the next call."""
+        self._added.clear()
+        pieces, self._pieces = self._pieces, []
+        num_sent = 0
+        try:
+            while num_sent < len(pieces):
+                num_sent += await self._send_some(pieces[num_sent : num_sent + MAX_PIECES])
+        except (QueueFull, Unavailable) as error:
+            logger.warning("cannot save the tokens of %d samples yet: %s", len(pieces) - num_sent, error)
+            self._pieces = [*pieces[num_sent:], *self._pieces][:MAX_WAITING]
+            self._added.set()
+        return num_sent == len(pieces)
+
+    async def _send_some(self, pieces: Sequence[_Piece]) -> int:
+        """Send the first pieces, up to MAX_BYTES. Returns how many."""
+        payloads = await asyncio.to_thread(_encode, pieces)
+        await self._send(pieces[: len(payloads)], payloads)
+        return len(payloads)
+
+    async def _send(self, pieces: Sequence[_Piece], payloads: Sequence[bytes]) -> None:
+        saved = [
+            (piece.lease, SavedTokens(piece.sample, piece.start, payload))
+            for piece, payload in zip(pieces, payloads, strict=True)
+        ]
+        refused = set(await self.queue.save_tokens(self.server_id, saved))
+        for piece in pieces:
+            if piece.lease.prompt_id in refused:
+                self._refused.add((piece.lease.prompt_id, piece.lease.attempt))
+            else:
+                self.metrics.saved_tokens.inc(piece.num_tokens)
+
+
+def _encode(pieces: Sequence[_Piece]) -> list[bytes]:
+    """Encode the first pieces, until they have MAX_BYTES."""
+    payloads: list[bytes] = []
+    for piece in pieces:
+        payloads.append(piece.encode())
+        if sum(map(len, payloads)) >= MAX_BYTES:
+            break
+    return payloads
+
+
+class SampleProgress:
+    """One sample of a leased prompt: what was saved of it, and what is saved from now on."""
+
+    def __init__(self, saver: TokenSaver, lease: Lease, number: int, saved: SavedSample | None) -> None:
+        self.saver = saver
+        self.lease = lease
+        self.number = number
+        self.saved = saved
+        self._num_saved = 0 if saved is None else len(saved.token_ids)
+
+    @property
+    def server_id(self) -> str:
+        return self.saver.server_id
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.saver.every_tokens
+
+    def begin(self, request_id: str) -> None:
+        """Note that the engine samples it, so that a drain can interrupt it."""
+        self.saver.running.add(request_id)
+
+    def stop(self, request_id: str) -> None:
+        self.saver.running.discard(request_id)
+
+    def add(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], segments: Sequence[VersionSegment],
+        *, is_last: bool = False,
+    ) -> None:  # fmt: skip
+        """Save the tokens that are new, if they are enough or no more follow. The arguments are the whole response.
+
+        Raises PoisonGroup if a new log-prob is not finite: the group cannot be trained, and must not be continued."""
+        start = self._num_saved
+        num_new = len(token_ids) - start
+        if not num_new or (num_new < self.saver.every_tokens and not is_last):
+            return
+        self._check(log_probs[start:])
+        new_segments = [
+            VersionSegment(max(segment.start, start), segment.end, segment.policy_version)
+            for segment in segments
+            if segment.end > start
+        ]
+        encode = partial(
+            encode_piece, token_ids[start:], log_probs[start:], new_segments, self.server_id,
+            is_handed_over=is_last and self.saver.is_draining,
+        )  # fmt: skip
+        self.saver.add(_Piece(self.lease, self.number, start, num_new, encode))
+        self._num_saved = len(token_ids)
+
+    def finish(self, episode: Episode) -> None:
+        """Save a finished sample. Raises PoisonGroup if a log-prob is not finite."""
+        self._check(episode.log_probs)
+        num_new = max(0, len(episode.token_ids) - self._num_saved)
+        encode = partial(encode_episode, episode, self.server_id)
+        self.saver.add(_Piece(self.lease, self.number, 0, num_new, encode))
+
+    def _check(self, log_probs: Sequence[float] | NDArray[np.float32]) -> None:
+        if not np.isfinite(log_probs).all():
+            where = f"sample {self.number} of prompt {self.lease.prompt_id}"
+            raise PoisonGroup("non_finite", f"{where}: a log-prob is not finite")

@@ -1,0 +1,178 @@
+"""The gRPC service for generation outside of training. The gateway calls it on the internal port."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NoReturn, cast
+
+import grpc
+import numpy as np
+
+from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_proto
+from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
+from penstock.protocols.conversation import Conversation
+from penstock.trajectory import Prompt, Sampling
+from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.serving.tool_call_reader import ToolCallReader
+from penstock_rollout.serving.tool_calling import ToolCalling
+from penstock_rollout.text.streamed_text import StreamedText
+from penstock_rollout.text.tokenization import Tokenization
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _OtherVersion(ModelNotFound):
+    """The request is for another version. A gateway that asked too late tries another server."""
+
+
+class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
+    """Generates responses for clients. These requests are not leased, scored or stored."""
+
+    def __init__(
+        self, run: str, server_id: str, engine: Engine, tokenization: Tokenization, max_model_len: int,
+        tool_calling: ToolCalling | None = None,
+    ) -> None:  # fmt: skip
+        self.run = run
+        self.server_id = server_id
+        self.engine = engine
+        self.tokenization = tokenization
+        self.max_model_len = max_model_len
+        self.tool_calling = tool_calling or ToolCalling("hermes", tokenization)
+        self._numbers = itertools.count()
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        try:
+            async with aclosing(cast(Any, self.answer(request))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except _OtherVersion as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except PenstockError as error:
+            await _abort(context, error)
+
+    async def answer(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Answer a request, or raise what is wrong with it."""
+        if request.run not in ("", self.run):
+            raise ModelNotFound(f"this server belongs to run {self.run!r}")
+        if request.HasField("policy_version") and request.policy_version != self.engine.policy_version:
+            raise _OtherVersion(
+                f"this server serves version {self.engine.policy_version}, not {request.policy_version}"
+            )
+        prompt_ids = self._prompt_ids(request)
+        if request.render_only:
+            yield generate_pb2.GenerateChunk(prompt_token_ids=_bytes(prompt_ids), server_id=self.server_id)
+            return
+        sampling = self._sampling(request, len(prompt_ids))
+        async with aclosing(cast(Any, self._chunks(request, prompt_ids, sampling))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(
+        self, request: generate_pb2.GenerateRequest, prompt_ids: tuple[int, ...], sampling: Sampling
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Generate, and yield a message per chunk. The first message carries the token ids of the prompt."""
+        conversation = Conversation.from_request(request)
+        constraint = self.tool_calling.constraint(request, conversation)
+        if constraint is not None and sampling.ignore_eos:
+            raise InvalidInput("ignore_eos", "cannot be combined with constrained output, which ends by itself")
+        reader = self._reader(conversation, stream=request.stream)
+        stop = (*request.stop, *request.sampling.stop)
+        streamed = StreamedText(self.tokenization.raw_text if reader else self.tokenization.text, stop)
+        streams = request.stream or bool(stop)
+        request_id = f"generate.{next(self._numbers)}"
+        wanted = GenerateRequest(request_id, prompt_ids, sampling, stream=streams, constraint=constraint)
+        prompt_bytes = _bytes(prompt_ids)
+        # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
+        async with aclosing(cast(Any, self.engine.generate(wanted))) as chunks:
+            async for chunk in chunks:
+                text = streamed.add(chunk.token_ids, chunk.finish_reason is not None)
+                message = _to_proto(chunk, streamed.found_stop)
+                if reader is None:
+                    message.text = text
+                else:
+                    read = reader.add(text, chunk.token_ids, bool(message.finish_reason))
+                    message.text = read.content
+                    message.tool_calls.extend(read.tool_calls)
+                message.prompt_token_ids, message.server_id, prompt_bytes = prompt_bytes, self.server_id, b""
+                yield message
+                if streamed.is_stopped:
+                    return
+
+    def _reader(self, conversation: Conversation, *, stream: bool) -> ToolCallReader | None:
+        """The reader of the answer's tool calls, or None if all of the answer is text."""
+        if not conversation.tools or conversation.tool_choice == generate_pb2.TOOL_CHOICE_NONE:
+            return None
+        return self.tool_calling.reader(conversation, stream=stream)
+
+    def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
+        if request.history_token_ids:
+            return self._continued_ids(request)
+        if request.text:
+            return self.tokenization.text_ids(request.text)
+        if len(request.token_ids) % 4:
+            raise InvalidInput("token_ids", f"has {len(request.token_ids)} bytes; an id has 4")
+        ids = tuple(np.frombuffer(request.token_ids, dtype="<i4").tolist())
+        messages, fields = messages_from_proto(request.messages)
+        prompt = Prompt(messages=messages, message_fields=fields, token_ids=ids)
+        conversation = Conversation.from_request(request)
+        return self.tokenization.prompt_ids(prompt, conversation.tools, conversation.template_arguments)
+
+    def _continued_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
+        """The ids of a conversation that was sampled, then the new messages or the new text."""
+        history = tuple(np.frombuffer(request.history_token_ids, dtype="<i4").tolist())
+        if request.text:
+            return self.tokenization.continued_text_ids(history, request.text)
+        messages, fields = messages_from_proto(request.messages)
+        chat, conversation = Prompt(messages=messages, message_fields=fields).chat, Conversation.from_request(request)
+        return self.tokenization.continued_ids(history, chat, conversation.tools, conversation.template_arguments)
+
+    def _sampling(self, request: generate_pb2.GenerateRequest, num_prompt_tokens: int) -> Sampling:
+        room = self.max_model_len - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise InvalidInput("prompt", "has no tokens; it needs at least 1")
+        if room < 1:
+            raise PromptTooLong("prompt", f"has {num_prompt_tokens} tokens, more than {self.max_model_len - 1}")
+        sampling = sampling_from_proto(request.sampling)
+        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 0:
+            raise InvalidInput(
+                "sampling",
+                "needs a finite temperature of 0 or more, top_p above 0 and at most 1, max_tokens not below 0",
+            )
+        if sampling.top_k < 0 or not 0 <= sampling.min_p < 1:
+            raise InvalidInput("sampling", "needs top_k of 0 or more, and min_p of at least 0 and below 1")
+        return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
+
+
+def _bytes(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def _to_proto(chunk: TokenChunk, found_stop: str) -> generate_pb2.GenerateChunk:
+    """The chunk without its text. `found_stop` is the stop text that ends the answer with it, or empty."""
+    message = generate_pb2.GenerateChunk(
+        token_ids=_bytes(chunk.token_ids),
+        log_probs=np.asarray(chunk.log_probs, dtype="<f4").tobytes(),
+        segments=[
+            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version) for s in chunk.segments
+        ],
+        stop_text=found_stop,
+    )
+    reason = "stop" if found_stop else chunk.finish_reason
+    if reason is not None:
+        message.finish_reason = FINISH_TO_PROTO[reason]
+    return message
+
+
+async def _abort(context: Context, error: PenstockError) -> NoReturn:
+    trailing = [("reason", error.reason)]
+    if isinstance(error, InvalidInput):
+        trailing.append(("field", error.field))
+    await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
+    raise AssertionError("abort always raises")

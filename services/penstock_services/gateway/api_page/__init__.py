@@ -1,0 +1,1 @@
+"""A page on which people read the OpenAPI document and try calls."""

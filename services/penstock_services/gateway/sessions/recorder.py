@@ -1,0 +1,178 @@
+"""Continues calls of a session from the ids that were sampled, and records their answers.
+
+`prepare` finds the call that the history of a request belongs to, by message and then by text, and replaces the history
+by that call's ids. The rollout server appends the new messages. `record` stores what the engine reported.
+
+Trees are kept in memory up to `gateway.sessions.cache_bytes`, the least recently used first to go. They are a cache:
+each call asks Redis for the calls that other gateways have recorded meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.protocols.conversation import AnswerMessage
+from penstock.sessions.session_store import SessionStore
+from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2, sessions_pb2
+from penstock_services.gateway.sessions.conversation_keys import MessageKeys, message_keys, text_key, text_keys
+from penstock_services.gateway.sessions.tree import SessionTree
+
+
+@dataclass
+class SessionCall:
+    """A call that is being answered."""
+
+    session_id: str
+    tree: SessionTree
+    continued: int | None = None
+    """The call whose ids the prompt begins with."""
+    keys: MessageKeys | None = None
+    text: str | None = None
+    """The whole plain text of the prompt."""
+    call_id: str = ""
+
+    @property
+    def server_ids(self) -> Sequence[str]:
+        """Servers that have answered the session, the one that has the longest part of this call's history first."""
+        calls = self.tree.calls
+        newest = dict.fromkeys(call.server_id for call in reversed(calls))
+        return [*newest] if self.continued is None else [calls[self.continued].server_id, *newest]
+
+
+class SessionRecorder:
+    """The sessions of one run, as one gateway sees them."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self.store = store
+        self._trees: OrderedDict[str, SessionTree] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._num_bytes
+
+    async def prepare(self, request: generate_pb2.GenerateRequest) -> SessionCall:
+        """Read the session and let the request continue the call that its history belongs to. Changes the request."""
+        tree = await self._read(request.session_id)
+        call = SessionCall(request.session_id, tree, call_id=uuid.uuid4().hex)
+        if request.messages:
+            self._match_messages(call, request)
+        elif request.text:
+            self._match_text(call, request)
+        return call
+
+    async def record(
+        self, call: SessionCall, answer: generate_pb2.GenerateChunk, request: generate_pb2.GenerateRequest
+    ) -> None:
+        """Store a whole answer. `request` is the one that was sent to the server, with its sampling."""
+        prompt = np.frombuffer(answer.prompt_token_ids, dtype="<i4")
+        base, num_shared = call.tree.split(prompt, call.continued)
+        keys, num_chars = _keys_after(call, answer, has_stop=bool(request.stop or request.sampling.stop))
+        stored = sessions_pb2.SessionCall(
+            call_id=call.call_id,
+            base=base,
+            num_shared=num_shared,
+            extra_token_ids=prompt[num_shared:].tobytes(),
+            token_ids=answer.token_ids,
+            log_probs=answer.log_probs,
+            segments=answer.segments,
+            finish_reason=answer.finish_reason,
+            sampling=request.sampling,
+            server_id=answer.server_id,
+            conversation_keys=keys,
+            num_chars=num_chars,
+            finished_at_ms=int(time.time() * 1000),
+        )
+        list_name = call.tree.list_name if base >= 0 else ""
+        await self.store.record(call.session_id, stored.SerializeToString(), call.call_id, list_name)
+
+    def forget(self, session_id: str) -> None:
+        if tree := self._trees.pop(session_id, None):
+            self._num_bytes -= tree.num_bytes
+
+    async def _read(self, session_id: str) -> SessionTree:
+        """The session's tree with all calls that are recorded now."""
+        known = self._trees.get(session_id) or SessionTree()
+        num_known = len(known.calls)
+        list_name, entries = await self.store.open(session_id, known.list_name, num_known)
+        if list_name == known.list_name:
+            tree = known
+            entries = entries[len(known.calls) - num_known :]  # Another call may have added some meanwhile.
+        else:
+            tree = SessionTree(list_name)
+        self.forget(session_id)
+        tree.add(entries)
+        self._keep(session_id, tree)
+        return tree
+
+    def _keep(self, session_id: str, tree: SessionTree) -> None:
+        """Keep a tree in memory, and forget those that were not used for longest if it does not fit."""
+        self._trees[session_id] = tree
+        self._num_bytes += tree.num_bytes
+        while self._num_bytes > self.store.limits.cache_bytes and self._trees:
+            self._num_bytes -= self._trees.popitem(last=False)[1].num_bytes
+
+    def _match_messages(self, call: SessionCall, request: generate_pb2.GenerateRequest) -> None:
+        keys = call.keys = message_keys([message_of(message) for message in request.messages], _context(request))
+        for place in range(len(request.messages) - 1, 0, -1):
+            for key in (keys.by_message[place], keys.by_text[place]):
+                if (number := call.tree.by_key.get(key)) is not None:
+                    _continue(call, request, number)
+                    del request.messages[:place]
+                    return
+
+    def _match_text(self, call: SessionCall, request: generate_pb2.GenerateRequest) -> None:
+        call.text = request.text
+        for length, key in text_keys(request.text, call.tree.text_lengths):
+            number = call.tree.by_key.get(key)
+            if number is not None and length < len(request.text):
+                _continue(call, request, number)
+                request.text = call.text[length:]
+                return
+
+
+def message_of(message: prompts_pb2.Message) -> dict[str, Any]:
+    fields = json.loads(message.fields_json) if message.fields_json else {}
+    return {"role": message.role, "content": message.content, **fields}
+
+
+def answer_message(answer: generate_pb2.GenerateChunk) -> dict[str, Any]:
+    """The answer as the message that a client gets, and sends back."""
+    whole = AnswerMessage()
+    whole.add(answer)
+    return message_of(whole.message.to_proto())
+
+
+def _continue(call: SessionCall, request: generate_pb2.GenerateRequest, number: int) -> None:
+    call.continued = number
+    request.history_token_ids = call.tree.ids(number).astype("<i4").tobytes()
+
+
+def _context(request: generate_pb2.GenerateRequest) -> str:
+    """What shapes the prompt besides the messages."""
+    return f"{request.tools_json} {request.template_arguments_json}"
+
+
+def _keys_after(
+    call: SessionCall, answer: generate_pb2.GenerateChunk, *, has_stop: bool
+) -> tuple[tuple[bytes, ...], int]:
+    """Keys of the conversation with the answer, and its number of characters if it is plain text.
+
+    An answer that has no tokens, or was aborted, is not continued. Nor is plain text that may have ended at a stop
+    text: the sampled ids then spell more than the client has seen."""
+    if not answer.token_ids or answer.finish_reason == groups_pb2.Trajectory.ABORTED:
+        return (), 0
+    if call.keys is not None:
+        return call.keys.then(answer_message(answer)), 0
+    if call.text is not None and not has_stop:
+        text = call.text + answer.text
+        return (text_key(text),), len(text)
+    return (), 0

@@ -1,0 +1,107 @@
+"""Turns rewarded sessions into groups in the replay queue, each once.
+
+A reward closes the session, so its calls no longer change. Its groups get prompt ids that depend on its name alone, and
+the queue takes the first group of a prompt and no other. So this can be repeated at any point, by any gateway: after a
+crash, a lost answer, or when the queue was full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from penstock.codec import encode_group, encode_prompt
+from penstock.config.run import RunConfig
+from penstock.errors import QueueFull
+from penstock.replay.contract import Lease
+from penstock.replay.inspection import QueueInspector
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.sessions.session_store import Closing, Reward, SessionStore
+from penstock.sessions.task_store import TaskStore
+from penstock.trajectory import Group, Prompt
+from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
+from penstock_services.gateway.sessions.tree import SessionTree
+
+SERVER_ID = "session"
+DATA_SOURCE = "session"
+
+
+class SessionRewards:
+    """The way of one run's sessions into its queue."""
+
+    def __init__(self, config: RunConfig, queue: RedisReplayQueue, store: SessionStore, tasks: TaskStore) -> None:
+        self.config = config
+        self.queue = queue
+        self.store = store
+        self.tasks = tasks
+        self.inspector = QueueInspector(queue.client, config.run, config.replay)
+
+    async def give(
+        self, session_id: str, reward: float, parts: Mapping[str, float], task_id: str = ""
+    ) -> tuple[Closing, tuple[int, ...]]:
+        """Give a session its reward. Returns what became of it, and the prompt ids of its groups. A session that has
+        joined a task has none until the task is complete."""
+        closing = await self.store.close(session_id, Reward(reward, dict(parts)), task_id)
+        if closing.state == "closed" and closing.reward is not None:
+            return closing, await self._finish(f"session:{session_id}", {session_id: closing.reward}, DATA_SOURCE)
+        if closing.state == "complete":
+            return closing, await self.finish(f"task:{closing.task_id}")
+        return closing, closing.prompt_ids
+
+    async def finish(self, name: str) -> tuple[int, ...]:
+        """Make a group of a closed session or a complete task (session:ID or task:ID), and append it."""
+        kind, _, identity = name.partition(":")
+        if kind == "session":
+            found, data_source = [identity], DATA_SOURCE
+        else:
+            task = await self.tasks.get(identity)
+            if task.state == "finished":
+                return task.prompt_ids
+            found, data_source = list(task.rewarded), task.data_source or DATA_SOURCE
+        rewards = {session_id: await self.store.reward(session_id) for session_id in found}
+        known = {session_id: reward for session_id, reward in rewards.items() if reward is not None}
+        return await self._finish(name, known, data_source)
+
+    async def _finish(self, name: str, rewards: Mapping[str, Reward], data_source: str) -> tuple[int, ...]:
+        sessions = []
+        for session_id, reward in rewards.items():
+            tree = SessionTree()
+            tree.add(await self.store.calls(session_id))
+            sessions.append(RewardedSession(tree, reward.reward, reward.parts))
+        prompts = await asyncio.to_thread(shared_prompts, sessions)
+        leases = await self._admit(name, prompts, data_source)
+        for lease, prompt in zip(leases, prompts, strict=True):
+            if lease.attempt and await self._append(lease, prompt, data_source) == "full":
+                raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
+        prompt_ids = tuple(lease.prompt_id for lease in leases)
+        await self.store.finish(name, list(rewards), prompt_ids)
+        return prompt_ids
+
+    async def _admit(self, name: str, prompts: Sequence[SharedPrompt], data_source: str) -> list[Lease]:
+        """Leases for the groups. The same name gets the same prompt ids, however often it is finished."""
+        rows = [(index, encode_prompt(_prompt(one, data_source)), 0) for index, one in enumerate(prompts)]
+        return await self.inspector.import_prompts(name, SERVER_ID, self.config.replay.lease_ttl_s, rows)
+
+    async def _append(self, lease: Lease, prompt: SharedPrompt, data_source: str) -> str:
+        group = Group(
+            run=self.config.run,
+            prompt_id=lease.prompt_id,
+            attempt=lease.attempt,
+            server_id=SERVER_ID,
+            data_source=data_source,
+            sampling=prompt.sampling,
+            prompt_token_ids=prompt.prompt_token_ids,
+            trajectories=prompt.trajectories,
+            finished_at_ms=int(time.time() * 1000),
+        )
+        encoded = await asyncio.to_thread(partial(encode_group, group))
+        return await self.queue.append(lease, encoded, group.min_version)
+
+
+def _prompt(shared: SharedPrompt, data_source: str) -> Prompt:
+    return Prompt(
+        token_ids=tuple(shared.prompt_token_ids.tolist()), sampling=shared.sampling, data_source=data_source,
+        num_samples=len(shared.trajectories),
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""When `penstock up` says why a run does not learn, or why it is slow.
+
+A verdict of `penstock.verdicts` is a line once it has held for a while, and another one when it changes. Only a verdict
+with advice is said, and that the reward rises again. `penstock top` and `penstock doctor` show every verdict at once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from penstock.client.responses import Run, Verdict
+from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+
+SLOW_AFTER_S = 60.0
+"""How long a verdict about the speed must hold. What servers do differs from second to second."""
+REPEAT_AFTER_S = 600.0
+"""How long the same verdict about the speed is not said again."""
+
+
+class LearningLine:
+    """Says why the reward does not rise: a failure after FEW_STEPS steps, everything else after NEWEST_STEPS. Steps of
+    an earlier `penstock up` do not count."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_step = "", before.step
+        self._said_code, self._said_step = "", before.step
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.learning_verdict
+        if verdict is None or run.state != "RUNNING":
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_step = verdict.code, run.step
+        if verdict.code == self._said_code or run.step - self._since_step < FEW_STEPS:
+            return []
+        is_better = verdict.code == "rising" and self._said_code
+        if not verdict.advice and not is_better:
+            return []
+        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._said_step)
+        if run.step - since < (FEW_STEPS if verdict.level == "FAIL" else NEWEST_STEPS):
+            return []
+        self._said_code, self._said_step = verdict.code, run.step
+        return [f"learning: {_line(verdict)}"]
+
+
+class SpeedLine:
+    """Says what a slow run waits for, once it has waited for that for SLOW_AFTER_S."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_s = "", 0.0
+        self._said_s: dict[str, float] = {}
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict, now_s = run.speed_verdict, time.monotonic()
+        if verdict is None:
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_s = verdict.code, now_s
+        elif self._is_due(run, verdict, now_s):
+            is_new = now_s - self._said_s.get(verdict.code, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
+            self._said_s[verdict.code] = now_s
+            return [f"speed: {_line(verdict)}"] if is_new else []
+        return []
+
+    def _is_due(self, run: Run, verdict: Verdict, now_s: float) -> bool:
+        if run.state != "RUNNING" or not verdict.advice or now_s - self._since_s < SLOW_AFTER_S:
+            return False
+        return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
+
+
+def _line(verdict: Verdict) -> str:
+    return f"{verdict.text}; {verdict.advice}" if verdict.advice else verdict.text

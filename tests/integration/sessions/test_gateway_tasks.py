@@ -1,0 +1,178 @@
+"""Tasks, groups and routing of sessions through a gateway: REST, gRPC and the Python client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import redis.asyncio as redis
+
+from gateways import RUN, Gateway, run_config, running
+from penstock.client import PenstockClient
+from penstock.codec import decode_group
+from penstock.config.service import SessionLimits
+from penstock.config.weights import WeightsConfig
+from penstock.errors import InvalidInput
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.keys import RunKeys
+from penstock.v1 import tasks_pb2, tasks_pb2_grpc
+from scripted_engine import make_tokenizer_folder
+from talking_engine import ANSWER, TalkingEngine, serving
+
+NUM_SERVERS = 4
+
+
+@pytest.fixture
+async def talking(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> AsyncIterator[tuple[Gateway, dict[str, TalkingEngine]]]:
+    make_tokenizer_folder(tmp_path)
+    (tmp_path / "cluster-key").write_text("secret")
+    config = run_config(redis_process.url, tmp_path, sessions=SessionLimits(task_lease_s=30)).model_copy(
+        update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")}
+    )
+    engines = {f"r{number}": TalkingEngine() for number in range(NUM_SERVERS)}
+    async with serving(config, redis_client, tmp_path, engines), running(config) as gateway:
+        yield gateway, engines
+
+
+class Agent:
+    """A harness with a memory. It sends its whole history back as text."""
+
+    def __init__(self, client: openai.AsyncOpenAI, session_id: str) -> None:
+        self.client = client
+        self.headers = {"X-Penstock-Session": session_id}
+        self.history: list[Any] = []
+
+    async def ask(self, question: str) -> None:
+        self.history.append({"role": "user", "content": question})
+        answer = await self.client.chat.completions.create(
+            model="test", messages=self.history, extra_headers=self.headers
+        )
+        self.history.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+def clients(gateway: Gateway) -> tuple[PenstockClient, openai.AsyncOpenAI]:
+    asked = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0)
+    return PenstockClient(gateway.url, api_key=gateway.key), asked
+
+
+async def test_a_task_becomes_one_group_of_its_sessions(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
+) -> None:
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        [task_id] = await client.submit_tasks([{"issue": 17}], 2, data_source="bugs", idempotency_key="one")
+        assert await client.submit_tasks([{"issue": 17}], 2, idempotency_key="one") == [task_id]
+        leased = await client.lease_tasks("w", 9)
+        assert [task.payload for task in leased] == [{"issue": 17}] * 2
+        assert await client.lease_tasks("w", 9) == []
+        assert await client.heartbeat_tasks([task.session_id for task in leased]) == []
+        answers = []
+        for number, task in enumerate(leased):
+            agent = Agent(asked, task.session_id)
+            for question in ("abc", "abab", "ok")[: number + 2]:
+                await agent.ask(question)
+            answers.append(await client.reward_session(task.session_id, float(number)))
+        assert [answer.is_waiting for answer in answers] == [True, False]
+        [prompt_id] = answers[1].prompt_ids
+        found = await client.get_task(task_id)
+        assert (found.state, found.prompt_ids, found.num_rewarded) == ("FINISHED", (prompt_id,), 2)
+        again = await client.reward_session(leased[0].session_id, 5.0)
+        assert (again.prompt_ids, again.replayed) == ((prompt_id,), True)
+        assert not await client.return_task(leased[0].session_id)
+    group = decode_group(await queue.get_group(prompt_id))
+    assert group.data_source == "bugs"
+    assert [(path.reward, int(path.loss_mask.sum())) for path in group.trajectories] == [
+        (0.0, 2 * len(ANSWER)), (1.0, 3 * len(ANSWER))
+    ]  # fmt: skip
+    stat = await queue.stat()
+    assert (stat.queued, stat.conservation_error) == (1, 0)
+
+
+async def test_a_gateway_finishes_what_another_has_begun(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
+) -> None:
+    """The session has its reward, and the gateway that was to make the group has died."""
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        await Agent(asked, "s").ask("abc")
+        keys = RunKeys("test")
+        await queue.client.hset(keys.session("s", "state"), "reward", '{"reward": 0.5, "parts": {}}')
+        await queue.client.zadd(keys.finishing, {"session:s": 1})
+        async with asyncio.timeout(20):
+            while (await queue.stat()).queued == 0:
+                await asyncio.sleep(0.05)
+        answer = await client.reward_session("s", 1.0)
+        assert answer.replayed and len(answer.prompt_ids) == 1
+    assert (await queue.stat()).queued == 1
+
+
+async def test_tasks_over_grpc_and_wrong_ones(talking: tuple[Gateway, dict[str, TalkingEngine]]) -> None:
+    gateway, _ = talking
+    tasks: Any = tasks_pb2_grpc.TaskServiceStub(gateway.channel)
+    submitted = await tasks.SubmitTasks(tasks_pb2.SubmitTasksRequest(tasks=[tasks_pb2.NewTask(payload_json="[1]")]))
+    [task_id] = submitted.task_ids
+    leased = await tasks.LeaseTasks(tasks_pb2.LeaseTasksRequest(worker="w", wait_s=1))
+    assert leased.tasks[0].task_id == task_id and leased.tasks[0].payload_json == "[1]"
+    session_id = leased.tasks[0].session_id
+    lost = await tasks.HeartbeatTasks(tasks_pb2.HeartbeatTasksRequest(session_ids=[session_id, "x"]))
+    assert list(lost.lost_session_ids) == ["x"]
+    assert (await tasks.ReturnTask(tasks_pb2.ReturnTaskRequest(session_id=session_id))).returned
+    task = await tasks.GetTask(tasks_pb2.GetTaskRequest(task_id=task_id))
+    assert (task.state, task.num_sessions) == (tasks_pb2.Task.OPEN, 1)
+    await gateway.rest.post(f"{RUN}:pause")
+    assert not (await tasks.LeaseTasks(tasks_pb2.LeaseTasksRequest(worker="w"))).tasks, "the run is paused"
+    client, _ = clients(gateway)
+    async with client:
+        with pytest.raises(InvalidInput, match="deadline_s"):
+            await client.submit_tasks([1], deadline_s=1e9)
+        with pytest.raises(InvalidInput, match="num_sessions"):
+            await client.submit_tasks([1], num_sessions=0)
+
+
+async def test_a_session_stays_with_the_server_that_has_its_prefix(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], redis_client: redis.Redis
+) -> None:
+    gateway, engines = talking
+    _, asked = clients(gateway)
+    agents = [Agent(asked, f"s{number}") for number in range(8)]
+    async with asked:
+        for question in ("abc", "ok", "abab", "c"):
+            await asyncio.gather(*(agent.ask(question) for agent in agents))
+        assert all(engine.requests for engine in engines.values())
+        text = (await gateway.rest.get("/metrics")).text
+        rate = number_of(text, "cached_tokens_total") / number_of(text, "history_tokens_total")
+        assert rate >= 0.8, text
+        assert number_of(text, 'calls_total{kind="continued"}') == 24
+        fleet = Fleet(redis_client, "test")
+        agent = agents[0]
+        home = await answered_by(agent, engines)
+        assert await answered_by(agent, engines) == home
+        assert (await gateway.rest.post(f"{RUN}/servers/{home}:drain")).status_code == 200
+        assert await answered_by(agent, engines) != home, "it is drained"
+        await gateway.rest.post(f"{RUN}/servers/{home}:undrain")
+        moved = await answered_by(agent, engines)
+        record = next(server for server in await fleet.servers() if server.server_id == moved)
+        old = ServerRecord(moved, record.address, "talking", policy_version=-5)
+        await fleet.report(old)
+        assert await answered_by(agent, engines) != moved, "its version is no longer admitted"
+
+
+async def answered_by(agent: Agent, engines: dict[str, TalkingEngine]) -> str:
+    before = {server_id: len(engine.requests) for server_id, engine in engines.items()}
+    await agent.ask("a")
+    [server_id] = [name for name, engine in engines.items() if len(engine.requests) > before[name]]
+    return server_id
+
+
+def number_of(text: str, name: str) -> float:
+    line = next(line for line in text.splitlines() if line.startswith(f"penstock_gateway_session_{name}"))
+    return float(line.rpartition(" ")[2])

@@ -1,0 +1,177 @@
+"""Tasks in Redis: whatever workers do, each place of a task gets one session, and each task becomes one group."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from penstock.config.service import SessionLimits
+from penstock.errors import Conflict, NotFound, QueueFull
+from penstock.sessions.session_store import Reward, SessionStore
+from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
+from penstock.store.keys import RunKeys
+
+MANY = 1000
+
+
+class Stores:
+    def __init__(self, client: Any, **limits: Any) -> None:
+        self.client = client
+        self.sessions = SessionStore(client, "test", 3600, SessionLimits(**limits))
+        self.tasks = TaskStore(client, "test", 3600, SessionLimits(**limits))
+
+    async def expire_leases(self) -> None:
+        """Let all leases run out now."""
+        key = RunKeys("test").task_leases
+        for name in await self.client.zrange(key, 0, -1):
+            await self.client.zadd(key, {name: 1}, xx=True)
+
+    async def reward(self, session_id: str, task_id: str = "") -> str:
+        await self.sessions.record(session_id, b"call", f"c-{session_id}")
+        return (await self.sessions.close(session_id, Reward(1.0, {}), task_id)).state
+
+
+@pytest.fixture
+def stores(redis_client: redis.Redis) -> Stores:
+    return Stores(redis_client)
+
+
+async def test_a_task_is_complete_with_its_sessions(stores: Stores) -> None:
+    assert await stores.tasks.submit([NewTask("t", '{"a": 1}', 2), NewTask("u", "2")], "key") == (["t", "u"], False)
+    assert await stores.tasks.submit([NewTask("v", "1")], "key") == (["t", "u"], True)
+    assert await stores.tasks.submit([NewTask("t", "other", 9)]) == (["t"], False)
+    leases = await stores.tasks.lease("w", 9, MANY)
+    assert [(lease.task_id, lease.session_id) for lease in leases] == [("t", "t.0.1"), ("t", "t.1.1"), ("u", "u.0.1")]
+    assert leases[0] == TaskLease("t", "t.0.1", 1, '{"a": 1}')
+    assert await stores.reward("t.1.1") == "joined"
+    assert (await stores.tasks.get("t")).state == "open"
+    assert await stores.reward("t.0.1") == "complete"
+    task = await stores.tasks.get("t")
+    assert (task.state, task.rewarded) == ("complete", ("t.0.1", "t.1.1"))
+    await stores.sessions.finish("task:t", task.rewarded, [5])
+    task = await stores.tasks.get("t")
+    assert (task.state, task.prompt_ids) == ("finished", (5,))
+    assert (await stores.sessions.close("t.0.1", Reward(0.0, {}))).prompt_ids == (5,)
+    with pytest.raises(NotFound, match="no task 'x'"):
+        await stores.tasks.get("x")
+
+
+async def test_a_worker_that_dies_returns_its_task(stores: Stores) -> None:
+    await stores.tasks.submit([NewTask("t", "1")])
+    [first] = await stores.tasks.lease("dies", 1, MANY)
+    assert await stores.tasks.lease("w", 1, MANY) == []
+    assert await stores.tasks.heartbeat([first.session_id]) == []
+    await stores.expire_leases()
+    [second] = await stores.tasks.lease("w", 1, MANY)
+    assert (second.session_id, second.attempt) == ("t.0.2", 2)
+    assert await stores.tasks.heartbeat([first.session_id, second.session_id]) == [first.session_id]
+    # The first worker was only slow. Its reward counts, and the other session is abandoned.
+    assert await stores.reward(first.session_id) == "complete"
+    assert await stores.tasks.heartbeat([second.session_id]) == [second.session_id]
+    closing = await stores.sessions.close(second.session_id, Reward(1.0, {}))
+    assert (closing.state, closing.prompt_ids) == ("answered", ())
+
+
+async def test_a_call_of_a_session_renews_its_lease(stores: Stores) -> None:
+    await stores.tasks.submit([NewTask("t", "1")])
+    [lease] = await stores.tasks.lease("w", 1, MANY)
+    await stores.expire_leases()
+    await stores.sessions.open(lease.session_id)
+    assert await stores.tasks.sweep() == (0, 0) and await stores.tasks.heartbeat([lease.session_id]) == []
+
+
+async def test_a_place_that_fails_too_often_is_given_up(redis_client: redis.Redis) -> None:
+    stores = Stores(redis_client, task_max_failures=2)
+    await stores.tasks.submit([NewTask("t", "1", 2), NewTask("u", "1")])
+    for _ in range(2):
+        leases = await stores.tasks.lease("w", 9, MANY)
+        for lease in leases:
+            if lease.session_id.startswith(("t.0", "u")):
+                assert await stores.tasks.give_back(lease.session_id, "the repository is gone")
+    assert await stores.reward("t.1.1") == "complete", "with what is there"
+    failed = await stores.tasks.get("u")
+    assert (failed.state, failed.failure) == ("failed", "the repository is gone")
+    assert (await stores.tasks.stat()).conservation_error == 0
+
+
+async def test_a_deadline_completes_a_task_with_what_is_there(stores: Stores) -> None:
+    await stores.tasks.submit([NewTask("t", "1", 3, deadline_s=60), NewTask("none", "1", 1, deadline_s=60)])
+    leases = await stores.tasks.lease("w", 9, MANY)
+    await stores.reward(leases[1].session_id)
+    assert await stores.tasks.sweep() == (0, 0)
+    await stores.client.zadd(RunKeys("test").task_due, {"t": 1, "none": 1})
+    assert await stores.tasks.sweep() == (0, 2)
+    assert (await stores.tasks.get("t")).state == "complete" and (await stores.tasks.get("none")).state == "failed"
+    assert await stores.sessions.due() == ["task:t"] and await stores.sessions.due() == []
+    assert (await stores.reward("own", "t")) == "answered", "it comes too late"
+    stat = await stores.tasks.stat()
+    assert (stat.rewarded, stat.dropped, stat.conservation_error) == (1, 3, 0)
+
+
+async def test_new_tasks_begin_only_as_admission_allows(redis_client: redis.Redis) -> None:
+    stores = Stores(redis_client, max_task_places=5)
+    await stores.tasks.submit([NewTask(name, "1", 2) for name in ("a", "b")])
+    with pytest.raises(QueueFull, match="max_task_places"):
+        await stores.tasks.submit([NewTask("c", "1", 2)])
+    assert await stores.tasks.lease("w", 9, 0) == []
+    assert {lease.task_id for lease in await stores.tasks.lease("w", 1, 1)} == {"a"}
+    assert [lease.session_id for lease in await stores.tasks.lease("w", 9, 1)] == ["a.1.1"], "an open task goes on"
+
+
+async def test_sessions_with_names_of_their_own_join_a_task(stores: Stores) -> None:
+    await stores.tasks.submit([NewTask("t", "1", 2)])
+    with pytest.raises(NotFound, match="submit it first"):
+        await stores.reward("mine-0", "unknown")
+    assert await stores.reward("mine-1", "t") == "joined"
+    assert await stores.reward("mine-2", "t") == "complete"
+    assert await stores.reward("mine-3", "t") == "answered"
+    assert (await stores.tasks.get("t")).rewarded == ("mine-1", "mine-2")
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+async def test_every_place_is_rewarded_once_whatever_workers_do(stores: Stores, seed: int) -> None:
+    chance = random.Random(seed)
+    wanted = {f"t{number}": chance.randint(1, 4) for number in range(8)}
+    tasks = [NewTask(name, "1", num_sessions) for name, num_sessions in wanted.items()]
+    held: list[str] = []
+    joined: dict[str, set[str]] = {name: set() for name in wanted}
+
+    async def step() -> None:
+        kind = chance.choice(["submit", "lease", "lease", "reward", "reward", "again", "die", "return", "sweep"])
+        if kind == "submit":
+            await stores.tasks.submit(tasks, "all")
+        elif kind == "lease":
+            held.extend(lease.session_id for lease in await stores.tasks.lease("w", 3, 4))
+        elif kind in ("reward", "again") and held:
+            session_id = chance.choice(held)
+            if kind == "reward":
+                held.remove(session_id)
+            try:
+                state = await stores.reward(session_id)
+            except Conflict:  # It has its reward already, so no further call is recorded.
+                state = (await stores.sessions.close(session_id, Reward(1.0, {}))).state
+            if state in ("joined", "complete"):
+                joined[session_id.rsplit(".", 2)[0]].add(session_id)
+        elif kind == "die":
+            await stores.expire_leases()
+        elif kind == "return" and held:
+            await stores.tasks.give_back(held.pop(), "")
+        elif kind == "sweep":
+            await stores.tasks.sweep()
+
+    for _ in range(40):
+        await asyncio.gather(*(step() for _ in range(chance.randint(1, 3))))
+        assert (await stores.tasks.stat()).conservation_error == 0
+    await stores.tasks.submit(tasks, "all")
+    while leases := await stores.tasks.lease("last", 9, MANY):
+        for lease in leases:
+            await stores.reward(lease.session_id)
+    for name, num_sessions in wanted.items():
+        task = await stores.tasks.get(name)
+        assert task.num_rewarded == len(task.rewarded) <= num_sessions
+        assert len({session_id.rsplit(".", 1)[0] for session_id in task.rewarded}) == len(task.rewarded)
+        assert joined[name] <= set(task.rewarded)

@@ -1,0 +1,204 @@
+"""Dashboards are what the generator writes, follow Grafana's rules, and query only metrics that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from declared_metrics import DEPLOY, ROOT, declared_names, names_in, run_wide_names
+
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+ENGINE_SAMPLES = ROOT / "tests" / "prometheus"
+UNITS = {"none", "short", "s", "bytes", "Bps", "percentunit", "reqps"}
+"""Units of Grafana that are used. Others are a suffix of our own."""
+COLORS = {"green", "blue", "orange", "red", "purple", "yellow", "light-blue"}
+FIRST_ROW = [
+    "Is it training?", "How fast?", "How stale?", "What is the bottleneck?", "Is the reward rising?",
+]  # fmt: skip
+RUNBOOK_ANCHOR = re.compile(r'<h2 id="(\w+)">(\w+)</h2>')
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / f"{name}.json").read_text())
+    return found
+
+
+def panels(dashboard: Path) -> list[dict[str, Any]]:
+    return [panel for panel in load(dashboard.stem)["panels"] if panel["type"] != "row"]
+
+
+def expressions(dashboard: Path) -> list[str]:
+    queried = [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
+    return queried + [mark["target"]["expr"] for mark in load(dashboard.stem)["annotations"]["list"]]
+
+
+def test_dashboards_are_those_of_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DEPLOY / "grafana"))
+    made = runpy.run_path(str(DEPLOY / "grafana" / "make_dashboards.py"))
+    built = {f"{board.name}.json": made["build"](board) for board in made["BOARDS"]}
+    written = {path.name: path.read_text() for path in DASHBOARDS}
+    assert written == built, "run: python deploy/grafana/make_dashboards.py"
+    assert len(built) == 4
+
+
+def test_dashboards_ask_only_for_metrics_that_the_code_declares() -> None:
+    known = declared_names()
+    for dashboard in DASHBOARDS:
+        asked = set().union(*map(names_in, expressions(dashboard)))
+        assert asked and asked <= known, sorted(asked - known)
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
+    asked = {name for dashboard in DASHBOARDS for text in expressions(dashboard) for name in names_in(text)}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in declared_names()} == shown
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engine_panels_ask_only_for_metrics_that_the_engine_has(engine: str) -> None:
+    """The samples are what vLLM 0.32 and SGLang 0.5.23 expose."""
+    text = (ENGINE_SAMPLES / f"{engine}.prom").read_text()
+    exposed = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    asked = {name for path in DASHBOARDS for expr in expressions(path) for name in re.findall(rf"{engine}:\w+", expr)}
+    assert len(asked) >= 6 and asked <= exposed, sorted(asked - exposed)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_installed_vllm_declares_the_metrics_that_panels_ask_for() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found and found.origin
+    source = (Path(found.origin).parent / "v1" / "metrics" / "loggers.py").read_text()
+    asked = {name for path in DASHBOARDS for expr in expressions(path) for name in re.findall(r"vllm:\w+", expr)}
+    declared = {re.sub("_(total|bucket|sum|count)$", "", name) for name in asked}
+    assert declared and [name for name in declared if f'"{name}"' not in source] == []
+
+
+def test_no_panel_sums_what_every_replica_of_the_gateway_reports() -> None:
+    """Two replicas would show everything twice."""
+    summed = re.compile(r"\b(?:sum|count)(?: by \([^)]*\))? ?\((?:(?:rate|increase)\()?(penstock_\w+)")
+    for path in DASHBOARDS:
+        for expression in expressions(path):
+            assert not set(summed.findall(expression)) & run_wide_names(), expression
+
+
+def test_panels_have_ids_a_data_source_variable_a_unit_and_a_description() -> None:
+    for path in DASHBOARDS:
+        dashboard = load(path.stem)
+        assert "__inputs" not in dashboard
+        assert [v["type"] for v in dashboard["templating"]["list"]] == ["datasource", "query", "interval"]
+        ids = [panel["id"] for panel in dashboard["panels"]]
+        assert len(set(ids)) == len(ids)
+        titles = [panel["title"] for panel in panels(path)]
+        assert len(set(titles)) == len(titles), "links name panels by their title"
+        for panel in panels(path):
+            assert panel["datasource"]["uid"] == "${datasource}" and panel["description"]
+            ref_ids = [target["refId"] for target in panel["targets"]]
+            assert ref_ids and len(set(ref_ids)) == len(ref_ids)
+            unit = panel["fieldConfig"]["defaults"]["unit"]
+            assert unit in UNITS or unit.startswith("suffix:"), panel["title"]
+
+
+def test_thresholds_rise_and_have_known_colors() -> None:
+    num_with_thresholds = 0
+    for path in DASHBOARDS:
+        for panel in panels(path):
+            first, *steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+            values = [step["value"] for step in steps]
+            assert first["value"] is None and values == sorted(set(values)), panel["title"]
+            assert {step["color"] for step in (first, *steps)} <= COLORS
+            num_with_thresholds += bool(steps)
+    assert num_with_thresholds > 25
+
+
+def test_panels_stand_side_by_side_on_the_grid() -> None:
+    for path in DASHBOARDS:
+        cells = [panel["gridPos"] for panel in load(path.stem)["panels"]]
+        assert all(cell["x"] + cell["w"] <= 24 for cell in cells)
+        for one, other in combinations(cells, 2):
+            apart = (
+                one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+                or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+            )  # fmt: skip
+            assert apart, (path.stem, one, other)
+
+
+def test_links_lead_to_panels_and_runbooks_that_exist() -> None:
+    page = (ROOT / "services" / "penstock_services" / "gateway" / "console" / "runbooks.html").read_text()
+    anchors = dict(RUNBOOK_ANCHOR.findall(page))
+    num_to_panels = num_to_runbooks = 0
+    for path in DASHBOARDS:
+        for panel in panels(path):
+            for link in panel.get("links", []):
+                url = urlsplit(link["url"])
+                if url.path == "/console/runbooks.html":
+                    num_to_runbooks += 1
+                    assert link["title"] == f"Runbook: {anchors[url.fragment]}"
+                    continue
+                num_to_panels += 1
+                board = load(url.path.removeprefix("/d/penstock-"))
+                titles = {str(other["id"]): other["title"] for other in board["panels"]}
+                [target] = parse_qs(url.query)["viewPanel"]
+                assert link["title"].startswith(f"{titles[target]} (")
+                assert "${__url_time_range}" in url.query and "${run:queryparam}" in url.query
+    assert num_to_panels > 40 and num_to_runbooks > 40
+
+
+def test_the_first_row_answers_the_five_questions() -> None:
+    row = sorted((panel["gridPos"]["y"], panel["gridPos"]["x"], panel["title"]) for panel in load("overview")["panels"])
+    assert [title for y, _, title in row if y == 1] == FIRST_ROW
+
+
+def test_every_dashboard_marks_versions_restarts_and_roll_backs() -> None:
+    for path in DASHBOARDS:
+        marks = {mark["name"]: mark for mark in load(path.stem)["annotations"]["list"]}
+        assert {"Policy versions", "Restarts", "Roll backs", "Pauses", "Alerts"} <= marks.keys()
+        for mark in marks.values():
+            assert mark["enable"] and mark["target"]["datasource"]["uid"] == "${datasource}"
+            assert mark["iconColor"] in COLORS
+
+
+def test_every_question_of_an_on_call_engineer_has_its_panels() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    rows = re.findall(r"^\| (.+\?) \| (\*.+\*.*) \|$", page, re.M)
+    assert len(rows) >= 10
+    for question, cell in rows:
+        named = re.findall(r"\*([^*]+)\*, (\w+)", cell)
+        assert named, question
+        for title, board in named:
+            assert title in [panel["title"] for panel in load(board)["panels"]], (question, title)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool; install prometheus")
+def test_what_runs_out_next_is_a_leak_and_not_a_model_that_was_loaded(tmp_path: Path) -> None:
+    """At 60 minutes, a leak of 10 bytes a minute has 600 bytes left: an hour. The others have no end in sight."""
+    [panel] = [panel for panel in load("overview")["panels"] if panel["title"] == "What runs out next?"]
+    available = 'penstock_host_memory_available_bytes{{run="a",instance="{}"}}'
+    series = {"leaks": "1200-10x60", "loaded": "1000x3 200x57", "young": "_x49 1000-90x11"}
+    week = 7 * 86400
+    expected = [("memory of leaks", 3600), ("memory of loaded", week), ("memory of young", week)]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": available.format(name), "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"round({panel['targets'][0]['expr'].replace('$run', '.*')})",
+                "eval_time": "60m",
+                "exp_samples": [{"labels": f'{{run="a",what="{what}"}}', "value": value} for what, value in expected],
+            }
+        ],
+    }
+    (tmp_path / "case.yml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [case]}))
+    command = ["promtool", "test", "rules", str(tmp_path / "case.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

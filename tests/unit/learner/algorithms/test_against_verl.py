@@ -1,0 +1,146 @@
+"""Advantages, losses, penalties and aggregations give verl's numbers, if verl is installed.
+
+`pip install --no-deps verl` and what its `core_algos` imports (omegaconf, tensordict, hydra-core, codetiming)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.algorithms import AdvantageConfig, Aggregation, LossConfig, ValueLossConfig
+from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.kl import kl_penalty
+from penstock_learner.algorithms.losses import LossInputs, policy_loss
+from penstock_learner.algorithms.value_loss import value_loss
+
+core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+SEEDS = range(4)
+WIDTH = 9
+GAMMA, LAM = 0.97, 0.9
+AGGREGATIONS: tuple[Aggregation, ...] = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+)  # fmt: skip
+ONLY_SEQUENCE_MEANS = ("sapo", "geo_mean")
+
+
+class Block:
+    """Padded sequences of groups with 2 to 4 samples. Some tokens are masked out."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.group_ids = torch.tensor([3, 3, 3, 5, 5, 9, 9, 9, 9])
+        lengths = torch.randint(2, WIDTH + 1, (9,), generator=self.generator)
+        self.is_token = torch.arange(WIDTH) < lengths[:, None]
+        self.mask = (self.is_token & (torch.rand(9, WIDTH, generator=self.generator) < 0.8)).double()
+        self.mask[torch.arange(9), lengths - 1] = 1
+        self.sequence_ids = self.flat(torch.arange(9)[:, None].expand(9, WIDTH))
+
+    def normal(self, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(9, WIDTH, generator=self.generator, dtype=torch.float64)
+
+    def flat(self, block: Tensor) -> Tensor:
+        return block[self.is_token]
+
+    def close(self, packed: Tensor, block: Tensor, tolerance: float = 1e-8) -> None:
+        torch.testing.assert_close(packed, self.flat(block * self.mask), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "name", ["gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "opo", "grpo_passk", "gpg"]
+)
+def test_advantages(name: str, seed: int) -> None:
+    block = Block(seed)
+    rewards, values = block.normal() * block.mask, block.normal()
+    of_verl = core.get_adv_estimator_fn(name)
+    settings = core.AlgoConfig(gamma=GAMMA, lam=LAM)
+    if name == "gae":
+        expected, returns = of_verl(rewards, values, block.mask, GAMMA, LAM)
+    elif name == "reinforce_plus_plus":
+        expected, returns = of_verl(rewards.clone(), block.mask, config=settings)
+    else:
+        expected, returns = of_verl(rewards.clone(), block.mask, block.group_ids.numpy(), config=settings)
+    flat = block.flat
+    inputs = AdvantageInputs(flat(rewards), flat(block.mask), block.sequence_ids, block.group_ids, flat(values))
+    found = compute_advantages(inputs, AdvantageConfig(name=name, gamma=GAMMA, lam=LAM))
+    block.close(found.advantages, expected)
+    if found.returns is not None:
+        block.close(found.returns, returns)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gdpo(seed: int) -> None:
+    block = Block(seed)
+    right, short = (block.normal()[:, 0].float() for _ in range(2))
+    attention = torch.cat([torch.ones(9, 1), block.is_token], dim=1).long()
+    batch = {"prompts": torch.zeros(9, 1), "attention_mask": attention}
+    config = core.AlgoConfig(gdpo_reward_keys=["right", "short"], gdpo_reward_weights=[2.0, -0.5])
+    expected, _ = core.get_adv_estimator_fn("gdpo")(
+        torch.zeros_like(block.mask), block.mask, block.group_ids.numpy(), config=config, batch=batch,
+        non_tensor_batch={"right": right.numpy(), "short": short.numpy()},
+    )  # fmt: skip
+    parts = {"right": right, "short": short}
+    nothing = torch.zeros(len(block.sequence_ids), dtype=torch.float64)
+    inputs = AdvantageInputs(nothing, block.flat(block.mask), block.sequence_ids, block.group_ids, reward_parts=parts)
+    ours = AdvantageConfig(name="gdpo", reward_keys=("right", "short"), reward_weights=(2.0, -0.5))
+    block.close(compute_advantages(inputs, ours).advantages, expected, 1e-5)  # verl's parts are float32
+
+
+def verl_config(**settings: Any) -> Any:
+    from verl.workers.config.actor import ActorConfig, PolicyLossConfig
+
+    return ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.28,
+        policy_loss=PolicyLossConfig(dro_beta=0.7), **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    "name", ["ppo", "gspo", "sapo", "gpg", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "kl_cov"]
+)
+def test_losses_and_their_gradients(name: str, aggregation: Aggregation, seed: int) -> None:
+    if name in ONLY_SEQUENCE_MEANS and aggregation != "seq-mean-token-mean":
+        pytest.skip("verl averages this loss within sequences, whatever its config says")
+    block = Block(seed)
+    old, advantages = -block.normal().abs() - 0.05, block.normal()
+    lp = (old + block.normal(0.2 if seed % 2 else 2.0)).clamp(max=-0.01).requires_grad_()
+    mode = {"ppo": "vanilla"}.get(name, name)
+    expected, _ = core.get_policy_loss_fn(mode)(
+        old_log_prob=old, log_prob=lp, advantages=advantages, response_mask=block.mask, loss_agg_mode=aggregation,
+        config=verl_config(),
+    )  # fmt: skip
+    (expected_gradient,) = torch.autograd.grad(expected, lp)
+    packed = block.flat(lp).detach().requires_grad_()
+    mask = block.flat(block.mask)
+    inputs = LossInputs(packed, block.flat(old), block.flat(advantages), mask, block.sequence_ids)
+    config = LossConfig(name=name, clip_low=0.2, clip_high=0.28, dro_beta=0.7)
+    per_token = policy_loss(inputs, config).per_token
+    denominators = Denominators.of(mask, block.sequence_ids, WIDTH)
+    found = aggregate(per_token, mask, block.sequence_ids, aggregation, denominators)
+    (gradient,) = torch.autograd.grad(found, packed)
+    # verl adds 1e-8 to the lengths of sequences, and holds SAPO's temperatures in float32
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    block.close(gradient, expected_gradient, 1e-6)
+    if aggregation == "token-mean" and name != "sapo":
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+        block.close(gradient, expected_gradient, 1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalties_and_values(seed: int) -> None:
+    block = Block(seed)
+    mask = block.flat(block.mask)
+    lp, ref = block.normal(), block.normal(2.0)
+    for ours, verl in (("k1", "kl"), ("abs", "abs"), ("k2", "mse"), ("k3", "low_var_kl")):
+        block.close(kl_penalty(block.flat(lp), block.flat(ref), mask, ours), core.kl_penalty(lp, ref, verl), 1e-12)
+    new, old, returns = block.normal(), block.normal(), block.normal()
+    expected, _ = core.compute_value_loss(new, returns, old, block.mask, 0.5, "token-mean")
+    parts = [block.flat(tensor) for tensor in (new, old, returns, block.mask)]
+    found = value_loss(*parts, ValueLossConfig(clip=0.5)).per_token.sum() / mask.sum()
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)

@@ -1,0 +1,180 @@
+"""Checkpoints in an object store: complete or not there, newest first, damaged ones found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from object_store import ObjectStore, in_environment, object_store
+from penstock.errors import ConfigError, Unavailable
+from penstock.fetching.object_folder import ObjectFolder
+from penstock.replay.contract import GoneBack
+from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
+from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads
+from penstock_learner.checkpoints.writer import CheckpointWriter
+from penstock_learner.metrics import LearnerMetrics
+
+URL = "s3://bucket/runs"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as store, in_environment(store):
+        yield store
+
+
+@pytest.fixture
+def empty(store: ObjectStore) -> ObjectStore:
+    for key in store.list_keys():
+        store.remove(key)
+    return store
+
+
+def checkpoints_in(folder: Path, keep: int = 5, keep_uploaded: int = 2) -> CheckpointStore:
+    return CheckpointStore(folder, keep, CheckpointUploads(ObjectFolder(f"{URL}/one", FIELD, 2), keep_uploaded))
+
+
+def write(checkpoints: CheckpointStore, step: int, term: int = 1) -> Path:
+    partial = checkpoints.partial_folder(step, term)
+    (partial / "shard").write_bytes(bytes([step]) * 1000)
+    (partial / "critic").mkdir()
+    (partial / "critic" / "shard").write_bytes(b"c" * step)
+    return checkpoints.finish(partial, TrainerState(step=step, policy_version=step, term=term))
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_a_learner_without_its_folder_gets_the_newest_checkpoint_and_as_many_are_kept_as_configured(
+    empty: ObjectStore, tmp_path: Path
+) -> None:
+    first = checkpoints_in(tmp_path / "a")
+    for step in (1, 2, 3):
+        first.upload(write(first, step))
+    assert {key.split("/")[2] for key in empty.list_keys()} == {
+        "term-000001-step-00000002",
+        "term-000001-step-00000003",
+    }
+
+    second = checkpoints_in(tmp_path / "b")
+    assert second.candidates("off") == []
+    assert names(second.candidates("auto")) == ["term-000001-step-00000003"]
+    fetched = tmp_path / "b" / "term-000001-step-00000003"
+    assert read_state(fetched).step == 3 and (fetched / "critic" / "shard").read_bytes() == b"ccc"
+    assert second.newest_term() == 1
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["term-000001-step-00000003"]
+
+    newer = write(second, 4, term=2)
+    second.upload(newer)
+    assert first.candidates("auto")[0].name == newer.name, "a folder that is older gets it, too"
+
+
+def test_only_an_upload_with_its_manifest_counts(
+    empty: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = checkpoints_in(tmp_path / "a")
+    first.upload(write(first, 1))
+    upload = ObjectFolder.upload
+
+    def dies_before_the_manifest(self: ObjectFolder, file: Path, name: str) -> None:
+        if name.endswith("manifest.json"):
+            raise KeyboardInterrupt
+        upload(self, file, name)
+
+    second = write(first, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectFolder, "upload", dies_before_the_manifest)
+        with pytest.raises(KeyboardInterrupt):
+            first.upload(second)
+    assert any("step-00000002" in key for key in empty.list_keys())
+    assert names(checkpoints_in(tmp_path / "b").candidates("auto")) == ["term-000001-step-00000001"]
+
+    first.upload(write(first, 3))
+    assert not any("step-00000002" in key for key in empty.list_keys()), "what a crash has left is removed"
+
+
+@pytest.mark.parametrize(
+    "damage", ["changed", *(pytest.param(name, marks=pytest.mark.long) for name in ("cut", "missing", "manifest"))]
+)
+def test_a_damaged_object_is_found_and_the_checkpoint_before_is_fetched(
+    damage: str, empty: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpoints_in(tmp_path / "a")
+    for step in (1, 2):
+        first.upload(write(first, step))
+    key = f"runs/one/term-000001-step-00000002/{'manifest.json' if damage == 'manifest' else 'shard'}"
+    content = empty.get(key)
+    if damage == "missing":
+        empty.remove(key)
+    else:
+        empty.put(key, content[:500] if damage == "cut" else b"x" + content[1:])
+    second = checkpoints_in(tmp_path / "b")
+    assert names(second.candidates("auto")) == ["term-000001-step-00000001"]
+    assert "term-000001-step-00000002 cannot be used" in caplog.text
+    assert names(second.candidates("auto")) == ["term-000001-step-00000001"]
+    assert caplog.text.count("fetching term-000001-step-00000002") <= 1, "it is not fetched again"
+
+
+def test_checkpoints_that_the_run_gave_up_are_not_fetched(empty: ObjectStore, tmp_path: Path) -> None:
+    first = checkpoints_in(tmp_path / "a", keep_uploaded=5)
+    for step in (1, 2, 3):
+        first.upload(write(first, step))
+    second = checkpoints_in(tmp_path / "b")
+    gone_back = GoneBack(str((tmp_path / "b" / "term-000001-step-00000002").absolute()), term=2, num_roll_backs=0)
+    assert names(second.candidates("auto", gone_back)) == ["term-000001-step-00000002"]
+
+
+def test_an_upload_that_is_abandoned_ends_between_files_and_a_wrong_url_is_refused(
+    empty: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = checkpoints_in(tmp_path / "a")
+    checkpoint = write(first, 1)
+    upload = ObjectFolder.upload
+    monkeypatch.setattr(ObjectFolder, "upload", lambda *words: (upload(*words), first.abandon_upload())[0])
+    with pytest.raises(Unavailable, match="was abandoned"):
+        first.upload(checkpoint)
+    assert first.uploads is not None and first.uploads.newest_first() == []
+    with pytest.raises(ConfigError, match=r"learner\.checkpoint\.upload: s3://nowhere/one does not exist"):
+        CheckpointUploads(ObjectFolder("s3://nowhere/one", FIELD, 2), 2).newest_first()
+    with pytest.raises(ConfigError, match="is not a URL that fsspec knows"):
+        ObjectFolder("other://x", FIELD)
+
+
+class Commits:
+    """A queue that remembers which checkpoints the store had, complete, at each commit."""
+
+    def __init__(self, uploads: CheckpointUploads) -> None:
+        self.uploads = uploads
+        self.seen: list[list[str]] = []
+
+    async def commit(self, step: int, prompt_ids: list[int], kept_after: int) -> None:
+        self.seen.append(self.uploads.newest_first())
+
+
+async def test_groups_are_acknowledged_only_when_the_upload_is_complete(
+    empty: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = checkpoints_in(tmp_path / "a")
+    assert store.uploads is not None
+    queue: Any = Commits(store.uploads)
+    metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+    writer = CheckpointWriter(store, queue, {}, Ledger(), metrics, on_durable=lambda: None)
+    await writer.begin(TrainerState(1, 1, 1, [(1, 1)]), [1])
+    await writer.wait_until_written()
+    assert queue.seen == [["term-000001-step-00000001"]]
+
+    def fails(self: ObjectFolder, file: Path, name: str) -> None:
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(ObjectFolder, "upload", fails)
+    await writer.begin(TrainerState(2, 2, 1, [(1, 2)]), [2])
+    with pytest.raises(Unavailable, match="the store is away"):
+        await writer.wait_until_written()
+    assert len(queue.seen) == 1, "what is only on this disk acknowledges nothing"
+    assert names(store.newest_first())[0] == "term-000001-step-00000002", "it is still here for the next start"

@@ -1,0 +1,65 @@
+"""`penstock export --adapter` writes a folder that peft loads. With it, the model computes what the merged one does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.config.learner import LoraConfig
+from penstock.errors import TrainingDiverged
+from penstock_learner.export import _merged, write_adapter
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.causal_lm import CausalLM, load_model
+
+MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"
+
+
+def adapted(lora: LoraConfig) -> CausalLM:
+    """A model whose adapter changes something."""
+    model = load_model(MODEL, torch.float32, 64)
+    add_adapter(model, lora)
+    torch.manual_seed(1)
+    for name, parameter in model.lm.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_()
+    return model
+
+
+@pytest.mark.parametrize(("targets", "written"), [
+    ("all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    pytest.param(("q_proj", "v_proj"), {"q_proj", "v_proj"}, marks=pytest.mark.long),
+    (("model.layers.0.self_attn.q_proj",), {"model.layers.0.self_attn.q_proj"}),
+])  # fmt: skip
+def test_peft_loads_the_adapter_and_computes_as_the_merged_model(
+    tmp_path: Path, targets: Any, written: set[str]
+) -> None:
+    model = adapted(LoraConfig(rank=4, alpha=16, target_modules=targets))
+    write_adapter(model.lm, MODEL, tmp_path / "adapter", "float32")
+    assert {path.name for path in tmp_path.glob("adapter/*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["task_type"]) == (4, 16, "CAUSAL_LM")
+    assert set(described["target_modules"]) == written
+
+    tokens = torch.tensor([[3, 5, 7, 9]])
+    plain = AutoModelForCausalLM.from_pretrained(MODEL)
+    before = plain(tokens).logits
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    merged: Any = AutoModelForCausalLM.from_pretrained(MODEL)
+    merged.load_state_dict(_merged(model.lm))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, merged(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert (loaded(tokens).logits - before).abs().max() > 0.1
+
+
+def test_an_adapter_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    model = adapted(LoraConfig(rank=4, alpha=16))
+    next(parameter for name, parameter in model.lm.named_parameters() if ".lora_B." in name).data.fill_(torch.inf)
+    with pytest.raises(TrainingDiverged, match="is not finite in float32"):
+        write_adapter(model.lm, MODEL, tmp_path / "adapter", "float32")
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,57 @@
+"""The one form of a conversation, and the message of an answer."""
+
+from __future__ import annotations
+
+from penstock.protocols.conversation import AnswerMessage, Conversation, Message, ToolCall
+from penstock.v1 import generate_pb2
+
+CALL = ToolCall("call-1", "add", '{"a": 2, "b": 2}')
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_conversation_survives_the_wire() -> None:
+    conversation = Conversation(
+        (
+            Message("system", "be brief"),
+            Message("user", "2+2?", name="ann"),
+            Message("assistant", "", (CALL, ToolCall("call-2", "add", '{"a": 1'))),
+            Message("tool", "4", tool_call_id="call-1"),
+            Message("assistant", "four", reasoning="2 and 2"),
+        ),
+        tools=(ADD,),
+        tool_choice=generate_pb2.TOOL_CHOICE_NAMED,
+        tool_name="add",
+        single_tool_call=True,
+        template_arguments={"enable_thinking": False},
+    )
+    request = generate_pb2.GenerateRequest()
+    conversation.fill(request)
+    assert (
+        Conversation.from_request(generate_pb2.GenerateRequest.FromString(request.SerializeToString())) == conversation
+    )
+    plain = generate_pb2.GenerateRequest()
+    Conversation((Message("user", "hi"),)).fill(plain)
+    assert not plain.tools_json and not plain.template_arguments_json and not plain.messages[0].fields_json
+
+
+def test_the_message_of_an_answer_is_what_a_client_sends_back() -> None:
+    answer = AnswerMessage()
+    part = generate_pb2.ToolCallPart
+    answer.add(generate_pb2.GenerateChunk(text="I "))
+    answer.add(generate_pb2.GenerateChunk(text="add", tool_calls=[part(index=0, call_id="call-1", name="add")]))
+    answer.add(generate_pb2.GenerateChunk(tool_calls=[part(index=0, arguments='{"a": 2,')]))
+    later = [part(index=0, arguments=' "b": 2}'), part(index=1, call_id="call-2", name="end", arguments="{}")]
+    answer.add(generate_pb2.GenerateChunk(tool_calls=later))
+    assert answer.message == Message("assistant", "I add", (CALL, ToolCall("call-2", "end", "{}")))
+
+
+def test_messages_that_mean_the_same_have_the_same_canonical_text() -> None:
+    same = Message("assistant", "", (ToolCall("other", "add", '{"b":2,"a":2}'),))
+    assert same.canonical() == Message("assistant", "", (CALL,)).canonical()
+    for other in (
+        Message("assistant", "x", (CALL,)), Message("user", "", (CALL,)), Message("assistant", "", (CALL, CALL)),
+        Message("assistant", "", (ToolCall("call-1", "add", '{"a": 2, "b": 3}'),)),
+        Message("assistant", "", (CALL,), reasoning="x"),
+    ):  # fmt: skip
+        assert other.canonical() != same.canonical()
+    assert Message("assistant", "", (ToolCall("", "f", '{"a'),)).canonical()

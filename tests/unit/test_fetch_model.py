@@ -1,0 +1,130 @@
+"""`penstock fetch-model`, with an S3 server of this machine and the Hub's stand-in of test_hub.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from object_store import ObjectStore, in_environment, object_store
+from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
+from penstock.fetching import model_fetch, object_folder
+from penstock.fetching.model_fetch import MARKER, fetch_model
+from penstock.fetching.object_folder import ObjectFolder
+
+WEIGHTS = bytes(range(256)) * 4096
+SOURCE = "s3://bucket/models/tiny"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as store, in_environment(store):
+        store.put("models/tiny/config.json", b"{}")
+        store.put("models/tiny/model-00001.safetensors", WEIGHTS)
+        store.put("models/tiny/sub/tokenizer.json", b"{}")
+        store.put("models/tiny/pytorch_model.bin", b"pickle")
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fetch, "CHUNK_BYTES", 2**18)
+    monkeypatch.setattr(object_folder, "FIRST_WAIT_S", 0.01)
+
+
+def test_a_model_is_fetched_once_from_an_object_store(store: ObjectStore, tmp_path: Path) -> None:
+    target = tmp_path / "models" / "tiny"
+    command = [sys.executable, "-m", "penstock.cli.main", "fetch-model", SOURCE, str(target)]
+    fetched = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ)
+    assert fetched.returncode == 0, fetched.stderr
+    assert fetched.stdout.startswith("fetched 3 files")
+    assert (target / "model-00001.safetensors").read_bytes() == WEIGHTS
+    assert not (target / "pytorch_model.bin").exists(), "nothing that is a pickle"
+    marker = json.loads((target / MARKER).read_text())
+    assert marker["source"] == SOURCE and marker["files"].keys() == {
+        "config.json", "model-00001.safetensors", "sub/tokenizer.json"
+    }  # fmt: skip
+    before = (target / "config.json").stat().st_mtime_ns
+    assert fetch_model(SOURCE, target, 5, verify=True).endswith("is complete already")
+    assert (target / "config.json").stat().st_mtime_ns == before
+
+    (target / "model-00001.safetensors").write_bytes(WEIGHTS[:-1] + b"x")
+    assert fetch_model(SOURCE, target, 5).endswith("is complete already"), "its size is right"
+    with pytest.raises(ConfigError, match="is damaged: its checksum is not the one of the fetch; remove"):
+        fetch_model(SOURCE, target, 5, verify=True)
+    with pytest.raises(ConfigError, match="holds s3://bucket/models/tiny, not s3://bucket/other; choose another"):
+        fetch_model("s3://bucket/other", target, 5)
+
+
+def test_an_interrupted_fetch_is_continued_where_it_stopped(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_part, starts = ObjectFolder.read_part, []
+
+    def dies_at_the_third_part(self: ObjectFolder, name: str, start: int, end: int) -> bytes:
+        starts.append((name, start))
+        if len(starts) == 4:
+            raise KeyboardInterrupt
+        return read_part(self, name, start, end)
+
+    monkeypatch.setattr(ObjectFolder, "read_part", dies_at_the_third_part)
+    target = tmp_path / "tiny"
+    with pytest.raises(KeyboardInterrupt):
+        fetch_model(SOURCE, target, 5)
+    assert not (target / MARKER).exists()
+    fetch_model(SOURCE, target, 5)
+    weights = [start for name, start in starts if name.endswith("safetensors")]
+    assert weights == [0, 2**18, 2**19, 2**19, 3 * 2**18], "the part that failed comes again, no other"
+    assert (target / "model-00001.safetensors").read_bytes() == WEIGHTS
+    assert not list(target.rglob("*.partial"))
+
+
+def test_an_object_that_arrives_damaged_is_not_kept(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_part = ObjectFolder.read_part
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ObjectFolder, "read_part", lambda *words: b"x" + read_part(*words)[1:] if words[2] else read_part(*words)
+        )
+        with pytest.raises(Unavailable, match=r"model-00001\.safetensors arrived damaged and was removed; fetch again"):
+            fetch_model(SOURCE, tmp_path / "tiny", 5)
+    assert fetch_model(SOURCE, tmp_path / "tiny", 5).startswith("fetched 3 files")
+
+
+def test_two_fetches_of_one_folder_do_not_clash(store: ObjectStore, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "fetch-model", SOURCE, str(tmp_path / "tiny")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
+    answers = [process.communicate(timeout=120)[0] for process in both]
+    said = sorted(answer.split()[0] for answer in answers)
+    assert said == sorted(["fetched", str(tmp_path / "tiny")])
+    with model_fetch._locked(tmp_path / "tiny", 5), pytest.raises(DeadlineExceeded, match="another fetch has held"):
+        fetch_model(SOURCE, tmp_path / "tiny", 0.1)
+
+
+def test_a_folder_is_copied_and_what_is_no_model_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+    source = tmp_path / "here"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    fetch_model(str(source), tmp_path / "there", 5)
+    assert (tmp_path / "there" / "config.json").read_text() == "{}"
+    (source / "config.json").rename(source / "other.json")
+    with pytest.raises(ConfigError, match="is not a model: it has no config.json"):
+        fetch_model(str(source), tmp_path / "elsewhere", 5)
+    with pytest.raises(ConfigError, match="has no model files"):
+        fetch_model("s3://bucket/nothing", tmp_path / "nothing", 5)
+    with pytest.raises(ConfigError, match="does not exist"):
+        fetch_model("s3://nowhere/at-all", tmp_path / "nowhere", 5)
+    with pytest.raises(ConfigError, match="is no folder, no s3:// URL and no Hub id"):
+        fetch_model("/nowhere", tmp_path / "nowhere", 5)
+
+
+def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match="could not list its objects for 0 s"):
+        fetch_model(SOURCE, tmp_path / "tiny", 0.01)

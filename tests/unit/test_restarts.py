@@ -1,0 +1,195 @@
+"""The processes of a local run that died are started again, and no zombie is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.client.responses import Server
+from penstock.errors import ProcessDied
+from penstock_services.local import hung_servers
+from penstock_services.local import restarts as restarts_module
+from penstock_services.local.hung_servers import HungServers
+from penstock_services.local.processes import Child, ProcessGroup
+from penstock_services.local.restarts import Restart, Restarts
+from waiting import until
+
+SERVER = "rollout-0"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[ProcessGroup]:
+    group = ProcessGroup(tmp_path / "logs")
+    yield group
+    group.stop()
+
+
+def kill(group: ProcessGroup) -> None:
+    [child] = group.children
+    os.kill(child.process.pid, signal.SIGKILL)
+    child.process.wait(10)
+
+
+def is_ready(_: Child) -> bool:
+    return True
+
+
+def is_starting(_: Child) -> bool:
+    return False
+
+
+def test_a_killed_process_is_started_again_after_growing_waits_up_to_the_limit(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts, now = Restarts(group, (SERVER,), 2, is_starting), [0.0]
+    monkeypatch.setattr(restarts_module.time, "monotonic", lambda: now[0])
+    group.start(SERVER, ["sleep", "1000"])
+    assert restarts.check() == []
+    for number, delay_s in ((1, 1.0), (2, 2.0)):
+        kill(group)
+        [found] = restarts.check()
+        assert (found.name, found.number, found.delay_s) == (SERVER, number, delay_s)
+        assert found.text.startswith("rollout-0 was killed by SIGKILL")
+        now[0] += delay_s - 0.1
+        assert restarts.check() == [] and group.children[0].exit_code is not None, "it is too early"
+        now[0] += 0.2
+        assert restarts.check() == [] and group.children[0].exit_code is None
+    kill(group)
+    with pytest.raises(ProcessDied, match="rollout-0 was killed by SIGKILL.*; max_restarts is 2"):
+        restarts.check()
+
+
+def test_a_process_that_ran_for_long_has_all_its_restarts_again(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts_module, "BACK_OFF_S", 0.0)
+    restarts = Restarts(group, (SERVER,), 1, is_starting)
+    group.start(SERVER, ["sleep", "1000"])
+    for _ in range(2):
+        kill(group)
+        group.children[0].started_at -= restarts_module.HEALTHY_S + 1
+        [found] = restarts.check()
+        assert found.number == 1
+        until(lambda: restarts.check() == [] and group.children[0].exit_code is None, "the new process")
+
+
+def served(age_s: float, name: str = SERVER) -> Server:
+    return Server(
+        server_id=name, address="127.0.0.1:1", state="READY", policy_version=0, heartbeat_age_ms=int(1000 * age_s),
+        running_groups=0, engine="torch", weights_digest="", is_drained=False,
+    )  # fmt: skip
+
+
+def test_a_server_hangs_if_every_status_for_long_shows_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(hung_servers.time, "monotonic", lambda: now[0])
+    hung = HungServers(recent_s=15, limit_s=100)
+
+    def look(age_s: float | None, *may_hang: str, after_s: float = 5) -> dict[str, float]:
+        now[0] += after_s
+        return hung.look(None if age_s is None else [served(age_s)], may_hang or (SERVER,))
+
+    def looks(*ages_s: float | None) -> list[float]:
+        return [age_s for age in ages_s for age_s in look(age).values()]
+
+    assert looks(500, *range(505, 601, 5)) == [], "Redis was away, and every heartbeat is old"
+    assert looks(1, *range(20, 121, 5)) == [], "it was there meanwhile"
+    assert look(125) == {SERVER: 125}
+    assert look(130, "rollout-1") == {} and look(135) == {}, "it is starting again"
+    assert looks(1, 20, *(None if number % 2 else 20 + 5 * number for number in range(1, 21))) == []
+    assert look(125) == {SERVER: 125}, "a status that is missing now and then does not begin the count again"
+    assert looks(1, 20, 30, *[None] * 50) == [] and look(530) == {}, "without a status nobody knows"
+
+
+def test_a_stopped_server_hangs_as_soon_as_its_heartbeat_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, hung = [0.0], HungServers(recent_s=15, limit_s=100)
+    monkeypatch.setattr(hung_servers.time, "monotonic", lambda: now[0])
+
+    def look(age_s: float, *stopped: str) -> tuple[dict[str, float], dict[str, float]]:
+        now[0] += 1
+        return hung.look([served(age_s)], (SERVER,), stopped), hung.newly_silent
+
+    assert look(10, SERVER) == ({}, {}) and look(16, SERVER) == ({}, {}), "one status may come after Redis was away"
+    assert look(17, SERVER)[0] == {SERVER: 17}
+    assert look(1) == look(16) == ({}, {})
+    assert look(17) == ({}, {SERVER: 17}), "it is said once that another is silent"
+    assert look(18) == ({}, {})
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(group: ProcessGroup) -> None:
+    restarts = Restarts(group, (SERVER,), 1, is_ready)
+    child = group.start(SERVER, ["sh", "-c", "sleep 1000; true"])
+    assert not child.is_stopped
+    os.kill(child.process.pid, signal.SIGSTOP)
+    until(lambda: child.is_stopped, "the process to stop")
+    assert restarts.check() == []
+    group.kill(child, "sent no heartbeat for 135 s and was killed")
+    child.process.wait(10)
+    [found] = restarts.check()
+    assert found.text.startswith("rollout-0 sent no heartbeat for 135 s and was killed (log: ")
+
+
+@pytest.mark.parametrize(("name", "was_ready", "code", "goes_on"), [
+    (SERVER, is_starting, 1, False), (SERVER, is_ready, 1, True), (SERVER, is_ready, 2, False),
+    ("learner", is_ready, 1, False),
+])  # fmt: skip
+def test_a_process_that_exits_is_started_again_only_if_it_was_ready(
+    group: ProcessGroup, name: str, was_ready: Callable[[Child], bool], code: int, goes_on: bool
+) -> None:
+    restarts = Restarts(group, (SERVER,), 5, was_ready)
+    group.start(name, ["sh", "-c", f"echo error: no room; exit {code}"]).process.wait(10)
+    if goes_on:
+        assert isinstance(restarts.check()[0], Restart)
+        return
+    with pytest.raises(ProcessDied, match=f"{name} exited with code {code}: no room"):
+        restarts.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux adopts orphans")
+def test_adopted_processes_leave_no_zombies_and_the_rest_of_a_dead_process_is_killed(group: ProcessGroup) -> None:
+    with subprocess.Popen(["true"]) as other:  # a child of this process that has ended and that somebody else waits for
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        check_adoption(group)
+        assert other.wait(10) == 0
+
+
+def check_adoption(group: ProcessGroup) -> None:
+    child = group.start(SERVER, ["sh", "-c", "(sleep 0.1 &); (sleep 1001 &); sleep 1000"])
+    until(lambda: len(adopted(group)) == 2, "the orphans")
+    until(lambda: psutil.STATUS_ZOMBIE in [p.status() for p in adopted(group)], "the end of an orphan")
+    assert group.ended() == []
+    [left] = adopted(group)
+    assert left.cmdline() == ["sleep", "1001"]
+    kill(group)
+    group.start_again(child)
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    assert group.ended() == []
+    assert left not in psutil.Process().children()
+
+
+def test_processes_that_were_there_before_the_group_live_on(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1002"]) as other:
+        try:
+            group = ProcessGroup(tmp_path / "logs")
+            child = group.start(SERVER, ["sh", "-c", "(sleep 1003 &); sleep 1000"])
+            until(lambda: len(adopted(group)) == 1, "the orphan")
+            [orphan] = adopted(group)
+            group.stop()
+            assert child.exit_code is not None and not orphan.is_running()
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def adopted(group: ProcessGroup) -> list[psutil.Process]:
+    """Processes in the sessions of children that are not their descendants any more."""
+    leaders = {child.process.pid for child in group.children}
+    found = [process for process in psutil.Process().children() if process.pid not in leaders]
+    return [process for process in found if os.getsid(process.pid) in leaders]

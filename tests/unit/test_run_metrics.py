@@ -1,0 +1,58 @@
+"""Metrics of a run: who paused it, what it waits for, whether it learns, and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from penstock.replay.contract import QueueStat
+from penstock.store.fleet import ServerRecord
+from penstock.store.redis_memory import RedisMemory
+from penstock.store.run_control import Orders
+from penstock_services.gateway.metrics.run import RunCollector, RunLimits, RunSnapshot
+
+STEP = {"reward_mean": 0.2, "zero_advantage_group_ratio": 1.0, "step_s": 10.0, "wait_s": 1.0, "update_s": 9.0}
+SNAPSHOT = RunSnapshot(
+    QueueStat(**{field.name: 0 for field in fields(QueueStat)} | {"step": 12, "term": 1}),
+    servers=[ServerRecord("s", "a:1", "vllm", "READY")],
+    heartbeat_ages_s={"learner": 0.5},
+    steps=[STEP] * 12,
+)
+
+
+def collected(name: str, **changes: Any) -> dict[str, float]:
+    """Value of each series of a metric by its label."""
+    collector = RunCollector(RunLimits(max_staleness=2))
+    collector.snapshot = replace(SNAPSHOT, **changes)
+    samples = [sample for family in collector.collect() for sample in family.samples if sample.name == name]
+    return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "reason", "paused"),
+    [
+        (False, "", {"operator": 0, "run": 0}),
+        (True, "", {"operator": 1, "run": 0}),
+        (True, "all rewards of step 3 failed", {"operator": 0, "run": 1}),
+    ],
+)
+def test_who_paused_a_run(is_paused: bool, reason: str, paused: dict[str, float]) -> None:
+    changes = {"orders": Orders(is_paused=is_paused), "pause_reason": reason}
+    assert collected("penstock_run_paused", **changes) == paused
+
+
+def test_one_verdict_applies_and_its_value_is_its_level() -> None:
+    speed, learning = collected("penstock_run_speed"), collected("penstock_run_learning")
+    assert {verdict: level for verdict, level in speed.items() if level} == {"learner": 1}
+    assert {verdict: level for verdict, level in learning.items() if level} == {"no_spread": 3}
+    assert "solved" in learning and "kv_full" in speed, "a verdict that does not apply is 0"
+
+
+def test_roll_backs_and_the_memory_of_redis() -> None:
+    assert collected("penstock_roll_backs_total", orders=Orders(roll_backs=2)) == {"": 2}
+    assert collected("penstock_redis_memory_used_bytes") == {}, "without INFO there is no series"
+    memory = {"redis_memory": RedisMemory(5, 9)}
+    assert collected("penstock_redis_memory_used_bytes", **memory) == {"": 5}
+    assert collected("penstock_redis_memory_limit_bytes", **memory) == {"": 9}

@@ -1,0 +1,99 @@
+"""When `penstock up` says why a run does not learn, or why it is slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.client.responses import QueueStat, Run, Verdict
+from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock_services.local import verdict_lines
+from penstock_services.local.announcements import Announcements
+from penstock_services.local.verdict_lines import REPEAT_AFTER_S, SLOW_AFTER_S
+
+RUN = Run(
+    run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
+    metrics={}, servers=(), state="RUNNING", held_version=None, launcher_id="", detail="",
+)  # fmt: skip
+FLAT = Verdict(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
+NO_SPREAD = Verdict(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")
+RISING = Verdict(code="rising", level="OK", text="reward 0.6, rising from 0.5 to 0.7", advice="")
+GROUPS = Verdict(code="groups", level="OK", text="the learner waits 60% of 2 s a step", advice="add servers")
+KV_FULL = Verdict(code="kv_full", level="WARN", text="the KV cache is full (97%)", advice="give more memory")
+LEARNER = Verdict(code="learner", level="OK", text="the learner is the bottleneck", advice="")
+
+
+def after(num_steps: int, **changes: Any) -> Run:
+    return RUN.model_copy(update={"step": 100 + num_steps, **changes})
+
+
+class Said:
+    """The lines of a run that continues at step 100, step by step."""
+
+    def __init__(self) -> None:
+        self.announcements = Announcements(RUN)
+        self.step = 0
+
+    def steps(self, num_steps: int, verdict: Verdict) -> dict[int, str]:
+        """Make steps, each with this verdict. Returns what was said, by step."""
+        lines = {}
+        for _ in range(num_steps):
+            self.step += 1
+            new = self.announcements.new_lines(after(self.step, learning_verdict=verdict))
+            lines |= dict.fromkeys([self.step] if new else [], "\n".join(new))
+        return lines
+
+
+def test_a_reward_that_stays_flat_is_said_once_with_its_numbers() -> None:
+    line = "learning: reward 0.5 over 30 steps, flat; read samples"
+    assert Said().steps(200, FLAT) == {NEWEST_STEPS: line}
+
+
+def test_a_failure_is_said_after_few_steps() -> None:
+    assert list(Said().steps(200, NO_SPREAD)) == [1 + FEW_STEPS]
+
+
+def test_a_verdict_that_changes_is_said_again_and_so_is_a_reward_that_rises() -> None:
+    said = Said()
+    assert said.steps(100, RISING) == {}, "nothing was wrong before"
+    assert len(said.steps(30, FLAT)) == 1
+    assert said.steps(FEW_STEPS, NO_SPREAD) == {} and len(said.steps(1, NO_SPREAD)) == 1
+    assert said.steps(50, RISING) == {said.step - 50 + NEWEST_STEPS: f"learning: {RISING.text}"}
+    assert said.steps(20, FLAT) == {said.step - 20 + 10: f"learning: {FLAT.text}; {FLAT.advice}"}, "30 steps later"
+
+
+def test_a_trend_that_comes_and_goes_is_not_said() -> None:
+    said = Said()
+    for _ in range(20):
+        assert said.steps(FEW_STEPS - 1, FLAT) == said.steps(3, RISING) == {}
+
+
+def test_a_paused_run_and_one_of_an_older_gateway_have_no_verdict() -> None:
+    announcements = Announcements(RUN)
+    for step in range(100):
+        assert announcements.new_lines(after(step)) == []
+    paused = [announcements.new_lines(after(step, state="PAUSED", learning_verdict=FLAT)) for step in range(100)]
+    assert [line for lines in paused[1:] for line in lines] == []
+
+
+def test_a_slow_run_says_what_it_waits_for_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = [0.0]
+    monkeypatch.setattr(verdict_lines.time, "monotonic", lambda: clock[0])
+    announcements = Announcements(RUN)
+
+    def lines(seconds: float, verdict: Verdict, num_steps: int = SPEED_STEPS) -> list[str]:
+        begin, said = announcements.new_lines(after(num_steps, speed_verdict=verdict)), list[str]()
+        for _ in range(int(seconds)):
+            clock[0] += 1
+            said += announcements.new_lines(after(num_steps, speed_verdict=verdict))
+        return [*begin, *said]
+
+    assert lines(SLOW_AFTER_S - 1, KV_FULL, num_steps=0) == [], "not for long enough"
+    assert lines(600, LEARNER) == [], "nothing to do about it"
+    assert lines(600, KV_FULL, num_steps=0) == ["speed: the KV cache is full (97%); give more memory"]
+    assert lines(600, GROUPS, num_steps=SPEED_STEPS - 1) == [], "the first steps wait for the start"
+    assert lines(10, GROUPS) == ["speed: the learner waits 60% of 2 s a step; add servers"]
+    assert lines(100, LEARNER) == lines(100, GROUPS) == [], "it comes and goes"
+    assert lines(REPEAT_AFTER_S, LEARNER) == []
+    assert len(lines(100, GROUPS)) == 1

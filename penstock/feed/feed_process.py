@@ -12,7 +12,7 @@ from functools import partial
 import redis.asyncio as redis
 from prometheus_client import REGISTRY
 
-from penstock.cancellation import end_task
+from penstock.cancellation import end_task, to_the_end
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Conflict
 from penstock.feed.curriculum import Curriculum
@@ -31,6 +31,7 @@ from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
 FEED = "feed"
+LAST_CALL_S = 10.0
 """Name of the process, of its log and of its file in the run's folder."""
 
 
@@ -136,7 +137,7 @@ async def _validate(validator: Validator, heartbeats: Heartbeats) -> None:
         async with heartbeats.beating(VALIDATOR):
             await validator.run()
     except asyncio.CancelledError:
-        await heartbeats.end(VALIDATOR)
+        await to_the_end(heartbeats.end(VALIDATOR), LAST_CALL_S)
         raise
 
 

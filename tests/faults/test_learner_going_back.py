@@ -43,7 +43,7 @@ class Run:
         self.store = CheckpointStore(folder / "checkpoints", KEEP)
         self.redis = RedisConfig(url=redis.url)
         replay: dict[str, object] = {"groups_per_step": GROUPS_PER_STEP, "max_staleness": 1}
-        self.settings = Settings(redis.url, str(self.store.folder), replay, step_s=(0, 0), batch_timeout_s=12.0)
+        self.settings = Settings(redis.url, str(self.store.folder), replay, step_s=(0, 0), batch_timeout_s=DEADLINE_S)
         self.clients: list[RedisClient] = []
 
     def queue(self) -> RedisReplayQueue:

@@ -251,7 +251,7 @@ def test_a_member_leaves_the_group_if_another_one_does_not_enter_the_barrier(
     monkeypatch.setattr(NcclGroup, "enter_barrier", enter_unless_second)
     sender, staged = NcclSender(CPU), staged_version(1)
     members = [target("a"), target("fails")]
-    shipment, deadline = Shipment(staged.manifest, staged), Deadline(SHORT_S, "sending")
+    shipment, deadline = Shipment(staged.manifest, staged), Deadline(4 * SHORT_S, "sending")
     rendezvous = sender.open(shipment, members, deadline)
     stages = [start_stage(staged, rendezvous, rank, 3) for rank in (1, 2)]
     with pytest.raises(WeightPushFailed):

@@ -319,7 +319,7 @@ def pinned_validation(
 
     def make() -> Validator:
         note = config.folder / "validation.pinned"
-        hold = VersionHold(policies, fleet, note, max_silence_s=0.8, num_servers=2, join_timeout_s=20.0)
+        hold = VersionHold(policies, fleet, note, max_silence_s=3.0, num_servers=2, join_timeout_s=20.0)
         return Validator.read(config, queue, hold)
 
     return make, policies, fleet

@@ -30,9 +30,7 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DemoProcess
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "demo", [("--learner.num_steps", "12", "--learner.checkpoint.every_steps", "5")], indirect=True
-)
+@pytest.mark.parametrize("demo", [("--learner.num_steps", "8", "--learner.checkpoint.every_steps", "5")], indirect=True)
 def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
     demo.wait_for_step(3)
     exposed = scrape(demo.folder, "rollout-0")
@@ -41,8 +39,8 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
 
     assert demo.wait() == 0, demo.text()
     summary = json.loads((demo.folder / "summary.json").read_text())
-    assert summary["steps"] == summary["policy_version"] == 12
-    assert summary["groups_trained"] == 12 * 32
+    assert summary["steps"] == summary["policy_version"] == 8
+    assert summary["groups_trained"] == 8 * 32
     assert summary["conservation_error"] == 0
     assert summary["engine"] == "vllm"
     assert 0.3 < summary["score_start"] < 0.5 < summary["score_end"] + 0.1
@@ -52,7 +50,7 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess) -> None:
     assert (demo.folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out score" in demo.text()
     assert demo.orphans() == []
-    assert groups_by_step(demo.folder) == dict.fromkeys(range(1, 13), 32)
+    assert groups_by_step(demo.folder) == dict.fromkeys(range(1, 9), 32)
     sample = select(demo.folder, SampleFilter(), 1, "best")[0]
     assert sample.reward == 1.0 and str(sample.ground_truth) in sample.response, sample
     assert sample.prompt and sample.server_id == "rollout-0" and sample.step - 3 <= sample.min_version < sample.step

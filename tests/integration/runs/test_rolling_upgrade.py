@@ -89,6 +89,7 @@ def test_a_server_that_gets_sigterm_gives_its_prompts_back(run: FleetRun) -> Non
     assert len(repeated) <= num_leased and {group.server_id for group in repeated} <= {"new"}
 
 
+@pytest.mark.long  # README's commands stop and resume a run too
 def test_a_learner_that_gets_sigterm_writes_a_checkpoint_and_the_next_continues(
     run: FleetRun, new_server: Part
 ) -> None:

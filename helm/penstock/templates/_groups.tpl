@@ -1,5 +1,6 @@
 {{/* The resource groups that this run needs, the same as in penstock.config.gpu_bundles. A JSON list of
-{name, settings, bundles, cpus, gpus}: the number of bundles, the CPUs of the largest one, and the GPUs of each. */}}
+{name, settings, bundles, cpus, gpus}: the number of bundles, the CPUs of the largest one, and the GPUs of each. A group of your
+own roles alone has the settings of `learner.groups.critic`. */}}
 {{- define "penstock.resourceGroups" -}}
 {{- $learner := .Values.config.learner -}}
 {{- $layouts := dict
@@ -15,8 +16,17 @@
 {{- $role := index $learner . -}}
 {{- if not (kindIs "invalid" $role) -}}{{- $_ := set $needed . $role -}}{{- end -}}
 {{- end -}}
+{{- $placement := $learner.placement | default "standalone" -}}
+{{- $listed := index $layouts $placement -}}
+{{- range $own, $sizes := dig "roles" (dict) $learner -}}
+{{- $_ := set $needed $own $sizes -}}
+{{- $shared := ternary (dig "shares_gpus_of" "critic" $sizes) "none" (eq $placement "split-collocate") -}}
+{{- $extended := list -}}
+{{- range $listed }}{{ $extended = append $extended (ternary (append . $own) . (has $shared .)) }}{{ end -}}
+{{- $listed = ternary (append $listed (list $own)) $extended (eq $shared "none") -}}
+{{- end -}}
 {{- $groups := list -}}
-{{- range $layout := index $layouts ($learner.placement | default "standalone") -}}
+{{- range $layout := $listed -}}
 {{- $names := list -}}{{- $bundles := 0 -}}{{- $cpus := 0.0 -}}
 {{- range $role := $layout -}}
 {{- if hasKey $needed $role -}}
@@ -37,7 +47,9 @@
 {{- $gpus = append $gpus $share -}}
 {{- end -}}
 {{- $name := join "-" $names | replace "_" "-" -}}
-{{- $groups = append $groups (dict "name" $name "settings" (first $names) "bundles" $bundles "cpus" $cpus "gpus" $gpus) -}}
+{{- $settings := first $names -}}
+{{- if not (hasKey $.Values.learner.groups $settings) }}{{ $settings = "critic" }}{{ end -}}
+{{- $groups = append $groups (dict "name" $name "settings" $settings "bundles" $bundles "cpus" $cpus "gpus" $gpus) -}}
 {{- end -}}
 {{- end -}}
 {{- $groups | toJson -}}

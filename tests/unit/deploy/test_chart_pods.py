@@ -57,7 +57,7 @@ def test_groups_exist_only_for_roles_that_the_run_needs() -> None:
     all_roles = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
     assert names(*all_roles, placement="standalone") == ["policy", "reference", "critic", "reward-model"]
     assert names(*all_roles, placement="split-collocate") == ["policy-reference", "critic-reward-model"]
-    own = "config.learner.roles={\"second_critic\": {\"worker\": \"critic\", \"num_ranks\": 2, \"gpus_per_rank\": 1}}"
+    own = 'config.learner.roles={"second_critic": {"worker": "critic", "num_ranks": 2, "gpus_per_rank": 1}}'
     assert names(*no_reference, "--set-json", own, placement="standalone") == ["policy", "second-critic"]
     assert names(*all_roles, "--set-json", own, placement="split-collocate") == [
         "policy-reference", "critic-reward-model-second-critic",

@@ -6,7 +6,7 @@ BENCHES := codec replay weights checkpoints loading rollout gateway agents metri
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-forking lint lint-types lint-style unit integration bench chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-again test-forking lint lint-types lint-style unit integration bench chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,9 +17,18 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
 
+IGNORED := $(addprefix --ignore=,$(FORKING_TESTS))
+PYTEST_BESIDE := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IGNORED)
+
 test: setup-dev  ## lint, and at least one case of every feature (what CI checks)
 	@$(MAKE) --no-print-directory -j 2 lint-types test-forking lint-style
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
+	@OMP_NUM_THREADS=1 $(PYTEST_BESIDE) $(ARGS) || { [ $$? = 1 ] && $(MAKE) --no-print-directory test-again; }
+
+# Two tests at a time leave a busy machine little room, and a deadline may pass without a defect. What passes only alone is printed,
+# and is mended all the same.
+test-again:
+	@echo "the tests above that failed are run again, alone; one that passes now depends on the load and is to be mended"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -rp $(IGNORED)
 
 test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)

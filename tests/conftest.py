@@ -24,7 +24,7 @@ settings.register_profile("penstock", deadline=None)  # a busy machine must not 
 settings.load_profile("penstock")
 
 
-pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures")
+pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures", "talking_fixtures")
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
 SLOW_FILES = (
     "test_learner_crashes.py",

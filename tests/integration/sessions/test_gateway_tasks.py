@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import RUN, Gateway, run_config, running
+from gateways import RUN, Gateway
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
-from penstock.config.service import SessionLimits
-from penstock.config.weights import WeightsConfig
 from penstock.errors import InvalidInput
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.v1 import tasks_pb2, tasks_pb2_grpc
-from scripted_engine import make_tokenizer_folder
-from talking_engine import ANSWER, TalkingEngine, serving
-
-NUM_SERVERS = 4
-
-
-@pytest.fixture
-async def talking(
-    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
-) -> AsyncIterator[tuple[Gateway, dict[str, TalkingEngine]]]:
-    make_tokenizer_folder(tmp_path)
-    (tmp_path / "cluster-key").write_text("secret")
-    config = run_config(redis_process.url, tmp_path, sessions=SessionLimits(task_lease_s=30)).model_copy(
-        update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")}
-    )
-    engines = {f"r{number}": TalkingEngine() for number in range(NUM_SERVERS)}
-    async with serving(config, redis_client, tmp_path, engines), running(config) as gateway:
-        yield gateway, engines
+from talking_engine import ANSWER, TalkingEngine
 
 
 class Agent:

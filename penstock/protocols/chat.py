@@ -76,6 +76,9 @@ class OpenAIBody(SamplingBody):
         return self.base_request(session_id, max_tokens=max_tokens, seed=seed, stop=self.stop)
 
 
+FromLitellm = Annotated[Any, NoEffect("litellm adds it to the answers that it sends back")]
+
+
 class FunctionCall(Body):
     name: str
     arguments: str = ""
@@ -87,6 +90,7 @@ class ToolCallBody(Body):
     function: FunctionCall
     index: int | None = None
     """Sent back by clients that have collected the call from a stream."""
+    provider_specific_fields: FromLitellm = None
 
 
 class ChatMessage(Body):
@@ -102,7 +106,11 @@ class ChatMessage(Body):
     refusal: Annotated[Any, Refused("models here answer with text", ("",))] = None
     annotations: Annotated[Any, Refused("models here answer with text", ([],))] = None
     audio: TEXT_ONLY = None
+    images: TEXT_ONLY = None
     function_call: Annotated[Any, Refused("use tool_calls", ([],))] = None
+    thinking_blocks: Annotated[Any, Refused("use reasoning_content", ([],))] = None
+    reasoning_items: Annotated[Any, Refused("use reasoning_content", ([],))] = None
+    provider_specific_fields: FromLitellm = None
 
     def message(self, path: str) -> Message:
         self.refuse(f"{path}.")

@@ -1,0 +1,90 @@
+"""mini-swe-agent, unchanged, repairs small repositories; the model that it calls is trained.
+
+python examples/mini_swe_agent/worker.py --run-dir runs/my-run
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # a worker may have no internet
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
+from minisweagent.models.litellm_model import LitellmModel
+
+from penstock.client import Attempt, PenstockClient, work
+
+TASKS = Path(__file__).with_name("tasks.jsonl")
+SYSTEM = "You repair a small repository. Run one shell command at a time with the tool `bash`."
+TASK = (
+    "{{task}}\nThe repository is the current folder. When it is repaired, run "
+    "`echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT` and nothing else."
+)
+SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc")
+CONFINED = [
+    *(word for folder in SYSTEM_FOLDERS for word in ("--ro-bind-try", folder, folder)),
+    "--unshare-all", "--die-with-parent", "--new-session", "--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev",
+    "--clearenv", "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin",
+]  # fmt: skip
+"""Arguments of bubblewrap: commands see the system, and change the repository alone. They have no network."""
+TEST_FILE = "hidden_test.py"
+
+
+def attempt(task: Attempt) -> float:
+    """Let the agent repair the repository. The reward is 1 if the hidden test passes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), task.payload["files"])
+        environment = BubblewrapEnvironment(cwd=folder, wrapper_args=CONFINED, timeout=30)
+        agent = DefaultAgent(
+            model_of(task), environment, system_template=SYSTEM, instance_template=TASK, step_limit=12, cost_limit=0
+        )
+        agent.run(task.payload["problem"])
+        write_files(Path(folder), {TEST_FILE: task.payload["test"]})
+        return float(environment.execute({"command": f"python3 {TEST_FILE}"})["returncode"] == 0)
+
+
+def model_of(task: Attempt) -> LitellmModel:
+    gateway = {"api_base": task.base_url, "api_key": task.api_key, "extra_headers": task.headers}
+    return LitellmModel(model_name=f"openai/{task.model}", cost_tracking="ignore_errors", model_kwargs=gateway)
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+async def run(options: argparse.Namespace) -> None:
+    payloads: list[Any] = [json.loads(line) for line in TASKS.read_text().splitlines()]
+    connect = PenstockClient.from_run_dir if options.run_dir else PenstockClient
+    async with connect(options.run_dir or options.url, api_key=os.environ.get("PENSTOCK_API_KEY", "")) as client:
+        if options.submit:
+            await client.submit_tasks(payloads, num_sessions=options.submit)
+        done = await work(client, attempt, at_once=options.at_once, name=platform.node(), idle_s=options.idle_s)
+        print(f"{done.rewarded} sessions rewarded, {done.failed} failed, {done.lost} lost")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", help="folder of a run on this machine")
+    parser.add_argument("--url", help="a gateway; its key is read from PENSTOCK_API_KEY")
+    parser.add_argument("--submit", type=int, default=0, help="submit the tasks first, with this many sessions each")
+    parser.add_argument("--at-once", type=int, default=4, help="sessions at a time")
+    parser.add_argument("--idle-s", type=float, default=float("inf"), help="end after this long without a task")
+    options = parser.parse_args()
+    if not (options.run_dir or options.url):
+        parser.error("give --run-dir or --url")
+    asyncio.run(run(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,5 +32,5 @@ async def talking(
         update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")}
     )
     engines = {f"r{number}": TalkingEngine() for number in range(NUM_SERVERS)}
-    async with serving(config, redis_client, tmp_path, engines), running(config) as gateway:
+    async with serving(config, redis_client, tmp_path, engines, heartbeats=True), running(config) as gateway:
         yield gateway, engines

@@ -165,10 +165,10 @@ class _Worker:
         self.done.rewarded += 1
 
     async def _run_agent(self, attempt: Attempt) -> Reward:
-        if inspect.iscoroutinefunction(self.agent):
-            result: Reward = await self.agent(attempt)
-            return result
-        result = await asyncio.to_thread(self.agent, attempt)  # type: ignore[arg-type]
+        if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(type(self.agent).__call__):
+            result = self.agent(attempt)
+        else:
+            result = await asyncio.to_thread(self.agent, attempt)
         return await result if inspect.isawaitable(result) else result
 
     async def _renew(self) -> None:

@@ -5,11 +5,9 @@ python examples/mini_swe_agent/worker.py --run-dir runs/my-run
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +19,8 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
-from penstock.client import Attempt, PenstockClient, work
+from penstock.client import Attempt
+from penstock.client.worker_command import run_worker, worker_parser
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 SYSTEM = "You repair a small repository. Run one shell command at a time with the tool `bash`."
@@ -62,27 +61,9 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-async def run(options: argparse.Namespace) -> None:
-    payloads: list[Any] = [json.loads(line) for line in TASKS.read_text().splitlines()]
-    connect = PenstockClient.from_run_dir if options.run_dir else PenstockClient
-    async with connect(options.run_dir or options.url, api_key=os.environ.get("PENSTOCK_API_KEY", "")) as client:
-        if options.submit:
-            await client.submit_tasks(payloads, num_sessions=options.submit)
-        done = await work(client, attempt, at_once=options.at_once, name=platform.node(), idle_s=options.idle_s)
-        print(f"{done.rewarded} sessions rewarded, {done.failed} failed, {done.lost} lost")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", help="folder of a run on this machine")
-    parser.add_argument("--url", help="a gateway; its key is read from PENSTOCK_API_KEY")
-    parser.add_argument("--submit", type=int, default=0, help="submit the tasks first, with this many sessions each")
-    parser.add_argument("--at-once", type=int, default=4, help="sessions at a time")
-    parser.add_argument("--idle-s", type=float, default=float("inf"), help="end after this long without a task")
-    options = parser.parse_args()
-    if not (options.run_dir or options.url):
-        parser.error("give --run-dir or --url")
-    asyncio.run(run(options))
+    payloads: list[Any] = [json.loads(line) for line in TASKS.read_text().splitlines()]
+    asyncio.run(run_worker(worker_parser(__doc__).parse_args(), attempt, payloads))
     return 0
 
 

@@ -14,7 +14,8 @@ import sys
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment, taskset_config_type
 
-from penstock.client import Attempt, PenstockClient, work
+from penstock.client import Attempt
+from penstock.client.worker_command import run_worker, worker_parser
 
 KEY_VARIABLE = "PENSTOCK_WORKER_KEY"
 """verifiers reads the gateway's key from this variable."""
@@ -45,37 +46,20 @@ class Episodes:
 
 async def run(options: argparse.Namespace) -> None:
     taskset = taskset_config_type(options.taskset)(id=options.taskset)
-    config = vf.SingleAgentEnvConfig(
-        taskset=taskset, agent={"harness": {"id": options.harness}, "runtime": {"type": options.runtime}}
-    )
-    environment = load_environment(config)
+    agent = {"harness": {"id": options.harness}, "runtime": {"type": options.runtime}}
+    environment = load_environment(vf.SingleAgentEnvConfig(taskset=taskset, agent=agent))
     episodes = Episodes(environment, options.max_tasks)
-    connect = PenstockClient.from_run_dir if options.run_dir else PenstockClient
-    async with (
-        connect(options.run_dir or options.url, api_key=os.environ.get("PENSTOCK_API_KEY", "")) as client,
-        environment.serving(),
-    ):
-        if options.submit:
-            await client.submit_tasks(list(range(len(episodes.tasks))), num_sessions=options.submit)
-        done = await work(client, episodes, at_once=options.at_once, idle_s=options.idle_s)
-        print(f"{done.rewarded} sessions rewarded, {done.failed} failed, {done.lost} lost")
+    async with environment.serving():
+        await run_worker(options, episodes, range(len(episodes.tasks)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = worker_parser(__doc__)
     parser.add_argument("taskset", help="id of an installed taskset, or a module on PYTHONPATH")
-    parser.add_argument("--harness", default="null", help="id of the harness of verifiers that plays it")
-    parser.add_argument("--runtime", default="subprocess", help="where the harness runs: subprocess, docker, ...")
-    parser.add_argument("--max-tasks", type=int, default=1000, help="tasks to take from the taskset")
-    parser.add_argument("--run-dir", help="folder of a run on this machine")
-    parser.add_argument("--url", help="a gateway; its key is read from PENSTOCK_API_KEY")
-    parser.add_argument("--submit", type=int, default=0, help="submit the tasks first, with this many sessions each")
-    parser.add_argument("--at-once", type=int, default=4, help="sessions at a time")
-    parser.add_argument("--idle-s", type=float, default=float("inf"), help="end after this long without a task")
-    options = parser.parse_args()
-    if not (options.run_dir or options.url):
-        parser.error("give --run-dir or --url")
-    asyncio.run(run(options))
+    parser.add_argument("--harness", default="null", help="id of the harness of verifiers that plays it (null)")
+    parser.add_argument("--runtime", default="subprocess", help="where the harness runs (subprocess), or docker")
+    parser.add_argument("--max-tasks", type=int, default=1000, help="tasks to take from the taskset (1000)")
+    asyncio.run(run(parser.parse_args()))
     return 0
 
 

@@ -28,6 +28,11 @@ TURNS = [
 NUM_FIRST_MESSAGES = 3
 """Tools, system message and task."""
 SIX = (*spelled("6"), END)
+GRAPH = [
+    called(json.dumps({"name": "transfer_to_calculator", "arguments": {}})),
+    called(json.dumps({"name": "add", "arguments": {"first": 2, "second": 4}})),
+    SIX,
+]
 
 
 async def say(ids: tuple[int, ...]) -> AsyncIterator[TokenChunk]:
@@ -82,3 +87,28 @@ async def test_an_environment_of_verifiers_gives_the_rewards(
     assert rewards == [[1, 1], [0, 0]], "2 + 4 is 6, and 3 + 4 is not"
     assert {sampled(trajectory) for group in groups for trajectory in group.trajectories} == {SIX}
     assert all("is_right" in trajectory.reward_parts for group in groups for trajectory in group.trajectories)
+
+
+async def test_a_graph_of_agents_is_trained_in_all_its_paths(
+    talking: tuple[Gateway, dict[str, Any]], queue: RedisReplayQueue, tmp_path: Path
+) -> None:
+    gateway, engines = talking
+    num_calls = 0
+
+    def answer(request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        nonlocal num_calls
+        num_calls += 1
+        return say(GRAPH[num_calls - 1])
+
+    for engine in engines.values():
+        engine.generate = answer
+    async with PenstockClient(gateway.url, api_key=gateway.key) as client:
+        [task_id] = await client.submit_tasks([{"question": "2 + 4?", "answer": "6"}], num_sessions=1)
+        script = "openai_agents/worker.py"
+        output = await run_worker("agents", script, gateway=gateway, log=tmp_path / "worker.log")
+        assert "1 sessions rewarded, 0 failed, 0 lost" in output, output[-3000:]
+        [prompt_id] = (await client.get_task(task_id)).prompt_ids
+    group = decode_group(await queue.get_group(prompt_id))
+    assert {trajectory.reward for trajectory in group.trajectories} == {1.0}
+    trained = sorted(token for trajectory in group.trajectories for token in sampled(trajectory))
+    assert trained == sorted(token for turn in GRAPH for token in turn), "each turn is trained once"

@@ -41,7 +41,7 @@ R = TypeVar("R", bound=RoleShares)
 def active_resource_groups(placement: str, roles: Mapping[str, R]) -> list[dict[str, R]]:
     """The resource groups of the placement, with the roles that a run needs. Empty groups are left out."""
     listed = [set(names) for names in RESOURCE_GROUPS[placement]]
-    for name in roles.keys() - {name for names in listed for name in names}:
+    for name in sorted(roles.keys() - {name for names in listed for name in names}):
         shared = getattr(roles[name], "shares_gpus_of", "none") if placement == "split-collocate" else "none"
         group = next((names for names in listed if shared in names), None)
         if group is None:

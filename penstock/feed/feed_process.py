@@ -31,8 +31,8 @@ from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
 FEED = "feed"
-LAST_CALL_S = 10.0
 """Name of the process, of its log and of its file in the run's folder."""
+LAST_CALL_S = 10.0
 
 
 def check_fed(config: RunConfig) -> None:

@@ -13,33 +13,18 @@ import pytest
 from redis.asyncio import Redis
 
 from penstock.config.service import RedisConfig
-from penstock.ports import free_port, wait_for_port
 from penstock.store.leaving import Leaving
 from penstock.store.redis_client import connect
 from penstock_services.local.private_redis import find_redis_server
-
-DEPLOY = Path(__file__).parents[3] / "deploy"
+from redis_with_users import SCRIPTS, redis_with_users
 
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Redis with the users of the chart. Each password is its role's name."""
-    folder, port = tmp_path_factory.mktemp("leaving"), free_port()
-    for role in ("gateway", "rollout", "learner"):
-        (folder / f"redis-{role}-password").write_text(role)
-    process = subprocess.Popen(
-        [
-            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder), str(folder),
-            "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
-        ],
-        env=os.environ | {"REDIS_SERVER": find_redis_server()},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
-    yield port
-    process.kill()
-    process.wait(timeout=20)
+    passwords = {role: role for role in ("gateway", "rollout", "learner")}
+    with redis_with_users(tmp_path_factory.mktemp("leaving"), passwords) as port:
+        yield port
 
 
 @pytest.fixture
@@ -58,7 +43,7 @@ async def start_waiting(port: int, limit_s: int = 60, **settings: str) -> asynci
     server = Path(find_redis_server())
     folders = f"{server.parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": folders, "SETTLE_S": "0"} | settings
-    script = DEPLOY / "redis" / "wait-for-clients.sh"
+    script = SCRIPTS / "wait-for-clients.sh"
     return await asyncio.create_subprocess_exec(
         "sh", str(script), "r1", str(limit_s), "-p", str(port), env=environment, stderr=subprocess.PIPE
     )

@@ -16,7 +16,6 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.errors import PenstockError
-from penstock.ports import free_port, wait_for_port
 from penstock.replay.contract import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
@@ -33,9 +32,8 @@ from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway.metrics.run import RunSnapshot
-from penstock_services.local.private_redis import find_redis_server
+from redis_with_users import SCRIPTS, redis_with_users
 
-DEPLOY = Path(__file__).parents[3] / "deploy"
 ROLES = ("gateway", "rollout", "learner")
 USERS = (*ROLES, "operator")
 REFUSED = "permission|DEBUG command not allowed|can't run this command|can't access at least one of the keys"
@@ -50,22 +48,9 @@ def password_of(role: str) -> str:
 @pytest.fixture(scope="module")
 def acl_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Redis as compose and the chart start it, with the passwords of `password_of`."""
-    folder, port = tmp_path_factory.mktemp("acl"), free_port()
-    for role in USERS:
-        (folder / f"redis-{role}-password").write_text(f"{password_of(role)}\n")
-    process = subprocess.Popen(
-        [
-            "sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(folder), str(folder),
-            "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "",
-        ],
-        env=os.environ | {"REDIS_SERVER": find_redis_server()},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
-    yield port
-    process.kill()
-    process.wait(timeout=20)
+    passwords = {role: f"{password_of(role)}\n" for role in USERS}
+    with redis_with_users(tmp_path_factory.mktemp("acl"), passwords) as port:
+        yield port
 
 
 @pytest.fixture
@@ -334,7 +319,7 @@ async def test_a_role_without_its_password_is_not_let_in(acl_redis: int) -> None
 def test_start_refuses_a_missing_password(tmp_path: Path) -> None:
     (tmp_path / "redis-gateway-password").write_text("x")
     result = subprocess.run(
-        ["sh", str(DEPLOY / "redis" / "start.sh"), str(DEPLOY / "redis" / "users.acl"), str(tmp_path), str(tmp_path)],
+        ["sh", str(SCRIPTS / "start.sh"), str(SCRIPTS / "users.acl"), str(tmp_path), str(tmp_path)],
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20,
         check=False,
     )  # fmt: skip

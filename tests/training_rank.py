@@ -43,17 +43,24 @@ POISONED = 5
 """In a case called `poisoned`, the advantage of this sequence is infinite."""
 
 
-def training_batch() -> SequenceBatch:
-    """Twelve sequences of three prompts, at two temperatures."""
-    batch = batch_of([make_group(prompt_id) for prompt_id in (1, 2, 3)])
+def training_batch(*, with_long_prompts: bool = False) -> SequenceBatch:
+    """Twelve sequences of three prompts, at two temperatures. Long prompts have twenty tokens."""
+    groups = [make_group(prompt_id) for prompt_id in (1, 2, 3)]
+    if with_long_prompts:
+        prompt = np.random.default_rng(5).integers(2, 60, 20).astype(np.int32)
+        groups = [replace(group, prompt_token_ids=prompt + group.prompt_id) for group in groups]
+    batch = batch_of(groups)
     by_sequence = np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32)
     return replace(batch, temperatures=by_sequence[batch.sequence_ids])
 
 
 def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict[str, Any]) -> None:
+    shares = "shared" in name
+    has_long = shares or name == "long prompts"
     learner: dict[str, Any] = {
         "policy": {"num_ranks": num_ranks},
         "micro_batch_tokens": 60,
+        "share_prefixes": shares,
         "logprob_chunk_tokens": 16,
         "max_grad_norm": 1e9,  # large, so that the gradient is not clipped
         "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
@@ -73,13 +80,14 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
     update = PolicyUpdate(
         model, make_optimizer(model, config.learner, config.learner.lr), config.learner, CPU, parallel
     )
-    batch = with_advantages(training_batch(), config.learner.algorithm, 0.0)
+    batch = with_advantages(training_batch(with_long_prompts=has_long), config.learner.algorithm, 0.0)
     if name.startswith("poisoned"):
         advantages = np.array(batch.advantages)
         advantages[batch.sequence_ids == POISONED] = np.inf
         batch = replace(batch, advantages=advantages)
     before = {n: full_weight(p).detach().clone() for n, p in model.lm.named_parameters()}
-    shards = partition(batch, num_ranks // share, config.learner.micro_batch_tokens * share)
+    shards = partition(batch, num_ranks // share, config.learner.micro_batch_tokens * share, shares_prefixes=shares)
+    assert all(shard.shares_prefixes == shares for shard in shards)
     own = shards[rank // share]
     log_probs: list[Any] = [None] * num_ranks
     dist.all_gather_object(log_probs, update.log_probs(own))

@@ -263,6 +263,10 @@ class LearnerConfig(Config):
     after a crash has the same ones."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Maximum number of tokens in one forward and backward pass. Lower it if a rank runs out of GPU memory."""
+    share_prefixes: bool = True
+    """Compute tokens that the samples of a group begin with, such as their prompt, once in every forward and backward
+    pass. Results are the same but for rounding. A shared token counts once in `micro_batch_tokens`. It has no effect
+    on groups that share little, and on models whose positions depend on the length of a sequence."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
     """Number of tokens whose logits are in memory at the same time; the backward pass holds as many logits. Lower it
     for large vocabularies."""

@@ -58,6 +58,7 @@ from penstock_learner.loop.take_over import find_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
 from penstock_learner.roles.role_actors import LANES
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
@@ -94,7 +95,10 @@ class LearnerController:
         self.tracing = tracing or Tracing()
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
-        self.training = TrainingStep(config.learner, roles, list(self.trained), self.recovery, metrics, skipped)
+        sharing = prefix_sharing_roles(config)
+        self.training = TrainingStep(
+            config.learner, roles, list(self.trained), self.recovery, metrics, skipped, sharing
+        )
         self.profiles = StepProfiles(config, roles)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(

@@ -34,11 +34,11 @@ class TrainingStep:
 
     def __init__(
         self, config: LearnerConfig, roles: Mapping[str, RoleGroup], trained: Sequence[str], recovery: RoleRecovery,
-        metrics: LearnerMetrics, skipped: SkippedSteps,
+        metrics: LearnerMetrics, skipped: SkippedSteps, prefix_sharing: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self.config = config
         self.roles = roles
-        self.access = RoleAccess(config, recovery, frozenset(trained))
+        self.access = RoleAccess(config, recovery, frozenset(trained), prefix_sharing)
         self.program = load_program(config)
         self.metrics = metrics
         self.skipped = skipped

@@ -1,8 +1,8 @@
 """Attention over packed sequences, as Hugging Face's models call it.
 
 Each token sees the earlier tokens of its own sequence, and nothing else. The linear layers run on the packed tokens
-without padding. Under sequence parallelism a rank holds a slice of the tokens: `sequence_parallel.py` exchanges it for
-a slice of the heads.
+without padding, and on a token that several sequences share once. Under sequence parallelism a rank holds a slice of
+the tokens: `sequence_parallel.py` exchanges it for a slice of the heads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock_learner.model.attention_kernels import ScoreForm, attend, block_mask
 from penstock_learner.model.packed_layout import Packing
+from penstock_learner.model.path_attention import attend_paths
 
 NAME = "penstock_packed"
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "head_mask")
@@ -53,9 +54,8 @@ def packed_attention(
         q, k, v = packing.parallel.scatter_heads(q, k, v, len(packing.rows))
         s_aux = None if s_aux is None else s_aux.chunk(packing.parallel.size)[packing.parallel.rank]
     chunk = _chunk_size(module)
-    output = attend(
-        q, k, v, packing if chunk is None else packing.in_chunks(chunk), ScoreForm(scaling, window, softcap, s_aux)
-    )
+    seen = packing if chunk is None else packing.in_chunks(chunk)
+    output = (attend if seen.paths is None else attend_paths)(q, k, v, seen, ScoreForm(scaling, window, softcap, s_aux))
     if packing.parallel is not None:
         output = packing.parallel.gather_heads(output)
     return output.unsqueeze(0), None

@@ -1,5 +1,7 @@
 """Implementations of causal attention over packed sequences. All of them have the same result.
 
+`path_attention.py` uses them for sequences that share tokens.
+
 | name     | used                       | how                                                                        |
 |----------|----------------------------|----------------------------------------------------------------------------|
 | varlen   | on CUDA in half precision  | `torch.nn.attention.varlen`: flash attention over the packed tokens        |
@@ -65,12 +67,16 @@ class ScoreForm:
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
     """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
     if not form.is_plain:
-        return (_flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
-    has_flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    has_flash = has_flash and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM and varlen_function() is not None
-    if form.window is None:
-        return (_varlen if has_flash and not packing.is_full else _padded)(q, k, v, packing, form)
-    return (_varlen if has_flash and "window_size" in _varlen_parameters() else _padded)(q, k, v, packing, form)
+        return (flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
+    is_varlen = has_varlen(q, v, form) and (form.window is not None or not packing.is_full)
+    return (_varlen if is_varlen else _padded)(q, k, v, packing, form)
+
+
+def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
+    """Whether flash attention over packed tokens can compute a plain form."""
+    is_half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    has_function = max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM and varlen_function() is not None
+    return is_half and has_function and (form.window is None or "window_size" in _varlen_parameters())
 
 
 @cache
@@ -92,7 +98,10 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters) if function is not None else frozenset()
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, longest: int, form: ScoreForm
+) -> Tensor:
+    """Flash attention over packed tokens. The last query of a sequence sees its last key."""
     function, parameters = varlen_function(), _varlen_parameters()
     assert function is not None
     options: dict[str, Any] = {"is_causal": True}
@@ -108,34 +117,49 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) 
     value_dim = v.shape[2]
     if value_dim != q.shape[2]:
         v = functional.pad(v, (0, q.shape[2] - value_dim))
-    offsets, longest = packing.offsets, packing.longest
-    attended: Tensor = function(q, k, v, offsets, offsets, longest, longest, **options)
+    attended: Tensor = function(q, k, v, query_offsets, key_offsets, longest, longest, **options)
     return attended[:, :, :value_dim]
 
 
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
+
+
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
-    q, k, v = (to_block(states, packing).transpose(1, 2) for states in (q, k, v))
-    mask = None if form.window is None else _visible(q.shape[2], form.window, q.device)
+    q, k, v = (to_block(states, packing) for states in (q, k, v))
+    mask = None if form.window is None else _visible(q.shape[1], form.window, q.device)
+    return from_block(attend_block(q, k, v, mask, form), packing)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm) -> Tensor:
+    """Attention of padded rows [S, L, heads, dim] where the mask is true, or without a mask, to all earlier tokens."""
+    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        output = functional.scaled_dot_product_attention(
+        output: Tensor = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=form.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return from_block(output.transpose(1, 2), packing)
+    return output.transpose(1, 2)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
-    q, k, v = (to_block(states, packing).transpose(1, 2) for states in (q, k, v))
+    q, k, v = (to_block(states, packing) for states in (q, k, v))
+    return from_block(score_block(q, k, v, _visible(q.shape[1], form.window, q.device), form), packing)
+
+
+def score_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: ScoreForm) -> Tensor:
+    """`attend_block` for any form of the scores, which are held in memory."""
+    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
     scale = q.shape[3] ** -0.5 if form.scale is None else form.scale
     scores = (q @ k.transpose(2, 3)).float() * scale
     if form.softcap is not None:
         scores = soft_cap(scores, form.softcap)
-    scores = scores.masked_fill(~_visible(q.shape[2], form.window, q.device), float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     if form.sinks is not None:
         sinks = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=3)
     weights = scores.softmax(dim=3)[..., : k.shape[2]].to(v.dtype)
-    return from_block((weights @ v).transpose(1, 2), packing)
+    return (weights @ v).transpose(1, 2)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -145,7 +169,8 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+def flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    """Attention by FlexAttention, also of sequences that share tokens."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     softcap = form.softcap
@@ -182,15 +207,32 @@ def block_mask(packing: Packing, window: int | None) -> Any:
     """FlexAttention's mask of the packed tokens. It is made once for all layers with the same window."""
     name = ("block mask", window)
     if name not in packing.derived:
-        rows = packing.rows
-
-        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            is_visible = (rows[query] == rows[key]) & (query >= key)
-            return is_visible if window is None else is_visible & (query - key < window)
-
-        size = len(rows)
-        packing.derived[name] = _compiled("create_block_mask")(sees, None, None, size, size, device=str(rows.device))
+        size, device = len(packing.rows), str(packing.rows.device)
+        sees = _sees_in_sequence(packing.rows, window) if packing.paths is None else _sees_on_path(packing, window)
+        packing.derived[name] = _compiled("create_block_mask")(sees, None, None, size, size, device=device)
     return packing.derived[name]
+
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_visible = (rows[query] == rows[key]) & (query >= key)
+        return is_visible if window is None else is_visible & (query - key < window)
+
+    return sees
+
+
+def _sees_on_path(packing: Packing, window: int | None) -> Mask:
+    assert packing.paths is not None
+    positions, ends = packing.columns, packing.paths.ends
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_visible = (query >= key) & (query < ends[key])
+        return is_visible if window is None else is_visible & (positions[query] - positions[key] < window)
+
+    return sees
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention import prepare_masks
 from penstock_learner.model.device_copies import to_device
@@ -18,7 +19,10 @@ from penstock_learner.model.sequence_parallel import SequenceParallel
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A micro-batch on the device: N packed tokens, of which T are response tokens."""
+    """A micro-batch on the device: N packed tokens, of which T are response tokens.
+
+    A token that several sequences share may be stored once. N counts the stored tokens then, and T is larger than the
+    number of those that are response tokens."""
 
     token_ids: Tensor
     """[N] prompt and response of each sequence."""
@@ -33,13 +37,34 @@ class ModelInputs:
     """[N, layers, top_k] the experts that the engine chose, -1 where it reported none."""
 
     @classmethod
-    def of(cls, batch: SequenceBatch, device: torch.device, parallel: SequenceParallel | None = None) -> ModelInputs:
-        token_ids = to_device(batch.token_ids, device)
-        index = to_device(batch.response_index, device)
-        temperatures = to_device(batch.temperatures, device)
-        packing = Packing.of(batch.lengths, device, parallel)
-        experts = None if batch.routed_experts is None else to_device(batch.routed_experts, device)
-        return cls(token_ids, packing, index - 1, token_ids[index], temperatures, experts)
+    def of(
+        cls,
+        batch: SequenceBatch,
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+        *,
+        shared: bool = False,
+    ) -> ModelInputs:
+        """The inputs of a batch. With `shared`, tokens that several sequences of a group begin with are stored once.
+        The padded path does not take these."""
+        index = batch.response_index
+        predicting, targets = index - 1, batch.token_ids[index]
+        token_ids, experts = batch.token_ids, batch.routed_experts
+        if shared:
+            tree = PrefixTree.of(batch)
+            packing = Packing.of_tree(tree, device, parallel)
+            token_ids, predicting = token_ids[tree.stored], tree.places[predicting]
+            experts = None if experts is None else experts[tree.stored]
+        else:
+            packing = Packing.of(batch.lengths, device, parallel)
+        return cls(
+            to_device(token_ids, device),
+            packing,
+            to_device(predicting, device),
+            to_device(targets, device),
+            to_device(batch.temperatures, device),
+            None if experts is None else to_device(experts, device),
+        )
 
 
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.path_layout import Paths
 from penstock_learner.model.sequence_parallel import SequenceParallel
 
 _BLOCK_TOKENS = 512
@@ -22,7 +24,9 @@ _FULL = 1.1
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of a micro-batch: N tokens of S sequences. It is built once and used by every layer."""
+    """The layout of a micro-batch: N tokens of S sequences. It is built once and used by every layer.
+
+    If sequences share what they have in common, N are the stored tokens and S the segments of `paths`."""
 
     gather: Tensor
     """[S, L] index of the packed token; padding points at token 0."""
@@ -31,11 +35,12 @@ class Packing:
     rows: Tensor
     """[N] sequence of each packed token."""
     columns: Tensor
-    """[N] position of each packed token in its sequence, which is also its position id."""
+    """[N] position of each packed token in its sequence, which is also its position id. That of a stored token counts
+    from the beginning of its path."""
     offsets: Tensor
     """[S + 1] where each sequence begins, followed by N."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence, prefix included."""
     is_full: bool
     """Whether the padded block has little padding."""
     is_even: bool
@@ -44,6 +49,8 @@ class Packing:
     """[S] tokens of each sequence, on the host."""
     parallel: SequenceParallel | None = None
     """Set if each rank holds a slice of the tokens."""
+    paths: Paths | None = None
+    """Set if tokens that several sequences share are stored once."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What attention has derived from this layout, such as masks. Every layer uses the same."""
 
@@ -72,11 +79,24 @@ class Packing:
             parallel=parallel,
         )
 
+    @classmethod
+    def of_tree(cls, tree: PrefixTree, device: torch.device, parallel: SequenceParallel | None = None) -> Packing:
+        """The layout of a tree's stored tokens."""
+        return replace(
+            cls.of(np.diff(tree.offsets), device, parallel),
+            columns=to_device(tree.positions, device),
+            longest=int(tree.positions.max()) + 1,
+            paths=Paths.of(tree, device),
+        )
+
     def in_chunks(self, size: int) -> Packing:
         """The layout in which each sequence is cut into chunks of `size` tokens that do not see each other."""
         if self.longest <= size:
             return self
-        if size not in self.derived:
+        if size not in self.derived and self.paths is not None:
+            paths = Paths.of(self.paths.tree, self.gather.device, chunk=size)
+            self.derived[size] = replace(self, paths=paths, derived={})
+        elif size not in self.derived:
             lengths = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
             chunks = np.array(lengths, dtype=np.int64)
             self.derived[size] = Packing.of(chunks, self.gather.device, self.parallel)

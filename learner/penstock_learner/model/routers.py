@@ -121,7 +121,8 @@ class RouterWatch:
         self.routers = routers
         self.settings = settings
         self._used: list[Usage] = []
-        self._is_token: Tensor | None = None
+        self._counted: Tensor | None = None
+        """[rows] how many tokens a row of a router's input stands for. None: one each."""
         self._experts: Tensor | None = None
         """[tokens, layers, top_k] to replay. They stay until the next forward pass, because the backward pass computes
         layers again."""
@@ -138,7 +139,7 @@ class RouterWatch:
         experts = inputs.routed_experts if self.settings.replay else None
         if experts is not None and experts.shape[1] <= max(router.layer for router in self.routers):
             experts = None  # those of another model
-        self._is_token, self._experts = _laid_out(inputs, padded, experts)
+        self._counted, self._experts = _laid_out(inputs, padded, experts)
         self._measures = self._is_recording = torch.is_grad_enabled()
         try:
             yield
@@ -174,8 +175,8 @@ class RouterWatch:
     def _usage(self, logits: Tensor, choosing: _Choosing) -> Usage:
         """Computed inside the layer, so that a layer whose activations are recomputed keeps nothing for it."""
         assert choosing.chosen is not None
-        is_token = self._is_token
-        counted = torch.ones(len(logits), device=logits.device) if is_token is None else is_token.float()
+        counted = self._counted
+        counted = torch.ones(len(logits), device=logits.device) if counted is None else counted.float()
         with torch.set_grad_enabled(self.settings.aux_loss_coefficient > 0):
             probabilities = (logits.float().softmax(dim=-1) * counted[:, None]).sum(dim=0)
         counts = torch.zeros(logits.shape[-1], device=logits.device)
@@ -218,21 +219,24 @@ def _usable(forced: Tensor, num_experts: int) -> Tensor:
 
 
 def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows of a router's input are tokens (None: all), and the experts to replay for each row."""
+    """How many tokens each row of a router's input stands for (None: one), and the experts to replay for it."""
     packing = inputs.packing
     if padded:
         is_token = packing.is_token.flatten()
         if experts is None:
             return is_token, None
         return is_token, experts[packing.gather.flatten()].masked_fill(~is_token[:, None, None], _NO_EXPERT)
+    counts = None if packing.paths is None else packing.paths.counts
     if packing.parallel is None:
-        return None, experts
+        return counts, experts
     num_tokens = len(inputs.token_ids)
     own = packing.parallel.own(num_tokens)
     share = -(-num_tokens // packing.parallel.size)
-    is_token = torch.arange(share, device=inputs.token_ids.device) < own.stop - own.start
+    if counts is None:
+        counts = torch.ones(num_tokens, device=inputs.token_ids.device)
+    counted = packing.parallel.pad(counts[own], num_tokens)
     if experts is None:
-        return is_token, None
+        return counted, None
     mine = experts[own]
     filling = mine.new_full((share - len(mine), *mine.shape[1:]), _NO_EXPERT)
-    return is_token, torch.cat([mine, filling])
+    return counted, torch.cat([mine, filling])

@@ -43,7 +43,7 @@ class CriticWorker(TrainerRank):
     def values(self, part: RankShard) -> NDArray[np.float32]:
         """[T] values of this rank's micro-batches under the current weights, concatenated."""
         with torch.no_grad():
-            results = [self._forward(micro).cpu().numpy() for micro in part.micro_batches]
+            results = [self._forward(micro, part).cpu().numpy() for micro in part.micro_batches]
         joined: NDArray[np.float32] = np.concatenate(results)
         return joined
 
@@ -52,7 +52,7 @@ class CriticWorker(TrainerRank):
         """Take one optimizer step, of which this rank computes its part. Collective."""
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
-        on_device = torch.stack([self._accumulate(micro, denominators) for micro in part.micro_batches])
+        on_device = torch.stack([self._accumulate(micro, part, denominators) for micro in part.micro_batches])
         learner = self.config.learner
         taken = apply_gradients(self.model, self.optimizer, learner, step - 1, lr=self.lr, losses=on_device[:, 0])
         sums = on_device.tolist()
@@ -60,7 +60,7 @@ class CriticWorker(TrainerRank):
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))
         return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
-    def _accumulate(self, micro: SequenceBatch, denominators: Denominators) -> torch.Tensor:
+    def _accumulate(self, micro: SequenceBatch, part: RankShard, denominators: Denominators) -> torch.Tensor:
         """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
 
         Returns the micro-batch's loss and its number of clipped tokens as a [2] tensor on the device. Nothing is
@@ -68,13 +68,13 @@ class CriticWorker(TrainerRank):
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         old, returns = required_to_device(micro.values, self.device), required_to_device(micro.returns, self.device)
-        outputs = value_loss(self._forward(micro), old, returns, mask, config)
+        outputs = value_loss(self._forward(micro, part), old, returns, mask, config)
         loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
         # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (loss * self.world_size).backward()
         return torch.stack([loss.detach(), outputs.num_clipped.to(loss.dtype)])
 
-    def _forward(self, micro: SequenceBatch) -> torch.Tensor:
-        inputs = ModelInputs.of(micro, self.device)
+    def _forward(self, micro: SequenceBatch, part: RankShard) -> torch.Tensor:
+        inputs = ModelInputs.of(micro, self.device, shared=part.shares_prefixes and self.model.path.is_packed)
         values: torch.Tensor = self.model(inputs, inputs.predicting)
         return values

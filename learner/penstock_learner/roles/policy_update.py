@@ -88,7 +88,10 @@ class PolicyUpdate:
 
         `version` is the version of the weights before the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        reports = [self._accumulate(micro, denominators, version, kl_coefficient) for micro in part.micro_batches]
+        reports = [
+            self._accumulate(micro, self._inputs(micro, part), denominators, version, kl_coefficient)
+            for micro in part.micro_batches
+        ]
         on_device = torch.stack([report.sums for report in reports])
         first = max(self.learner.critic_warmup_steps, 1)
         taken = apply_gradients(
@@ -119,14 +122,22 @@ class PolicyUpdate:
         """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
+    def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
+        return ModelInputs.of(micro, self.device, self.parallel, shared=shares_prefixes(self.model, part))
+
     def _accumulate(
-        self, micro: SequenceBatch, denominators: Denominators, version: int, kl_coefficient: float
+        self,
+        micro: SequenceBatch,
+        inputs: ModelInputs,
+        denominators: Denominators,
+        version: int,
+        kl_coefficient: float,
     ) -> _MicroReport:
         """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
 
         Nothing is read back, so the host prepares the next micro-batch while this one runs."""
         config = self.learner.algorithm
-        log_probs, entropy = self.model(ModelInputs.of(micro, self.device, self.parallel))
+        log_probs, entropy = self.model(inputs)
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         behaviour = to_device(micro.behaviour_log_probs, self.device)
         advantages = required_to_device(micro.advantages, self.device)
@@ -197,13 +208,20 @@ def _on_host(statistics: T) -> T:
     return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
 
 
+def shares_prefixes(model: CausalLM, part: RankShard) -> bool:
+    """Whether the model computes shared tokens of this part once. The padded path cannot."""
+    return part.shares_prefixes and model.path.is_packed
+
+
 def forward_log_probs(
     model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
 ) -> NDArray[np.float32]:
     """[T] log-probs of every micro-batch, concatenated, without gradient."""
+    shared = shares_prefixes(model, part)
     with torch.no_grad():
         results = [
-            model(ModelInputs.of(micro, device, parallel))[0].float().cpu().numpy() for micro in part.micro_batches
+            model(ModelInputs.of(micro, device, parallel, shared=shared))[0].float().cpu().numpy()
+            for micro in part.micro_batches
         ]
     joined: NDArray[np.float32] = np.concatenate(results)
     return joined

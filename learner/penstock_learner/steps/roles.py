@@ -67,6 +67,8 @@ class RoleAccess:
     recovery: RoleRecovery
     trained: frozenset[str]
     """Names of the roles whose weights change."""
+    prefix_sharing: frozenset[str] = frozenset()
+    """Names of the roles that compute what the sequences of a group have in common once."""
     locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """One call at a time to a frozen role: the steps of two batches may call it, and one of them restarts it."""
 
@@ -75,7 +77,13 @@ class RoleAccess:
         if role != "policy":  # only the policy replays the engine's choice of experts
             batch = replace(batch, routed_experts=None)
         num_sharing = self.config.sequence_parallel if role == "policy" else 1
-        return partition(batch, num_ranks // num_sharing, self.config.micro_batch_tokens * num_sharing), num_sharing
+        shards = partition(
+            batch,
+            num_ranks // num_sharing,
+            self.config.micro_batch_tokens * num_sharing,
+            shares_prefixes=role in self.prefix_sharing,
+        )
+        return shards, num_sharing
 
 
 class Role:

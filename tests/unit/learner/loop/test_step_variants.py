@@ -1,4 +1,5 @@
-"""A training step does not depend on how it is run: ranks, sequence parallelism, recomputation, offload, precision."""
+"""A training step does not depend on how it is run: ranks, sequence parallelism, recomputation, shared prefixes,
+offload, precision."""
 
 from __future__ import annotations
 
@@ -35,12 +36,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "poisoned": (2, {"micro_batch_tokens": 16}),
     "sequence-parallel": (2, {"sequence_parallel": 2}),
     "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
+    "long prompts": (1, {}),
+    "shared": (1, {"micro_batch_tokens": 100}),
+    "shared, recomputed": (1, {"activation_checkpointing": 0.5}),
+    "shared, two ranks": (2, {"micro_batch_tokens": 40}),
+    "shared, sequence-parallel": (2, {"sequence_parallel": 2}),
 }
 COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (1, {"compile": True, "activation_checkpointing": 0}),
+    "compiled, shared": (1, {"compile": True, "activation_checkpointing": 0.5, "micro_batch_tokens": 100}),
     "compiled, keeping less": (1, {"compile": True, "activation_checkpointing": 0.5, "activation_memory": 0.5}),
 }
 EXACT = ["recomputed", "offloaded", "one micro-batch", "two ranks", "sequence-parallel"]
+SHARED = ["shared", "shared, recomputed", "shared, two ranks", "shared, sequence-parallel"]
 ROUNDED = ["bfloat16", "bfloat16 masters", "sequence-parallel bfloat16"]
 
 
@@ -106,11 +114,18 @@ def test_loss_and_gradient_are_those_of_one_rank(steps: dict[str, Step], name: s
     assert_same(steps[name], steps["one rank"])
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_loss_and_gradient_with_shared_prefixes_are_those_without(steps: dict[str, Step], name: str) -> None:
+    assert_same(steps[name], steps["long prompts"])
+
+
 @pytest.mark.long
 def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
-    folder = take_steps(tmp_path, {"one rank": CASES["one rank"]} | COMPILED, [(0, 1)])
+    plain = {name: CASES[name] for name in ("one rank", "long prompts")}
+    folder = take_steps(tmp_path, plain | COMPILED, [(0, 1)])
     for name in COMPILED:
-        assert_same(read_step(folder, name), read_step(folder, "one rank"))
+        expected = "long prompts" if "shared" in name else "one rank"
+        assert_same(read_step(folder, name), read_step(folder, expected))
 
 
 def assert_same(step: Step, expected: Step) -> None:

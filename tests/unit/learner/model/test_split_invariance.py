@@ -51,7 +51,9 @@ def ranks(tiny_models: dict[str, Path], loss: dict[str, Any]) -> tuple[PolicyWor
 
 def some_batch(policy: PolicyWorker, critic: CriticWorker) -> SequenceBatch:
     """Sequences of several lengths with tool output, and with the fields that forward passes fill in."""
-    batch = batch_of([make_group(prompt_id, num_samples=3) for prompt_id in (1, 2, 3)])
+    prompt = np.random.default_rng(5).integers(2, 64, 18).astype(np.int32)
+    groups = [make_group(prompt_id, num_samples=3) for prompt_id in (1, 2, 3)]
+    batch = batch_of([replace(group, prompt_token_ids=prompt[: 15 + group.prompt_id]) for group in groups])
     random = np.random.default_rng(0)
     mask = (random.random(len(batch.loss_mask)) < 0.8).astype(np.uint8)
     near = batch.behaviour_log_probs
@@ -65,11 +67,14 @@ def some_batch(policy: PolicyWorker, critic: CriticWorker) -> SequenceBatch:
     return with_advantages(batch, policy.config.learner.algorithm, 0.1)
 
 
-def joined(batch: SequenceBatch, num_ranks: int, max_tokens: int) -> RankShard:
+def joined(batch: SequenceBatch, num_ranks: int, max_tokens: int, *, shared: bool) -> RankShard:
     """The micro-batches of all ranks as those of one rank, including those without a sequence of their own."""
-    shards = partition(batch, num_ranks, max_tokens)
+    shards = partition(batch, num_ranks, max_tokens, shares_prefixes=shared)
+    assert all(shard.shares_prefixes == shared for shard in shards)
     return RankShard(
-        [micro for shard in shards for micro in shard.micro_batches], [part for s in shards for part in s.sequences]
+        [micro for shard in shards for micro in shard.micro_batches],
+        [part for s in shards for part in s.sequences],
+        shares_prefixes=shared,
     )
 
 
@@ -78,10 +83,16 @@ def gradient(worker: PolicyWorker | CriticWorker) -> torch.Tensor:
 
 
 def update(
-    policy: PolicyWorker, critic: CriticWorker, batch: SequenceBatch, num_ranks: int, max_tokens: int
+    policy: PolicyWorker,
+    critic: CriticWorker,
+    batch: SequenceBatch,
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    shared: bool = False,
 ) -> tuple[list[float], list[torch.Tensor]]:
     denominators = denominators_of(batch, policy.config.learner.algorithm.loss)
-    part = joined(batch, num_ranks, max_tokens)
+    part = joined(batch, num_ranks, max_tokens, shared=shared)
     losses = [policy.update(part, denominators, 1, 0, 0.1).loss, critic.update(part, denominators, 1).loss]
     return losses, [gradient(policy), gradient(critic)]
 
@@ -107,10 +118,13 @@ def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
 
     @settings(max_examples=12, deadline=None)
     @given(
-        order=st.permutations(range(batch.num_sequences)), num_ranks=st.integers(1, 11), max_tokens=st.integers(8, 80)
+        order=st.permutations(range(batch.num_sequences)),
+        num_ranks=st.integers(1, 11),
+        max_tokens=st.integers(8, 80),
+        shared=st.booleans(),
     )
-    def check(order: list[int], num_ranks: int, max_tokens: int) -> None:
-        again, others = update(policy, critic, batch.select(order), num_ranks, max_tokens)
+    def check(order: list[int], num_ranks: int, max_tokens: int, shared: bool) -> None:
+        again, others = update(policy, critic, batch.select(order), num_ranks, max_tokens, shared=shared)
         assert again == pytest.approx(losses, abs=TOLERANCE)
         for other, first, scale in zip(others, gradients, scales, strict=True):
             assert float((other - first).abs().max()) <= TOLERANCE * max(scale, 1.0)

@@ -1,0 +1,151 @@
+"""Which tokens of a batch are the same computation: sequences of a group that begin alike, as a tree.
+
+A causal model computes the same for a token wherever the tokens before it are the same. The samples of a group share
+their prompt, and the paths of a session share more. The tree stores every such token once:
+
+    [5, 6, 7], [5, 6, 8, 9]   ─►   segments [5, 6] ─┬─ [7]        stored tokens [5, 6, 7, 8, 9]
+                                                    └─ [8, 9]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_learner.batches.sequence_batch import SequenceBatch
+
+SHORTEST = 16
+"""A beginning of fewer tokens is not shared: a segment costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """M stored tokens in G segments. They stand for the N tokens of a batch's sequences.
+
+    A segment comes before those that continue it, and they follow it without a gap. So the tokens that a token sees
+    are before it, and those that see it are in one range after it."""
+
+    stored: NDArray[np.int64]
+    """[M] the index, among the N tokens, of a token that each stored one stands for."""
+    places: NDArray[np.int64]
+    """[N] the stored token of each token."""
+    positions: NDArray[np.int64]
+    """[M] position of each stored token in its sequences."""
+    counts: NDArray[np.int64]
+    """[M] how many of the N tokens each stored one stands for."""
+    offsets: NDArray[np.int64]
+    """[G + 1] where each segment begins among the stored tokens, followed by M."""
+    parents: NDArray[np.int64]
+    """[G] the segment that each one continues, or -1."""
+    ends: NDArray[np.int64]
+    """[G] where the last segment that continues it, or itself, ends among the stored tokens."""
+
+    @classmethod
+    def of(cls, batch: SequenceBatch) -> PrefixTree:
+        """The tree of a batch. Sequences share tokens if they are of the same group and, where the engine's choice of
+        experts is replayed, if that is the same too."""
+        roots: dict[int, _Segment] = {}
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        last = [
+            _insert(batch, roots.setdefault(group, _Segment(None, 0, 0, 0)), start, length)
+            for group, start, length in zip(
+                batch.group_ids.tolist(), starts.tolist(), batch.lengths.tolist(), strict=True
+            )
+        ]
+        segments = [segment for root in roots.values() for segment in _below(root)]
+        offsets = np.cumsum([0, *(segment.size for segment in segments)])
+        for index, segment in enumerate(segments):
+            segment.index = index
+        parents = np.array([segment.parent.index if segment.parent else -1 for segment in segments], dtype=np.int64)
+        ends = offsets[1:].copy()
+        for index in range(len(segments) - 1, -1, -1):
+            if parents[index] >= 0:
+                ends[parents[index]] = max(ends[parents[index]], ends[index])
+        places = np.zeros(len(batch.token_ids), dtype=np.int64)
+        for start, segment in zip(starts.tolist(), last, strict=True):
+            for each in _upwards(segment):
+                first = start + each.begin
+                places[first : first + each.size] = np.arange(offsets[each.index], offsets[each.index + 1])
+        stored = np.concatenate([np.arange(each.first, each.first + each.size) for each in segments])
+        positions = np.concatenate([np.arange(each.begin, each.begin + each.size) for each in segments])
+        return cls(stored, places, positions, np.bincount(places), offsets, parents, ends)
+
+    @property
+    def num_stored(self) -> int:
+        return len(self.stored)
+
+    @property
+    def saved_share(self) -> float:
+        """The share of the batch's tokens that need not be computed."""
+        return 1 - len(self.stored) / len(self.places)
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Tokens that follow each other in one or more sequences. The root of a group has none."""
+
+    parent: _Segment | None
+    first: int
+    """The index of its first token in the batch."""
+    begin: int
+    """The position of its first token in its sequences."""
+    size: int
+    children: list[_Segment] = field(default_factory=list)
+    index: int = -1
+    """Its place among all segments. That of a root stays -1."""
+
+    def split(self, size: int) -> _Segment:
+        """Cut off the first `size` tokens as a segment of their own, which this one continues."""
+        assert self.parent is not None
+        upper = _Segment(self.parent, self.first, self.begin, size, [self])
+        self.parent.children[self.parent.children.index(self)] = upper
+        self.parent, self.first, self.begin, self.size = upper, self.first + size, self.begin + size, self.size - size
+        return upper
+
+
+def _insert(batch: SequenceBatch, root: _Segment, start: int, length: int) -> _Segment:
+    """Add the sequence that begins at token `start` of the batch. Returns its last segment."""
+    at, position = root, 0
+    while position < length:
+        rest = length - position
+        alike = [_num_alike(batch, child.first, start + position, min(child.size, rest)) for child in at.children]
+        most = max(alike, default=0)
+        if most < SHORTEST:
+            break
+        child = at.children[alike.index(most)]
+        at = child if most == child.size else child.split(most)
+        position += most
+    if position == length and length > 0:
+        return at
+    own = _Segment(at, start + position, position, length - position)
+    at.children.append(own)
+    return own
+
+
+def _num_alike(batch: SequenceBatch, one: int, other: int, at_most: int) -> int:
+    """How many tokens from `one` on are the same as those from `other` on."""
+    differ = batch.token_ids[one : one + at_most] != batch.token_ids[other : other + at_most]
+    if batch.routed_experts is not None:
+        experts = batch.routed_experts
+        differ |= (experts[one : one + at_most] != experts[other : other + at_most]).any(axis=(1, 2))
+    return int(differ.argmax()) if differ.any() else at_most
+
+
+def _below(root: _Segment) -> Iterator[_Segment]:
+    """All segments of a group, each before those that continue it."""
+    waiting = root.children[::-1]
+    while waiting:
+        segment = waiting.pop()
+        yield segment
+        waiting.extend(reversed(segment.children))
+
+
+def _upwards(segment: _Segment) -> Iterator[_Segment]:
+    """The segment, the one that it continues, and so on."""
+    at: _Segment | None = segment
+    while at is not None and at.index >= 0:
+        yield at
+        at = at.parent

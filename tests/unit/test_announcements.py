@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from penstock.client.responses import Notice, Part, Phase, QueueStat, Run, Server
+from penstock.client.responses import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
 from penstock.errors import Conflict
 from penstock.run_state import NO_LEARNER
 from penstock_services.local import announcements, processes
 from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.training_demo import check_not_paused
+from penstock_services.local.verdict_lines import NO_PROMPTS_AFTER_S, SLOW_AFTER_S
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(
@@ -123,6 +124,27 @@ def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None
     training = run_with(parts=(part("learner", ("training", 1)), serving))
     assert waiting_for(training, RUN) == ""
     assert waiting_for(training, training) == "its processes import their libraries", "that was an earlier start"
+
+
+def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(announcements.time, "monotonic", lambda: clock[0])
+    said, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
+    lacking = Verdict(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
+    idle = run_with(parts=(ready,), speed_verdict=lacking)
+    assert said.new_lines(idle) == [f"learner: {FIRST_BATCH}"], "a feed needs a moment to submit the first prompts"
+    clock[0] += NO_PROMPTS_AFTER_S
+    assert [said.new_lines(idle) for _ in range(2)] == [["no step yet: no prompt; submit some"], []]
+    clock[0] += max(STILL_AFTER_S, SLOW_AFTER_S)
+    assert said.new_lines(idle) == []
+    assert waiting_for(idle, RUN) == "no step yet: no prompt"
+    few = idle.model_copy(update={"speed_verdict": lacking.model_copy(update={"text": "3 of 8 groups"})})
+    assert said.new_lines(few) == [], "more may follow at once"
+    clock[0] += NO_PROMPTS_AFTER_S
+    assert [said.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
+    generating = lacking.model_copy(update={"code": "groups"})
+    clock[0] += STILL_AFTER_S
+    assert said.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [f"learner: still {FIRST_BATCH}"]
 
 
 def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def _prompts_verdict(situation: Situation) -> Verdict:
         advice = "the log of the feed says what it does"
         return Verdict("prompts", "the feed has not submitted a prompt of the dataset", "warn", advice)
     advice = "use `penstock submit FILE` or a client, or set dataset.file and start the run again"
-    return Verdict("prompts", "no prompt to train on has been submitted", "warn", advice)
+    return Verdict("prompts", "no prompt to train on has been submitted", advice=advice)
 
 
 def _is_solved(steps: Steps) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +14,9 @@ from penstock.errors import Conflict
 from penstock.run_state import NO_LEARNER
 from penstock_services.local import announcements, processes
 from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
+from penstock_services.local.display import Progress
+from penstock_services.local.local_run import LocalRun
+from penstock_services.local.news import News
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.training_demo import check_not_paused
 from penstock_services.local.verdict_lines import NO_PROMPTS_AFTER_S, SLOW_AFTER_S
@@ -169,3 +173,18 @@ def test_a_dataset_that_was_buried_as_a_whole_is_noticed(counts: dict[str, int],
     reason = buried_everything(run_with(queue=QUEUE.model_copy(update=counts), notices=(why,)))
     assert bool(reason) == is_buried
     assert not is_buried or "all 40 prompts were dead-lettered" in reason and "90 tokens" in reason
+
+
+def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:
+    lines: list[str] = []
+    news = News(
+        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Progress, SimpleNamespace(say=lines.append)), RUN
+    )
+    loading = part("learner", (FIRST_BATCH, 1))
+    for status in (run_with(parts=(loading,)), run_with(parts=(loading,), state="PAUSED", detail="rewards fail")):
+        news.status = status
+        news.say_stopping()
+    assert lines == [
+        f"stopping the run; it was still starting (learner: {FIRST_BATCH})",
+        "stopping the run; it was paused at step 0",
+    ]

@@ -133,14 +133,14 @@ def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("has_dataset", "text", "advice"),
-    [(False, "no prompt to train on has been submitted", "`penstock submit FILE`"),
-     (True, "the feed has not submitted a prompt of the dataset", "the log of the feed")],
+    ("has_dataset", "level", "text", "advice"),
+    [(False, "ok", "no prompt to train on has been submitted", "`penstock submit FILE`"),
+     (True, "warn", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
 )  # fmt: skip
-def test_a_run_that_nobody_submitted_a_prompt_to(has_dataset: bool, text: str, advice: str) -> None:
+def test_a_run_that_nobody_submitted_a_prompt_to(has_dataset: bool, level: str, text: str, advice: str) -> None:
     idle, empty = replace(SERVER, running_groups=0), replace(STAT, pending_prompts=0)
     verdict = speed_verdict(situation((), servers=[idle], stat=empty, has_dataset=has_dataset))
-    assert (verdict.code, verdict.level) == ("prompts", "warn")
+    assert (verdict.code, verdict.level) == ("prompts", level)
     assert verdict.text == f"no step yet: {text}" and advice in verdict.advice
 
 

@@ -92,7 +92,8 @@ async def _check(run: LocalRun, display: LineDisplay) -> None:
     try:
         await run.check()
     except ProcessDied as error:
-        display.say(f"{error}; stopping the others, which may take a minute")
+        name = str(error).partition(" ")[0]
+        display.say(f"{name} has died; stopping the others, which may take a minute")
         raise ProcessDied(
             f"{error}; fix the cause and start the run again: it continues from its last checkpoint"
         ) from error

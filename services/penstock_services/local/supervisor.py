@@ -15,7 +15,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDie
 from penstock.feed.feed_process import FEED
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock_services.local.announcements import PAUSED_STATES, buried_everything
-from penstock_services.local.display import SHOWN_METRICS, LineDisplay
+from penstock_services.local.display import SHOWN_METRICS, History, LineDisplay
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
 
@@ -61,12 +61,13 @@ async def supervise(config: RunConfig) -> bool:
                 run.end_hung(news.status.servers if news.is_new else None)
                 say_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
-                _show_progress(news.status, display)
+                display.update(*_progress(news.status))
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
         say_validations(run.folder / VALIDATIONS, display, validated)
         if run.learner_finished:
+            display.update_last(*_progress(await news.say()))
             display.say("the learner has finished; stopping")
         else:
             news.say_stopping("; the same command continues it")
@@ -99,9 +100,10 @@ async def _check(run: LocalRun, display: LineDisplay) -> None:
         ) from error
 
 
-def _show_progress(status: Run, display: LineDisplay) -> None:
+def _progress(status: Run) -> tuple[Run, History]:
+    """What the display shows of a status: its newest step."""
     known = {name: value for name, value in status.metrics.items() if value is not None}
-    display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
+    return status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else []
 
 
 def _say_plan(run: LocalRun, display: LineDisplay) -> bool:

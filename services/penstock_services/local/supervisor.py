@@ -46,6 +46,7 @@ async def supervise(config: RunConfig) -> bool:
     async with LocalRun(config) as run:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news, buried = await News.open(run, display), BuriedDataset(config)
+        display.begin_at(news.status.step)
         run.start_workers()
         # A run that only validates says what was found before too: a policy is not validated twice.
         is_said = not config.dataset.validation.only

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import Literal, get_args
 
+from penstock.config.run import RunConfig
 from penstock.replay.contract import QueueStat
-from penstock.run_state import RunState
+from penstock.run_state import RunState, num_trained
 from penstock.store.fleet import SERVING_STATES, ServerRecord
 from penstock.v1 import policies_pb2
 
@@ -86,6 +87,18 @@ class Situation:
     num_paused_servers: int = 0
     """Servers that lease nothing because everything that they tried failed."""
     max_staleness: int = 0
+    groups_per_step: int = 1
+    has_dataset: bool = False
+    """Whether a feed submits prompts of a dataset. Otherwise only clients do."""
+
+    def within(self, config: RunConfig) -> Situation:
+        """The same with the limits of the run's config."""
+        return replace(
+            self,
+            max_staleness=config.replay.max_staleness,
+            groups_per_step=config.replay.groups_per_step,
+            has_dataset=config.dataset.file is not None,
+        )
 
     @property
     def serving(self) -> list[ServerRecord]:
@@ -204,7 +217,7 @@ def _producer_verdict(situation: Situation) -> Verdict:
     kv_usage = max(server.kv_cache_usage for server in serving)
     where = f"{_count(groups, 'group')} on {_count(len(serving), 'server')}"
     if not stat.pending_prompts and not groups:
-        return Verdict("prompts", "no prompts are pending", advice="submit some, or feed a dataset")
+        return _prompts_verdict(situation)
     if not groups and stat.admission_room <= 0:
         ready = stat.queued - stat.delivered
         text = f"no prompt is admitted, because the staleness bound is reached; {ready} groups are ready"
@@ -220,6 +233,21 @@ def _producer_verdict(situation: Situation) -> Verdict:
         return Verdict("engine", text, "warn", "add servers")
     advice = "add servers, or raise rollout.max_concurrent_groups"
     return Verdict("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
+
+
+def _prompts_verdict(situation: Situation) -> Verdict:
+    """Servers have nothing to do. Prompts of evaluations do not count: they are not trained."""
+    stat = situation.stat
+    if stat.admitted:
+        per_step = situation.groups_per_step
+        ready = stat.queued + stat.trained - num_trained(stat, per_step)
+        text = f"no prompts are pending, and {ready} of the {per_step} groups of a step are ready"
+        return Verdict("prompts", text, advice="submit some, or feed a dataset")
+    if situation.has_dataset:
+        advice = "the log of the feed says what it does"
+        return Verdict("prompts", "the feed has not submitted a prompt of the dataset", "warn", advice)
+    advice = "use `penstock submit FILE` or a client, or set dataset.file and start the run again"
+    return Verdict("prompts", "no prompt to train on has been submitted", advice=advice)
 
 
 def _is_solved(steps: Steps) -> bool:

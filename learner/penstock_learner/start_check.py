@@ -1,34 +1,35 @@
-"""`penstock learner --check`: finds the mistakes that can be found before Ray is started."""
+"""`penstock learner --check`: finds the mistakes that can be found before Ray is started.
+
+torch and transformers are imported only for what needs them: a model that is not plain, functions of users, and GPUs.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES, AlgorithmConfig
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
-from penstock_learner.algorithms.trial import try_functions
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loggers.opening import check_loggers
-from penstock_learner.model.architectures import path_of, require_causal, require_parallel
-from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
-from penstock_learner.model.routers import find_routers, require_routers
-from penstock_learner.steps.program import load_program
+from penstock_learner.model.plain_layouts import is_plain
 
 
 def check(config: RunConfig) -> str:
     """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
     check_redis(config.redis)
     check_model(config)
-    model = require_causal(config.model.path, "model.path")
-    require_parallel(model, path_of(model), config.learner.sequence_parallel)
     _check_structure(config)
     check_roles(config.learner)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
-            require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
-    try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
+            _check_type(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
+    _check_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     _check_gpus(config)
     check_run_folder(config)
@@ -48,7 +49,10 @@ def check(config: RunConfig) -> str:
 
 def check_step(learner: LearnerConfig) -> None:
     """Raise ConfigError if a step or a worker of the user's cannot be loaded."""
-    load_program(learner)
+    if learner.step or learner.ahead:
+        from penstock_learner.steps.program import load_program
+
+        load_program(learner)
     for name, role in learner.roles.items():
         if role.is_own_class:
             from penstock_learner.roles.workers import worker_of
@@ -58,21 +62,48 @@ def check_step(learner: LearnerConfig) -> None:
 
 def _check_gpus(config: RunConfig) -> None:
     """Raise ConfigError if a private Ray on this machine could not place the roles."""
-    if not config.learner.ray_address:
+    roles = config.learner.needed_roles
+    if not config.learner.ray_address and num_gpus(config.learner.placement, roles):
         import torch
 
         from penstock_learner.roles.placement import check_gpus
 
-        check_gpus(config.learner, config.learner.needed_roles, torch.cuda.device_count())
+        check_gpus(config.learner, roles, torch.cuda.device_count())
 
 
 def _check_structure(config: RunConfig) -> None:
-    """Raise ConfigError if engines could not load what the learner pushes, or if `learner.router` has no routers.
+    """Raise ConfigError if the learner cannot train the model, if engines could not load what it pushes, or if
+    `learner.router` has no routers.
 
     No weights are loaded. A model whose structure cannot be built without them is examined when it is loaded."""
+    learner = config.learner
+    if learner.sequence_parallel == 1 and not learner.router.is_used and is_plain(config.model.path):
+        return
+    from penstock_learner.model.architectures import path_of, require_causal, require_parallel
+    from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
+    from penstock_learner.model.routers import find_routers, require_routers
+
+    model = require_causal(config.model.path, "model.path")
+    require_parallel(model, path_of(model), learner.sequence_parallel)
     lm = model_without_weights(config.model.path)
     if lm is None:
         return
     fit_to_folder(lm, config.model.path, "model.path")
-    if config.learner.router.is_used:
-        require_routers(lm, find_routers(lm), replay=config.learner.router.replay)
+    if learner.router.is_used:
+        require_routers(lm, find_routers(lm), replay=learner.router.replay)
+
+
+def _check_type(folder: Path, key: str) -> None:
+    """Raise ConfigError if the learner cannot train this type of model."""
+    if not is_plain(folder):
+        from penstock_learner.model.architectures import require_causal
+
+        require_causal(folder, key)
+
+
+def _check_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:
+    """Raise ConfigError if the user's advantage or loss does not work. Ours do."""
+    if algorithm.advantage.name not in ADVANTAGE_NAMES or algorithm.loss.name not in LOSS_NAMES:
+        from penstock_learner.algorithms.trial import try_functions
+
+        try_functions(algorithm, has_critic=has_critic)

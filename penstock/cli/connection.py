@@ -81,8 +81,14 @@ def newest_config() -> Path:
     configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
     if not configs:
         raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")
-    up = [path for path in configs if _is_up(path.parent)]
-    return (up or configs)[-1]
+    up = folders_up()
+    return up[-1] / "config.yaml" if up else configs[-1]
+
+
+def folders_up() -> list[Path]:
+    """The folders of the runs in `runs/` that are up, the one that was started last at the end."""
+    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in configs if _is_up(path.parent)]
 
 
 def _is_up(folder: Path) -> bool:

@@ -43,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     if written is not None and not written.is_file():
         raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
     config = load_started_config(args.config or written or newest_config(), overrides)
+    if args.run_dir is not None and args.run_dir.resolve().name == config.run:
+        # The written path may be relative to the folder in which the run was started.
+        config = config.model_copy(update={"run_dir": args.run_dir.resolve().parent})
     findings = run_interruptible(examine(config), "while it examined the run")
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

@@ -19,6 +19,9 @@ _HEADLINE = ("step", "policy_version", "term")
 _PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes", "saved_bytes")
 """Fields of QueueStat that the table of places already shows."""
 
+_COUNTERS = {"trained": "trained, with a checkpoint"}
+"""Names of counters that need more words than their field has."""
+
 
 # ── stat ──
 
@@ -61,7 +64,7 @@ def print_report(report: QueueReport) -> None:
     counts = _table("counter", ("count",))
     for name, value in stat.items():
         if name not in _HEADLINE + _PLACES:
-            counts.add_row(_words(name), _int(value))
+            counts.add_row(_COUNTERS.get(name, _words(name)), "-" if value < 0 else _int(value))
     console.print(counts)
 
     for title, counted in (("dead-lettered for", report.dead_letter_reasons), ("expired for", report.expired_reasons)):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.connection import RUNS_FOLDER
+from penstock.cli.connection import RUNS_FOLDER, folders_up
 from penstock.cli.parser import Parser, RawHelpFormatter
 from penstock.errors import ConfigError, InvalidInput
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
     if not 1 <= args.limit <= MAX_LIMIT:
         raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
-    folder = args.run_dir or _newest_folder()
+    folder = args.run_dir or _chosen_folder()
     if not has_samples(folder):
         raise ConfigError(
             f"{folder} has no samples.jsonl; give --run-dir with the folder of a run that has trained a step and whose "
@@ -48,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
         for sample in found:
             print(json.dumps(asdict(sample)))
     elif found:
+        if not args.run_dir:
+            print(f"samples of {folder}")
         _print(found, None if args.full else SHOWN_CHARACTERS)
     else:
-        print("no sample matches")
+        print(f"no sample of {folder} matches")
     return 0
 
 
@@ -64,7 +66,8 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR",
-        help=f"folder of a run on this machine (default: the one in {RUNS_FOLDER}/ with the newest samples)",
+        help=f"folder of a run on this machine (default: the one in {RUNS_FOLDER}/ that is up, or "
+        "that has the newest samples if none is)",
     )  # fmt: skip
     order = parser.add_mutually_exclusive_group()
     for name in ("worst", "best"):
@@ -83,7 +86,11 @@ def _parser() -> Parser:
     return parser
 
 
-def _newest_folder() -> Path:
+def _chosen_folder() -> Path:
+    """The newest run that is up, even if it has no samples yet: those of an older run would be taken for its own.
+    Otherwise the run with the newest samples."""
+    if up := folders_up():
+        return up[-1]
     files = sorted(RUNS_FOLDER.glob("*/samples*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ConfigError(f"no run in {RUNS_FOLDER}/ has samples; give --run-dir with the folder of a run")

@@ -37,7 +37,12 @@ class GatewayAddress:
             if is_supervised(path.parent):
                 text = f"the run in {path.parent} is starting or stopping, and its gateway is not up; try again soon"
                 raise ConfigError(text) from error
-            raise ConfigError(f"{path} does not exist; is the run up? Otherwise give --run-dir or --url") from error
+            if not (path.parent / "config.yaml").exists():
+                raise ConfigError(f"{path.parent} is not the folder of a run; check the path, or give a URL") from error
+            raise ConfigError(
+                f"the run in {path.parent} is not up; `penstock up` with its configuration continues it, and `penstock "
+                f"doctor --run-dir {path.parent}` says how it was left"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  (to connect, not to listen)

@@ -38,9 +38,9 @@ class RunConfig(Config):
     seed: int = 1
     """Seed of sampling, data order and the learner."""
     max_restarts: int = Field(default=5, ge=0)
-    """How many times `penstock up` starts a rollout server or the feed again that was killed, or that died after it was
-    ready, before it ends the run. It waits 1 s, then 2 s, 4 s and so on. A process that has run for 10 minutes has all
-    its restarts again. 0: the run ends."""
+    """How many times `penstock up` starts a rollout server, the gateway or the feed again that was killed, or that died
+    after it was ready, before it ends the run. It waits 1 s, then 2 s, 4 s and so on. A process that has run for 10
+    minutes has all its restarts again. 0: the run ends."""
     model: ModelConfig
     dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()

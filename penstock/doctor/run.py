@@ -51,8 +51,7 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
             stat,
             servers,
             len(breakers),
-            config.replay.max_staleness,
-        )
+        ).within(config)
     )
     findings += _restarts(notices)
     findings.append(check_dead_letters(stat, dead, config.dataset.max_buried_share))

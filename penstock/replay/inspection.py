@@ -126,6 +126,7 @@ class QueueInspector:
                 Place(
                     "delivered", places["delivered"], places["delivered_bytes"],
                     await self._group_age_s("first_delivered", places),
+                    note=f"taken since the checkpoint of step {stat.committed_step}" if places["delivered"] else "",
                 ),
                 Place("saved tokens", places["saved"], places["saved_bytes"], note="of leased or returned prompts"),
                 Place("evaluation pending", places["eval_pending"]),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from penstock.client.responses import Notice, Part, Phase, QueueStat, Run, Server
+from penstock.client.responses import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
 from penstock.errors import Conflict
 from penstock.run_state import NO_LEARNER
 from penstock_services.local import announcements, processes
 from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
+from penstock_services.local.display import Progress
+from penstock_services.local.local_run import LocalRun
+from penstock_services.local.news import News
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.training_demo import check_not_paused
+from penstock_services.local.verdict_lines import NO_PROMPTS_AFTER_S, SLOW_AFTER_S
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(
@@ -125,6 +130,27 @@ def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None
     assert waiting_for(training, training) == "its processes import their libraries", "that was an earlier start"
 
 
+def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(announcements.time, "monotonic", lambda: clock[0])
+    said, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
+    lacking = Verdict(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
+    idle = run_with(parts=(ready,), speed_verdict=lacking)
+    assert said.new_lines(idle) == [f"learner: {FIRST_BATCH}"], "a feed needs a moment to submit the first prompts"
+    clock[0] += NO_PROMPTS_AFTER_S
+    assert [said.new_lines(idle) for _ in range(2)] == [["no step yet: no prompt; submit some"], []]
+    clock[0] += max(STILL_AFTER_S, SLOW_AFTER_S)
+    assert said.new_lines(idle) == []
+    assert waiting_for(idle, RUN) == "no step yet: no prompt"
+    few = idle.model_copy(update={"speed_verdict": lacking.model_copy(update={"text": "3 of 8 groups"})})
+    assert said.new_lines(few) == [], "more may follow at once"
+    clock[0] += NO_PROMPTS_AFTER_S
+    assert [said.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
+    generating = lacking.model_copy(update={"code": "groups"})
+    clock[0] += STILL_AFTER_S
+    assert said.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [f"learner: still {FIRST_BATCH}"]
+
+
 def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "QUIET_S", 0.01)
     group, lines = ProcessGroup(tmp_path), list[str]()
@@ -147,3 +173,18 @@ def test_a_dataset_that_was_buried_as_a_whole_is_noticed(counts: dict[str, int],
     reason = buried_everything(run_with(queue=QUEUE.model_copy(update=counts), notices=(why,)))
     assert bool(reason) == is_buried
     assert not is_buried or "all 40 prompts were dead-lettered" in reason and "90 tokens" in reason
+
+
+def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:
+    lines: list[str] = []
+    news = News(
+        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Progress, SimpleNamespace(say=lines.append)), RUN
+    )
+    loading = part("learner", (FIRST_BATCH, 1))
+    for status in (run_with(parts=(loading,)), run_with(parts=(loading,), state="PAUSED", detail="rewards fail")):
+        news.status = status
+        news.say_stopping()
+    assert lines == [
+        f"stopping the run; it was still starting (learner: {FIRST_BATCH})",
+        "stopping the run; it was paused at step 0",
+    ]

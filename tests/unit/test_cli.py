@@ -196,7 +196,11 @@ def test_a_closed_pipe_is_quiet() -> None:
 @pytest.mark.parametrize("name", ["status", "policies"])
 def test_a_run_that_is_not_up_says_so(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'gateway.json'} does not exist; is the run up?" in capsys.readouterr().err
+    assert f"{tmp_path} is not the folder of a run; check the path" in capsys.readouterr().err
+    (tmp_path / "config.yaml").touch()
+    assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"the run in {tmp_path} is not up; `penstock up`" in said and f"doctor --run-dir {tmp_path}" in said
     (tmp_path / "lock").write_text(str(os.getpid()))  # as the supervisor of a run that is up does
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
     assert f"the run in {tmp_path} is starting or stopping, and its gateway is not up" in capsys.readouterr().err

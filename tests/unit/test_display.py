@@ -75,3 +75,20 @@ def test_a_line_every_ten_steps_and_for_steps_that_take_long(
     clock[0] += WAITING_AFTER_S
     shown.say("scoring")
     assert lines(12, after_s=1) == ["scoring"], "the time without a line begins again"
+
+
+def test_steps_of_an_earlier_start_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = LineDisplay(validate({"model": {"path": "m"}, "learner": {"num_steps": 40}}, "test"))
+    shown.begin_at(25)
+    for step in (25, 26, 27):
+        shown.update(RUN, history(step))
+    assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["step 26/40"]
+
+
+def test_the_last_step_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = LineDisplay(validate({"model": {"path": "m"}, "learner": {"num_steps": 12}}, "test"))
+    shown.update_last(RUN, [])
+    shown.update(RUN, history(8))
+    for _ in range(2):
+        shown.update_last(RUN, history(12))
+    assert [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["step 8/12", "step 12/12"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,7 +165,8 @@ def test_the_command_fits_80_columns_and_shows_control_characters(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b[2J" not in shown and r"\x1b[2J" in shown
-    words = shown.split()
+    assert shown.startswith("samples of runs/a\n")
+    words = shown.split()[3:]
     assert words[: words.index("prompt")] == ["reward", "1", "format", "0.5", "step", "2"]
     assert "truth" in shown and "The sum is 5." in shown and "characters …" in shown
     assert shown.index("The sum is 5.") < shown.index("long long"), "the newest comes first"
@@ -185,8 +187,26 @@ def test_the_command_as_json_and_its_mistakes(
     assert main(["samples", "--run-dir", "r", "--reward=-1:0"]) == 0
     assert "reward 0" in capsys.readouterr().out
     assert main(["samples", "--run-dir", "r", "--step", "7:"]) == 0
-    assert capsys.readouterr().out == "no sample matches\n"
+    assert capsys.readouterr().out == "no sample of r matches\n"
     assert main(["samples", "--run-dir", "r", "--step", "x"]) == 2
     assert "--step: 'x' is no range; write 3:7" in capsys.readouterr().err
     assert main(["samples", "--run-dir", str(tmp_path)]) == 2
     assert "has no samples.jsonl" in capsys.readouterr().err
+
+
+def test_the_run_that_is_up_is_shown_and_not_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first step may take a while. Samples of an older run would be taken for its own."""
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "runs" / "old", group_of_samples(1, 1, 0.0))
+    for name in ("old", "new"):
+        (tmp_path / "runs" / name).mkdir(exist_ok=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        address = {"run": "new", "host": "127.0.0.1", "rest_port": gateway.getsockname()[1]}
+        (tmp_path / "runs" / "new" / "gateway.json").write_text(json.dumps(address))
+        assert main(["samples"]) == 2
+        assert "runs/new has no samples.jsonl" in capsys.readouterr().err
+    assert main(["samples"]) == 0
+    assert capsys.readouterr().out.startswith("samples of runs/old\n")

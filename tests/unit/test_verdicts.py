@@ -23,7 +23,7 @@ STEP = {
 
 
 def situation(steps: Steps = (STEP,) * 12, **changes: Any) -> Situation:
-    return replace(Situation(steps, "RUNNING", STAT, [SERVER], max_staleness=2), **changes)
+    return replace(Situation(steps, "RUNNING", STAT, [SERVER], max_staleness=2, groups_per_step=10), **changes)
 
 
 def with_rewards(*rewards: float, **numbers: float) -> Steps:
@@ -99,7 +99,12 @@ def test_weights_that_do_not_arrive_are_named() -> None:
         ({"wait_s": 8.0}, {"scoring_groups": 6}, {}, "rewards", "6 of 8 groups on 1 server are being scored"),
         ({"wait_s": 8.0}, {"waiting_requests": 9, "kv_cache_usage": 0.99}, {}, "kv_full", "KV cache is full (99%)"),
         ({"wait_s": 8.0}, {"waiting_requests": 65}, {}, "engine", "65 requests wait and 64 run"),
-        ({"wait_s": 8.0}, {"running_groups": 0}, {"pending_prompts": 0}, "prompts", "no prompts are pending"),
+        (
+            {"wait_s": 8.0}, {"running_groups": 0},
+            {"pending_prompts": 0, "admitted": 45, "trained": 20, "queued": 25, "delivered": 23, "step": 4,
+             "committed_step": 2},
+            "prompts", "no prompts are pending, and 5 of the 10 groups of a step are ready",
+        ),
         ({"wait_s": 8.0}, {"running_groups": 0}, {"queued": 12, "delivered": 5}, "admission", "7 groups are"),
     ],
 )  # fmt: skip
@@ -125,6 +130,18 @@ def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any
     servers, counts = [replace(SERVER, **server)], replace(STAT, **stat)
     verdict = speed_verdict(situation((), servers=servers, stat=counts))
     assert verdict.text.startswith(f"no step yet: {counts.in_flight} groups are being generated") and not verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("has_dataset", "level", "text", "advice"),
+    [(False, "ok", "no prompt to train on has been submitted", "`penstock submit FILE`"),
+     (True, "warn", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
+)  # fmt: skip
+def test_a_run_that_nobody_submitted_a_prompt_to(has_dataset: bool, level: str, text: str, advice: str) -> None:
+    idle, empty = replace(SERVER, running_groups=0), replace(STAT, pending_prompts=0)
+    verdict = speed_verdict(situation((), servers=[idle], stat=empty, has_dataset=has_dataset))
+    assert (verdict.code, verdict.level) == ("prompts", level)
+    assert verdict.text == f"no step yet: {text}" and advice in verdict.advice
 
 
 def test_versions_without_a_step_are_left_out() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -20,6 +19,10 @@ RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of a function that scores all samples of a prompt at once. Each is a list."""
+
+
+class WrongScore(ValueError):
+    """What a reward function returned is not a score. The message says it all: no traceback leads to the function."""
 
 
 def load_function(path: Path, name: str, kwargs: Mapping[str, Any], *, is_batch: bool = False) -> RewardFunction:
@@ -61,12 +64,12 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
 
     Accepts the same as verl: a number, a mapping with `score`, or a sequence that starts with the number. The scores of
     turns, tokens and places of the text in a mapping are added. Other values that are not finite numbers are left
-    out, for example a predicted text. Raises ValueError if the score itself is not a number that can be trained on."""
+    out, for example a predicted text. Raises WrongScore if the score itself is not a number that can be trained on."""
     parts: dict[str, float] = {}
     placed = sum(one.score for one in read_placed(score))
     if isinstance(score, Mapping):
         if "score" not in score and not any(key in score for key in KINDS):
-            raise ValueError("the reward function returned a mapping without `score`")
+            raise WrongScore("the reward function returned a mapping without `score`")
         parts = {
             str(key): float(value)
             for key, value in ((key, _plain(value)) for key, value in score.items())
@@ -75,10 +78,14 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
         score = score.get("score", 0.0)
     elif isinstance(score, Sequence) and not isinstance(score, str) and score:
         score = score[0]
+    if score is None:
+        raise WrongScore("the reward function returned None, not a number; it may lack a `return` at one of its ends")
+    if isinstance(score, str):
+        raise WrongScore(f"the reward function returned the text {score[:40]!r}, not a number")
     try:
-        reward = math.nan if isinstance(score, str) else float(score) + placed
+        reward = float(score) + placed
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the reward function returned {type(score).__name__}, not a number") from error
+        raise WrongScore(f"the reward function returned a {type(score).__name__}, not a number") from error
     if not is_reward(reward):
-        raise ValueError(f"the reward function returned {reward:g}, which is not a number {RANGE}")
+        raise WrongScore(f"the reward function returned {reward:g}, which is not a number {RANGE}")
     return reward, parts

@@ -178,6 +178,7 @@ class RewardPool:
             process = self._idle.pop()
             if process.process.returncode is None:
                 return process
+            logger.warning("reward process %d ended while it was idle; another takes its place", process.process.pid)
             self._retire(process)
         return await RewardProcess.start()
 

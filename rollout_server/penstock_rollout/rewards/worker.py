@@ -32,6 +32,7 @@ from penstock_rollout.rewards.function import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
     RewardFunction,
+    WrongScore,
     normalise_score,
     predicted_answer,
 )
@@ -80,6 +81,8 @@ def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> di
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         return _samples(result, len(request["solution_strs"])) if is_batch else _sample(result)
+    except WrongScore as error:
+        return {"error": str(error), "traceback": "", "place": type(error).__name__}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
 
@@ -96,7 +99,7 @@ def _samples(results: Any, num_samples: int) -> dict[str, Any]:
     """The scores that a batch function returned: a list with one entry per sample, or an array."""
     listed = results.tolist() if hasattr(results, "tolist") else list(results)
     if len(listed) != num_samples:
-        raise ValueError(f"the reward function returned {len(listed)} scores for {num_samples} samples")
+        raise WrongScore(f"the reward function returned {len(listed)} scores for {num_samples} samples")
     return {"samples": [_sample(result) for result in listed]}
 
 

@@ -76,7 +76,9 @@ class Access:
     def _caller(self, authorization: str, request_id: str) -> Caller:
         scheme, _, secret = authorization.partition(" ")
         key = find_key(self.keys, secret.strip())
-        if scheme.lower() != "bearer" or key is None:
+        if scheme.lower() == "bearer" and secret.strip() and key is None:
+            raise Unauthenticated("this API key is none of the gateway's; it may be mistyped, or was removed")
+        if key is None or scheme.lower() != "bearer":
             raise Unauthenticated(
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
                 f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"

@@ -111,11 +111,17 @@ async def on_validation_error(request: Request, error: Exception) -> JSONRespons
     return answer_to(request.url.path, validation_problem(error))
 
 
-async def on_http_error(_: Request, error: Exception) -> JSONResponse:
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """An error of the framework itself: an unknown path, a wrong method, a body that it cannot parse."""
     assert isinstance(error, HTTPException)
-    reason = HTTPStatus(error.status_code).name
-    return problem(error.status_code, reason, str(error.detail), headers=error.headers)
+    status, path = error.status_code, request.url.path[:200]
+    details = {
+        404: f"there is no {path} here; /docs lists the paths of this gateway",
+        405: f"{path} does not take {request.method}; /docs lists the methods of each path",
+    }
+    is_plain = str(error.detail) == HTTPStatus(status).phrase
+    detail = details.get(status, str(error.detail)) if is_plain else str(error.detail)
+    return problem(status, HTTPStatus(status).name, detail, headers=error.headers)
 
 
 async def on_unexpected_error(_: Request, __: Exception) -> JSONResponse:

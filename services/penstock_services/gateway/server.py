@@ -33,7 +33,7 @@ from penstock.start_checks import check_redis
 from penstock.store.leaving import Leaving
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
-from penstock_services.gateway.access import Access, check_keys
+from penstock_services.gateway.access import Access
 from penstock_services.gateway.connections import Connections, LimitedProtocol
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunLimits
@@ -43,6 +43,7 @@ from penstock_services.gateway.rpc import RpcServer
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.sessions.sweeper import sweep
+from penstock_services.gateway.start_check import check_gateway, read_certificates
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,6 @@ def check(config: RunConfig) -> None:
     check_redis(config.redis)
 
 
-def check_gateway(config: GatewayConfig) -> None:
-    """Raise ConfigError if keys or certificates are missing or cannot be read."""
-    check_keys(config)
-    _read_tls(config)
-
-
 class _RestServer(uvicorn.Server):
     """uvicorn without its signal handlers. The process has its own, for both protocols."""
 
@@ -174,7 +169,7 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     if port:
         _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long, so test it first.
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    tls = _read_tls(config)
+    tls = _credentials(config)
     try:
         bound: int = rpc.add_secure_port(target, tls) if tls else rpc.add_insecure_port(target)
     except RuntimeError as error:
@@ -182,18 +177,12 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     return bound
 
 
-def _read_tls(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """The server's credentials, or None without TLS. Raises ConfigError for files that cannot be used."""
-    if config.tls_cert_file is None or config.tls_key_file is None:
+def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
+    """gRPC's form of the certificates, or None without TLS."""
+    found = read_certificates(config)
+    if found is None:
         return None
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.tls_client_ca_file).load_cert_chain(
-            config.tls_cert_file, config.tls_key_file
-        )
-        authority = config.tls_client_ca_file.read_bytes() if config.tls_client_ca_file else None
-        pair = (config.tls_key_file.read_bytes(), config.tls_cert_file.read_bytes())
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"gateway.tls_cert_file, tls_key_file or tls_client_ca_file: {error}") from error
+    pair, authority = (found.key, found.certificate), found.client_authority
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.client.responses import READY_PHASES, Part, Phase, Run
 from penstock.run_state import NO_LEARNER
-from penstock_services.local.verdict_lines import LearningLine, SpeedLine
+from penstock_services.local.verdict_lines import LearningLine, NoPromptsLine, SpeedLine, lacks_prompts
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
@@ -33,12 +33,13 @@ class Announcements:
         """Why the run was paused when it was last looked at; None if it was not."""
         self._held = before.held_version
         self._broken: set[tuple[str, str]] = set()
-        self._learning, self._speed = LearningLine(before), SpeedLine(before)
+        self._learning, self._speed, self._no_prompts = LearningLine(before), SpeedLine(before), NoPromptsLine()
 
     def new_lines(self, run: Run) -> list[str]:
         return [
             *self._state_line(run), *self._held_line(run), *self._phase_lines(run), *self._notice_lines(run),
-            *self._breaker_lines(run), *self._learning.new_lines(run), *self._speed.new_lines(run),
+            *self._breaker_lines(run), *self._no_prompts.new_lines(run), *self._learning.new_lines(run),
+            *self._speed.new_lines(run),
         ]  # fmt: skip
 
     def _state_line(self, run: Run) -> list[str]:
@@ -67,7 +68,7 @@ class Announcements:
                 self._mentioned_s[part.component] = now_s
                 continue
             silence_s = now_s - self._mentioned_s.get(part.component, now_s)
-            is_starting = part.is_starting and run.state != "PAUSED"
+            is_starting = part.is_starting and run.state != "PAUSED" and not lacks_prompts(run, part)
             if is_starting and silence_s >= STILL_AFTER_S:
                 self._mentioned_s[part.component] = now_s
                 lines.append(f"{part.component}: still {part.phases[-1].name}")
@@ -113,7 +114,10 @@ def buried_everything(run: Run) -> str:
 def waiting_for(run: Run, before: Run) -> str:
     """What the parts of a run that is still starting are doing; empty once it trains. `before` was its status before
     its processes were started."""
-    doing = [(part.component, part.phases[-1].name) for part in run.parts if part not in before.parts]
+    new_parts = [part for part in run.parts if part not in before.parts]
+    if run.speed_verdict is not None and any(lacks_prompts(run, part) for part in new_parts):
+        return run.speed_verdict.text
+    doing = [(part.component, part.phases[-1].name) for part in new_parts]
     if any(phase == "training" for _, phase in doing):
         return ""
     listed = ", ".join(f"{component}: {phase}" for component, phase in doing if phase not in READY_PHASES)

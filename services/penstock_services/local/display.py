@@ -84,7 +84,7 @@ class LineDisplay:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self._last_step = 0
+        self._first_step = self._last_step = 0
         self._last_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -100,13 +100,25 @@ class LineDisplay:
     def update(self, status: Run, history: History) -> None:
         step = int(history[-1]["step"]) if history else 0
         num_new, quiet_s = step - self._last_step, time.monotonic() - self._last_s
-        is_first = self._last_step == 0
+        is_first = self._last_step == self._first_step
         if num_new >= LINE_EVERY_STEPS or (num_new > 0 and (is_first or quiet_s >= LINE_EVERY_S)):
-            self._last_step = step
-            cells = _cells(status, history, self.config)
-            self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
+            self._print_step(status, history)
         elif quiet_s >= WAITING_AFTER_S:
             self.say(_waiting(status))
+
+    def begin_at(self, step: int) -> None:
+        """Print no line for the steps up to this one, which an earlier start of the run has made."""
+        self._first_step = self._last_step = step
+
+    def update_last(self, status: Run, history: History) -> None:
+        """Print the last step, unless it was printed."""
+        if history and int(history[-1]["step"]) > self._last_step:
+            self._print_step(status, history)
+
+    def _print_step(self, status: Run, history: History) -> None:
+        self._last_step = int(history[-1]["step"])
+        cells = _cells(status, history, self.config)
+        self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
 
 
 def _waiting(status: Run) -> str:

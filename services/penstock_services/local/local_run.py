@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import sys
@@ -36,7 +37,7 @@ from penstock_services.local.restarts import Restart, Restarts
 from penstock_services.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
-LEARNER = "learner"
+LEARNER, GATEWAY = "learner", "gateway"
 LAUNCHER_STOP_S = 240.0
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
@@ -56,7 +57,8 @@ class LocalRun:
         self.on_restart: Callable[[str], None] = lambda _: None
         """Called with a line about a process that has died and will be started again."""
         self._server_ids = [f"rollout-{index}" for index in range(config.rollout.num_servers)]
-        self._restarts = Restarts(self.processes, (*self._server_ids, FEED), config.max_restarts, self._was_ready)
+        restarted = (GATEWAY, *self._server_ids, FEED)
+        self._restarts = Restarts(self.processes, restarted, config.max_restarts, self._was_ready)
         self._hung = HungServers.of(config)
         self._lock: IO[str] | None = None
         self._client: PenstockClient | None = None
@@ -71,10 +73,11 @@ class LocalRun:
             ClusterKey.of(self.config).make_if_missing()
             self._start_redis()
             self._write_config()
-            for name in ("gateway", FEED):
+            for name in (GATEWAY, FEED):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
-            self._start_process("gateway", "penstock_services.gateway")
+            gateway = self._start_process(GATEWAY, "penstock_services.gateway")
             self._client = await self._wait_for_gateway(timeout_s=60)
+            gateway.command = [*gateway.command, *self._gateway_ports()]
             await self._record_start()
         except BaseException:
             await self.__aexit__()
@@ -102,8 +105,8 @@ class LocalRun:
             self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 
     async def check(self) -> None:
-        """Start rollout servers and the feed again if they have died. Raise ProcessDied if another process has died, or
-        one that has used up its restarts. The learner and the feed may finish."""
+        """Start the gateway, rollout servers and the feed again if they have died. Raise ProcessDied if another process
+        has died, or one that has used up its restarts. The learner and the feed may finish."""
         for restart in self._restarts.check(may_finish=(LEARNER, FEED)):
             self.on_restart(
                 f"{restart.text}; it is started again in {restart.delay_s:g} s (restart {restart.number} of "
@@ -150,7 +153,7 @@ class LocalRun:
         return self._learner is not None and self._learner.exit_code == 0
 
     def _was_ready(self, child: Child) -> bool:
-        """Whether a rollout server has written its address, which it does once its engine is up."""
+        """Whether a process has written its address. A rollout server does so once its engine is up."""
         endpoint = self.folder / f"{child.name}.json"
         return endpoint.exists() and endpoint.stat().st_mtime >= child.started_at
 
@@ -204,6 +207,11 @@ class LocalRun:
                 raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
             await asyncio.sleep(0.05)
         return PenstockClient.from_run_dir(self.folder, read_secret(self.config.gateway.api_key_file))
+
+    def _gateway_ports(self) -> list[str]:
+        """Overrides that give a restarted gateway the ports it has now, so that clients and browsers find it again."""
+        written = json.loads((self.folder / "gateway.json").read_text())
+        return [f"--gateway.port={written['rest_port']}", f"--gateway.grpc_port={written['grpc_port']}"]
 
     async def _take_lock(self) -> None:
         """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""

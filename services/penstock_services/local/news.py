@@ -48,4 +48,6 @@ class News:
         """Say that the run is stopped, and its step, or what it was waiting for if it was still starting."""
         waited = waiting_for(self.status, self.before)
         at = f"it was still starting ({waited})" if waited else f"it was at step {self.status.step}"
+        if self.status.state == "PAUSED":
+            at = f"it was paused at step {self.status.step}"
         self.display.say(f"stopping the run; {at}{after}")

@@ -21,7 +21,7 @@ from penstock.start_checks import (
     check_rewards,
     check_run_folder,
 )
-from penstock_services.gateway.server import check_gateway
+from penstock_services.gateway.start_check import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
 PRIVATE_REDIS = "redis://127.0.0.1:6379"

@@ -15,7 +15,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDie
 from penstock.feed.feed_process import FEED
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock_services.local.announcements import PAUSED_STATES, buried_everything
-from penstock_services.local.display import SHOWN_METRICS, LineDisplay
+from penstock_services.local.display import SHOWN_METRICS, History, LineDisplay
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
 
@@ -46,6 +46,7 @@ async def supervise(config: RunConfig) -> bool:
     async with LocalRun(config) as run:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news, buried = await News.open(run, display), BuriedDataset(config)
+        display.begin_at(news.status.step)
         run.start_workers()
         # A run that only validates says what was found before too: a policy is not validated twice.
         is_said = not config.dataset.validation.only
@@ -61,12 +62,13 @@ async def supervise(config: RunConfig) -> bool:
                 run.end_hung(news.status.servers if news.is_new else None)
                 say_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
-                _show_progress(news.status, display)
+                display.update(*_progress(news.status))
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
         say_validations(run.folder / VALIDATIONS, display, validated)
         if run.learner_finished:
+            display.update_last(*_progress(await news.say()))
             display.say("the learner has finished; stopping")
         else:
             news.say_stopping("; the same command continues it")
@@ -92,15 +94,17 @@ async def _check(run: LocalRun, display: LineDisplay) -> None:
     try:
         await run.check()
     except ProcessDied as error:
-        display.say("a process has died; stopping the others, which may take a minute")
+        name = str(error).partition(" ")[0]
+        display.say(f"{name} has died; stopping the others, which may take a minute")
         raise ProcessDied(
             f"{error}; fix the cause and start the run again: it continues from its last checkpoint"
         ) from error
 
 
-def _show_progress(status: Run, display: LineDisplay) -> None:
+def _progress(status: Run) -> tuple[Run, History]:
+    """What the display shows of a status: its newest step."""
     known = {name: value for name, value in status.metrics.items() if value is not None}
-    display.update(status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else [])
+    return status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else []
 
 
 def _say_plan(run: LocalRun, display: LineDisplay) -> bool:

@@ -31,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.private_files import keep_files_private
     from penstock.start_checks import doubts_about
     from penstock_services.local.start_check import check_before_start, check_processes
-    from penstock_services.local.supervisor import supervise
 
     config = with_local_datasets(with_local_models(load_config(arguments.config, overrides)))
     for doubt in doubts_about(config):
@@ -41,5 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(check_processes(config))
         print(f"{arguments.config}: ok")
         return 0
+    from penstock_services.local.supervisor import supervise
+
     keep_files_private()
     return INTERRUPTED if asyncio.run(supervise(config)) else 0

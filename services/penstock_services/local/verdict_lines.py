@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 
-from penstock.client.responses import Run, Verdict
+from penstock.client.responses import FIRST_BATCH, Part, Run, Verdict
 from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 SLOW_AFTER_S = 60.0
 """How long a verdict about the speed must hold. What servers do differs from second to second."""
+NO_PROMPTS_AFTER_S = 5.0
+"""How long nobody must have submitted prompts. The feed of a dataset needs a moment."""
 REPEAT_AFTER_S = 600.0
 """How long the same verdict about the speed is not said again."""
 
@@ -44,6 +46,31 @@ class LearningLine:
         return [f"learning: {_line(verdict)}"]
 
 
+class NoPromptsLine:
+    """Says that a learner waits for its first batch because nobody submits prompts, and how to submit some. Until more
+    of them arrive it is said once."""
+
+    def __init__(self) -> None:
+        self._text, self._since_s, self._is_said = "", 0.0, False
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.speed_verdict
+        if verdict is None or not any(lacks_prompts(run, part) for part in run.parts):
+            return []
+        if verdict.text != self._text:
+            self._text, self._since_s, self._is_said = verdict.text, time.monotonic(), False
+        if self._is_said or time.monotonic() - self._since_s < NO_PROMPTS_AFTER_S:
+            return []
+        self._is_said = True
+        return [_line(verdict)]
+
+
+def lacks_prompts(run: Run, part: Part) -> bool:
+    """Whether this part is a learner that waits for its first batch only because no prompts are pending."""
+    is_waiting = part.phases[-1].name == FIRST_BATCH and run.state == "RUNNING"
+    return is_waiting and run.speed_verdict is not None and run.speed_verdict.code == "prompts"
+
+
 class SpeedLine:
     """Says what a slow run waits for, once it has waited for that for SLOW_AFTER_S."""
 
@@ -67,6 +94,8 @@ class SpeedLine:
     def _is_due(self, run: Run, verdict: Verdict, now_s: float) -> bool:
         if run.state != "RUNNING" or not verdict.advice or now_s - self._since_s < SLOW_AFTER_S:
             return False
+        if any(lacks_prompts(run, part) for part in run.parts):
+            return False  # NoPromptsLine has said it
         return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
 
 

@@ -101,6 +101,10 @@ async def test_what_does_not_exist_is_404(gateway: Gateway) -> None:
     for path in paths:
         assert_problem(await gateway.rest.get(path), 404, "NOT_FOUND")
     assert_problem(await gateway.rest.delete(RUN), 405, "METHOD_NOT_ALLOWED")
+    unknown = (await gateway.rest.post("/v1/embeddings", json={})).json()["error"]["message"]
+    assert unknown == "there is no /v1/embeddings here; /docs lists the paths of this gateway"
+    refused = (await gateway.rest.delete(RUN)).json()["error"]["message"]
+    assert refused == f"{RUN} does not take DELETE; /docs lists the methods of each path"
     assert_problem(await gateway.rest.get(f"{RUN}/policies/newest"), 400, "INVALID_INPUT", "policy_version")
     assert_problem(await gateway.rest.get(f"{RUN}/prompts/x"), 400, "INVALID_INPUT", "prompt_id")
 

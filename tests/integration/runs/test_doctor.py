@@ -81,6 +81,20 @@ async def test_a_stopped_run_is_no_fault_and_its_next_start_is_checked(config: R
     assert of(findings, "run") == [] and of(findings, "redis")[0][0] == of(findings, "ports")[0][0] == "fail"
 
 
+def test_a_run_is_examined_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The config in its folder may have paths that are relative to where it was started."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "lock").write_text(str(ended_process()))
+    address = f"redis://127.0.0.1:{free_port()}"
+    (folder / "config.yaml").write_text(f"run: mine\nrun_dir: runs\nmodel: {{path: m}}\nredis: {{url: '{address}'}}\n")
+    monkeypatch.chdir(tmp_path.parent)
+    cli.main(["doctor", "--run-dir", str(folder)])
+    assert "mine is stopped; `penstock up` with its config continues it" in capsys.readouterr().out
+
+
 async def test_a_healthy_deployment_is_ok_throughout(
     config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:

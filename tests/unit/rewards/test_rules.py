@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from penstock.config.rewards import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.rewards.function import normalise_score
+from penstock_rollout.rewards.function import WrongScore, normalise_score
 from penstock_rollout.rewards.kinds import build
 
 
@@ -146,7 +147,16 @@ def test_parts_may_be_scalars_of_numpy_and_torch() -> None:
     ],
 )  # fmt: skip
 def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
-    with pytest.raises(ValueError, match="returned"):
+    with pytest.raises(WrongScore, match="returned"):
+        normalise_score(returned)
+
+
+@pytest.mark.parametrize(("returned", "said"), [
+    (None, "returned None, not a number; it may lack a `return`"), ("0.5", "returned the text '0.5', not a number"),
+    ({"score": None}, "returned None"), (object(), "returned a object, not a number"),
+])  # fmt: skip
+def test_what_was_returned_is_named(returned: Any, said: str) -> None:
+    with pytest.raises(WrongScore, match=re.escape(said)):
         normalise_score(returned)
 
 

@@ -230,6 +230,8 @@ async def test_users_are_told_of_failures_once_per_place_with_the_traceback(
     assert "sample 0 of prompt 17, data source 'any', failed (exception): ValueError: one" in raised.text
     assert raised.detail.startswith("Traceback") and raised.detail.rstrip().endswith("ValueError: one")
     assert f'File "{tmp_path / "reward.py"}"' in raised.detail and "worker.py" not in raised.detail
+    [wrong] = [event for event in events if "returned nan" in event.text]
+    assert wrong.detail == "", "a wrong result has no traceback that would lead to the function"
 
 
 async def test_users_are_told_of_a_data_source_that_falls_back_to_the_default(make_scorer: MakeScorer) -> None:

@@ -122,7 +122,7 @@ class RunHandlers:
             is_learner_starting=await is_learner_starting(self.phases, is_alive),
             created=created.state if created else None,
         )
-        situation = Situation(steps, run_state(facts), stat, servers, len(breakers), self.config.replay.max_staleness)
+        situation = Situation(steps, run_state(facts), stat, servers, len(breakers)).within(self.config)
         learning, speed = learning_verdict(situation), speed_verdict(situation)
         reason = await self.control.pause_reason() if orders.is_paused else ""
         return runs_pb2.Run(

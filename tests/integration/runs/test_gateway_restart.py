@@ -1,0 +1,46 @@
+"""`penstock up` starts a gateway that died again, where its clients look for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from penstock.config.loading import validate
+from penstock.errors import Unavailable
+from penstock_services.local.local_run import GATEWAY, LocalRun
+
+POLL_S, ANSWER_S = 0.1, 1.0
+MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
+
+
+def test_a_killed_gateway_comes_back_at_its_address(tmp_path: Path) -> None:
+    asyncio.run(check_killed_gateway(tmp_path))
+
+
+async def answers(run: LocalRun) -> bool:
+    await run.check()
+    try:
+        async with asyncio.timeout(ANSWER_S):  # the client would go on trying, and nobody would check the processes
+            return (await run.client.get_run()).run == "test"
+    except (TimeoutError, Unavailable):
+        return False
+
+
+async def check_killed_gateway(folder: Path) -> None:
+    config = validate({"run": "test", "run_dir": str(folder), "model": {"path": str(MODEL)}}, "test")
+    said: list[str] = []
+    async with LocalRun(config) as run:
+        run.on_restart = said.append
+        (gateway,) = (child for child in run.processes.children if child.name == GATEWAY)
+        os.kill(gateway.process.pid, signal.SIGKILL)
+        gateway.process.wait(10)
+
+        async with asyncio.timeout(60):
+            while not await answers(run):
+                await asyncio.sleep(POLL_S)
+        assert len(said) == 1 and said[0].startswith("gateway was killed by SIGKILL")
+        assert "it is started again in 1 s (restart 1 of 5)" in said[0]
+        (notice,) = (await run.client.get_run()).notices
+        assert notice.kind == "process_restarted" and notice.text.startswith("gateway was killed")

@@ -21,7 +21,7 @@ from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
-from penstock.store.scripts import SESSIONS
+from penstock.store.scripts import SESSIONS, read_rows
 
 RETRY_S = 10.0
 """A gateway that has not finished a rewarded session by then is assumed dead, and another one finishes it."""
@@ -54,6 +54,37 @@ class Closing:
     prompt_ids: tuple[int, ...] = ()
     """Prompts of the groups that the session has become. None if it is part of no group: its task had ended, or another
     session had its place."""
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session, without its calls."""
+
+    session_id: str
+    reward: Reward | None
+    """None while it is open."""
+    prompt_ids: tuple[int, ...] | None
+    """Prompts of the groups that it became; None until it is finished."""
+    task_id: str
+    num_calls: int
+    num_bytes: int
+
+    @property
+    def state(self) -> Literal["open", "rewarded", "finished"]:
+        if self.prompt_ids is not None:
+            return "finished"
+        return "open" if self.reward is None else "rewarded"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> SessionSummary:
+        return cls(
+            session_id=row["session_id"].decode(),
+            reward=Reward.decode(row["reward"]) if row["reward"] else None,
+            prompt_ids=tuple(json.loads(row["answer"])) if row["answer"] else None,
+            task_id=row["task_id"].decode(),
+            num_calls=row["num_calls"],
+            num_bytes=row["num_bytes"],
+        )
 
 
 class SessionStore:
@@ -102,6 +133,19 @@ class SessionStore:
         """The reward of a session; None if it is open or unknown."""
         text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "reward"))
         return Reward.decode(text) if text else None
+
+    async def read(self, session_id: str) -> tuple[SessionSummary, list[bytes]]:
+        """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
+        rows, entries = await self._call("read_session", session_id)
+        [summary] = map(SessionSummary.of, read_rows(rows))
+        if summary.reward is None and not entries:
+            raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
+        return summary, entries
+
+    async def summaries(self, num_skipped: int, max_sessions: int) -> list[SessionSummary]:
+        """Sessions whose calls are kept, the one with the newest call first."""
+        rows = await self._call("list_sessions", num_skipped, max_sessions)
+        return [SessionSummary.of(row) for row in read_rows(rows)]
 
     async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
         """Give the session its reward. It joins the task that it was leased with, or else `task_id`."""

@@ -133,3 +133,14 @@ local function renew_lease(session, expiry)
   redis.call('ZADD', TASK_LEASES, expiry, member(task, place))
   return true
 end
+
+-- ── what people are shown ──
+local SUMMARY = {'session_id', 'reward', 'answer', 'task_id', 'num_calls', 'num_bytes'}
+
+-- Adds the values of a row. Missing ones are empty texts.
+local function add_summary(values, session)
+  local reward, answer, task = unpack(redis.call('HMGET', state_key(session), 'reward', 'answer', 'task'))
+  local num_bytes = tonumber(redis.call('HGET', SESSION_SIZES, session) or '0')
+  local row = {session, reward or '', answer or '', task or place_of(session) or '', redis.call('LLEN', calls_key(session)), num_bytes}
+  for _, value in ipairs(row) do values[#values + 1] = value end
+end

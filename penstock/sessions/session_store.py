@@ -6,8 +6,8 @@ the answer to its reward is kept.
 
     open ──record──► open ──close──► closed ──finish──► finished
 
-Sessions are bounded. A session without a new call expires after `ttl_s`, and each limit of `gateway.sessions` refuses
-further calls.
+Sessions are bounded. A session without a new call or a reward expires after `ttl_s`, and each limit of
+`gateway.sessions` refuses further calls.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SessionStore:
         """The name of the session's list of calls, empty if it has none, and the encoded calls. If it is still the list
         that the caller knows, only the calls after the first `num_known`. Raises Conflict if the session is closed."""
         lease_ms = int(1000 * self.limits.task_lease_s)
-        is_closed, name, *entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
+        is_closed, name, entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
         if is_closed:
             raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
         return name.decode(), entries
@@ -147,6 +147,11 @@ class SessionStore:
         rows = await self._call("list_sessions", num_skipped, max_sessions)
         return [SessionSummary.of(row) for row in read_rows(rows)]
 
+    async def answer(self, session_id: str) -> tuple[int, ...] | None:
+        """Prompts of the groups that a session has become; None if it is not finished."""
+        text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "answer"))
+        return tuple(json.loads(text)) if text else None
+
     async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
         """Give the session its reward. It joins the task that it was leased with, or else `task_id`."""
         state, value = await self._call(
@@ -162,9 +167,11 @@ class SessionStore:
             return Closing("complete", task_id=value.decode())
         return Closing("closed" if state == b"closed" else "joined", Reward.decode(value))
 
-    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> None:
-        """The group `name` (session:ID or task:ID) of these sessions is in the queue."""
-        await self._call("finish_sessions", name, json.dumps(list(prompt_ids)), self.ttl_s, *session_ids)
+    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The group `name` (session:ID or task:ID) of these sessions is in the queue. Returns its prompt ids, which are
+        those of whoever finished it first."""
+        ids = json.dumps(list(prompt_ids))
+        return tuple(json.loads(await self._call("finish_sessions", name, ids, self.ttl_s, *session_ids)))
 
     async def due(self, max_names: int = 16) -> list[str]:
         """Closed sessions and complete tasks (session:ID, task:ID) that another gateway should have finished."""

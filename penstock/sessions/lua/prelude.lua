@@ -24,6 +24,13 @@ local function forget_expired(now)
   for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, 16)) do forget_calls(session) end
 end
 
+-- A session that has its reward is kept until its group is in the queue, however long that takes.
+local function keep_rewarded(session)
+  redis.call('PERSIST', calls_key(session))
+  redis.call('PERSIST', state_key(session))
+  redis.call('ZADD', SESSIONS, 'inf', session)
+end
+
 -- ── tasks ──
 -- A task has `num_sessions` places, numbered from 0. A place is pending, leased, rewarded, failed or dropped. A session that
 -- was leased with a place has the name TASK.PLACE.ATTEMPT.

@@ -90,6 +90,20 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
     return ratios("", ours, limit).median
 
 
+def earlier(name: str, measurements: list[Measurement], bars: list[Bar]) -> tuple[list[Measurement], list[Bar]]:
+    """What results/NAME.json has besides these: the results of parts that were not measured this time."""
+    path = RESULTS / f"{name}.json"
+    result = json.loads(path.read_text()) if path.exists() else {"measurements": [], "bars": []}
+    known = {m.name for m in measurements} | {bar.name for bar in bars}
+    kept = [Measurement(m["name"], m["unit"], m["rates"]) for m in result["measurements"] if m["name"] not in known]
+    judged = [
+        Bar(bar["name"], bar["value"], bar["goal"], bar["at_most"])
+        for bar in result["bars"]
+        if bar["name"] not in known
+    ]
+    return kept, judged
+
+
 def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
     """Print both tables, write results/NAME.json, and return whether every bar is met."""
     console = Console()

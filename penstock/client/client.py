@@ -35,6 +35,8 @@ from penstock.client.responses import (
     Run,
     SamplePage,
     Server,
+    Session,
+    SessionPage,
     StepMetrics,
     Task,
     read_response,
@@ -257,6 +259,17 @@ class PenstockClient(GatewayConnection):
         """Give a place back for another worker; return whether the session held its lease."""
         body = {"session_id": session_id, "failure": failure, "run": self.address.run}
         return await self._call("POST", "/v1/tasks:return", bool, part="returned", body=body)
+
+    async def sessions(self, page_size: int = 0, page_token: str = "") -> SessionPage:
+        """Sessions whose calls are kept, the one with the newest call first."""
+        query = {"run": self.address.run, "page_size": page_size, "page_token": page_token}
+        return await self._call("GET", "/v1/sessions", SessionPage, query=query)
+
+    async def get_session(self, session_id: str, from_call: int = 0, max_tokens: int = 0) -> Session:
+        """A session as a tree. All calls are described; those from `from_call` on have tokens, up to `max_tokens`
+        together (0: 20,000)."""
+        query = {"run": self.address.run, "from_call": from_call, "max_tokens": max_tokens}
+        return await self._call("GET", f"/v1/sessions/{session_id}", Session, query=query)
 
     async def reward_session(
         self, session_id: str, reward: float, reward_parts: Mapping[str, float] | None = None, task_id: str = ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import os
 import platform
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,16 @@ from typing import Any
 from penstock.cancellation import end_task, to_the_end
 from penstock.client.client import PenstockClient
 from penstock.client.responses import LeasedTask
-from penstock.errors import DeadlineExceeded, PenstockError, RateLimited, Unavailable
+from penstock.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    PenstockError,
+    QueueFull,
+    RateLimited,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 ASK_S = 10.0
@@ -25,6 +36,10 @@ LONGEST_FAILURE = 500
 BEATS_PER_LEASE = 3
 PASSING = (DeadlineExceeded, RateLimited, Unavailable)
 """The gateway is restarted, overloaded or out of reach. The worker tries again."""
+REFUSED = (Conflict, InvalidInput, NotFound)
+"""A reward that will never be accepted: it is out of bounds, or the agent has made no call."""
+REWARD_S = 900.0
+"""How long a worker tries to send a reward to a gateway that is away."""
 
 Reward = float | Mapping[str, float]
 """A reward, or its parts by name, of which `reward` is the reward itself."""
@@ -65,7 +80,7 @@ class WorkDone:
 
     rewarded: int = 0
     failed: int = 0
-    """The agent raised an error."""
+    """The agent raised an error, or its reward was refused."""
     lost: int = 0
     """The lease went to another worker."""
     returned: int = 0
@@ -77,7 +92,8 @@ async def work(
 ) -> WorkDone:  # fmt: skip
     """Let `agent` try tasks, `at_once` at a time, until there were none for `idle_s`, or until this is cancelled.
 
-    - An agent that raises an error costs its task a failure; the worker goes on.
+    - An agent that raises an error, makes no call, or whose reward is not finite costs its task a failure; the worker
+      goes on.
     - Leases are renewed while agents work. An agent whose lease is lost is cancelled, and its session is not trained.
     - A gateway that is away for a while is asked again. Other refusals, such as a wrong key, are raised.
     - When the work is cancelled, places whose agents have not ended go to other workers at once.
@@ -155,14 +171,37 @@ class _Worker:
             reward, parts = _split(await self._run_agent(attempt))
         except Exception as error:
             self.answered.add(task.session_id)
-            self.done.failed += 1
-            text = f"{type(error).__name__}: {error}"[:LONGEST_FAILURE]
-            logger.warning("the agent failed at session %s: %s", task.session_id, text, exc_info=error)
-            await self.client.return_task(task.session_id, text)
+            await self._fail(task, error)
             return
         self.answered.add(task.session_id)
-        await self.client.reward_session(task.session_id, reward, parts)
+        try:
+            await self._send_reward(task.session_id, reward, parts)
+        except REFUSED as error:
+            await self._fail(task, error)
+            return
         self.done.rewarded += 1
+
+    async def _send_reward(self, session_id: str, reward: float, parts: Mapping[str, float]) -> None:
+        """Send the reward, again and again while the gateway is away: all the agent's work depends on it."""
+        deadline = time.monotonic() + REWARD_S
+        while True:
+            try:
+                await self.client.reward_session(session_id, reward, parts)
+                return
+            except QueueFull as error:
+                logger.info("session %s has its reward; %s", session_id, error)
+                return
+            except PASSING as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("the reward of session %s is not sent: %s; trying again", session_id, error)
+                await asyncio.sleep(PAUSE_S)
+
+    async def _fail(self, task: LeasedTask, error: Exception) -> None:
+        self.done.failed += 1
+        text = f"{type(error).__name__}: {error}"[:LONGEST_FAILURE]
+        logger.warning("the agent failed at session %s: %s", task.session_id, text, exc_info=error)
+        await self.client.return_task(task.session_id, text)
 
     async def _run_agent(self, attempt: Attempt) -> Reward:
         if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(type(self.agent).__call__):
@@ -200,9 +239,15 @@ class _Worker:
 
 def _split(reward: Reward) -> tuple[float, dict[str, float]]:
     if not isinstance(reward, Mapping):
-        return float(reward), {}
-    parts = {name: float(value) for name, value in reward.items()}
+        return _finite("its reward", reward), {}
+    parts = {name: _finite(name, value) for name, value in reward.items()}
     if "reward" not in parts:
         names = ", ".join(parts) or "none"
         raise ValueError(f"an agent that returns parts must return `reward` too; it returned {names}")
     return parts.pop("reward"), parts
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value}")
+    return float(value)

@@ -52,6 +52,9 @@ class MemorySessionStore:
     async def reward(self, session_id: str) -> Reward | None:
         return self._sessions.get(session_id, _Session()).reward
 
+    async def answer(self, session_id: str) -> tuple[int, ...] | None:
+        return self._sessions.get(session_id, _Session()).prompt_ids
+
     async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
         if task_id:
             raise NotFound(f"there is no task {task_id!r}; this store has none")
@@ -63,8 +66,11 @@ class MemorySessionStore:
         session.reward = session.reward or reward
         return Closing("closed", session.reward)
 
-    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> None:
+    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        first = self._sessions[session_ids[0]].prompt_ids if session_ids else None
+        answer = tuple(prompt_ids) if first is None else first
         for session_id in session_ids:
             session = self._sessions[session_id]
-            session.prompt_ids = tuple(prompt_ids)
+            session.prompt_ids = answer
             session.calls.clear()
+        return answer

@@ -6,8 +6,8 @@ the answer to its reward is kept.
 
     open ──record──► open ──close──► closed ──finish──► finished
 
-Sessions are bounded. A session without a new call expires after `ttl_s`, and each limit of `gateway.sessions` refuses
-further calls.
+Sessions are bounded. A session without a new call or a reward expires after `ttl_s`, and each limit of
+`gateway.sessions` refuses further calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
-from penstock.store.scripts import SESSIONS
+from penstock.store.scripts import SESSIONS, read_rows
 
 RETRY_S = 10.0
 """A gateway that has not finished a rewarded session by then is assumed dead, and another one finishes it."""
@@ -56,6 +56,37 @@ class Closing:
     session had its place."""
 
 
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session, without its calls."""
+
+    session_id: str
+    reward: Reward | None
+    """None while it is open."""
+    prompt_ids: tuple[int, ...] | None
+    """Prompts of the groups that it became; None until it is finished."""
+    task_id: str
+    num_calls: int
+    num_bytes: int
+
+    @property
+    def state(self) -> Literal["open", "rewarded", "finished"]:
+        if self.prompt_ids is not None:
+            return "finished"
+        return "open" if self.reward is None else "rewarded"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> SessionSummary:
+        return cls(
+            session_id=row["session_id"].decode(),
+            reward=Reward.decode(row["reward"]) if row["reward"] else None,
+            prompt_ids=tuple(json.loads(row["answer"])) if row["answer"] else None,
+            task_id=row["task_id"].decode(),
+            num_calls=row["num_calls"],
+            num_bytes=row["num_bytes"],
+        )
+
+
 class SessionStore:
     """The sessions of one run."""
 
@@ -69,7 +100,7 @@ class SessionStore:
         """The name of the session's list of calls, empty if it has none, and the encoded calls. If it is still the list
         that the caller knows, only the calls after the first `num_known`. Raises Conflict if the session is closed."""
         lease_ms = int(1000 * self.limits.task_lease_s)
-        is_closed, name, *entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
+        is_closed, name, entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
         if is_closed:
             raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
         return name.decode(), entries
@@ -103,6 +134,24 @@ class SessionStore:
         text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "reward"))
         return Reward.decode(text) if text else None
 
+    async def read(self, session_id: str) -> tuple[SessionSummary, list[bytes]]:
+        """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
+        rows, entries = await self._call("read_session", session_id)
+        [summary] = map(SessionSummary.of, read_rows(rows))
+        if summary.reward is None and not entries:
+            raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
+        return summary, entries
+
+    async def summaries(self, num_skipped: int, max_sessions: int) -> list[SessionSummary]:
+        """Sessions whose calls are kept, the one with the newest call first."""
+        rows = await self._call("list_sessions", num_skipped, max_sessions)
+        return [SessionSummary.of(row) for row in read_rows(rows)]
+
+    async def answer(self, session_id: str) -> tuple[int, ...] | None:
+        """Prompts of the groups that a session has become; None if it is not finished."""
+        text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "answer"))
+        return tuple(json.loads(text)) if text else None
+
     async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
         """Give the session its reward. It joins the task that it was leased with, or else `task_id`."""
         state, value = await self._call(
@@ -118,9 +167,11 @@ class SessionStore:
             return Closing("complete", task_id=value.decode())
         return Closing("closed" if state == b"closed" else "joined", Reward.decode(value))
 
-    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> None:
-        """The group `name` (session:ID or task:ID) of these sessions is in the queue."""
-        await self._call("finish_sessions", name, json.dumps(list(prompt_ids)), self.ttl_s, *session_ids)
+    async def finish(self, name: str, session_ids: Sequence[str], prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The group `name` (session:ID or task:ID) of these sessions is in the queue. Returns its prompt ids, which are
+        those of whoever finished it first."""
+        ids = json.dumps(list(prompt_ids))
+        return tuple(json.loads(await self._call("finish_sessions", name, ids, self.ttl_s, *session_ids)))
 
     async def due(self, max_names: int = 16) -> list[str]:
         """Closed sessions and complete tasks (session:ID, task:ID) that another gateway should have finished."""

@@ -1,5 +1,6 @@
 from penstock.v1 import groups_pb2 as _groups_pb2
 from penstock.v1 import prompts_pb2 as _prompts_pb2
+from penstock.v1 import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -79,6 +79,16 @@ TASK = {
     "data_source": "", "session_ids": ["t.0.1"], "prompt_ids": [], "failure": "",
 }  # fmt: skip
 LEASED_TASK = {"task_id": "t", "session_id": "t.0.1", "attempt": 1, "payload": 1, "lease_s": 60.0}
+SESSION = {
+    "session_id": "s", "state": "OPEN", "reward": None, "reward_parts": {}, "task_id": "", "num_calls": 1,
+    "num_bytes": 9, "prompt_ids": [],
+}  # fmt: skip
+SESSION_NODE = {
+    "number": 0, "parent": None, "server_id": "r", "finish_reason": "stop", "sampling": SAMPLING, "finished_at_ms": 1,
+    "num_prompt_tokens": 1, "num_inserted": 1, "num_sampled": 1, "inserted_token_ids": [1], "inserted_tokens": ["a"],
+    "token_ids": [2], "tokens": ["b"], "log_probs": [-0.5], "policy_versions": [3],
+}  # fmt: skip
+SESSION_PATH = {"calls": [0], "trained_calls": [0], "num_trained_tokens": 1, "reward": None}
 PAGE = {"next_page_token": ""}
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "submit": (([PROMPT],), {"prompt_ids": [1], "replayed": False}),
@@ -119,6 +129,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "lease_tasks": (("w",), {"tasks": [LEASED_TASK]}),
     "heartbeat_tasks": ((["t.0.1"],), {"lost_session_ids": []}),
     "return_task": (("t.0.1",), {"returned": True}),
+    "sessions": ((), {"sessions": [SESSION], **PAGE}),
+    "get_session": (("s",), SESSION | {"calls": [SESSION_NODE], "paths": [SESSION_PATH]}),
     "reward_session": (("s", 0.5), {"prompt_ids": [1], "replayed": False, "is_waiting": False}),
 }  # fmt: skip
 """Each call: its arguments, and what a gateway of this version responds."""

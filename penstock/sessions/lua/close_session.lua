@@ -1,6 +1,6 @@
 -- ARGV: session, encoded reward, seconds to live, ms after which another gateway finishes what this one has not, task that
 -- the session belongs to (empty: that of its name, or none). The first reward closes the session: no call is recorded
--- after it, and a later reward changes nothing. Returns one of
+-- after it, and a later reward changes nothing, whichever task it names. Returns one of
 --   answered, the answer     its group is in the queue, or it will be part of none
 --   closed, the reward       it becomes a group of its own
 --   joined, the reward       it is part of a task that waits for further sessions
@@ -14,6 +14,7 @@ if reward and joined then
   local is_complete = redis.call('HGET', task_key(joined), 'state') == 'complete'
   return {is_complete and 'complete' or 'joined', is_complete and joined or reward}
 end
+if reward then return {'closed', reward} end
 if redis.call('EXISTS', calls_key(session)) == 0 then return {'missing', ''} end
 local task, place = place_of(session)
 if not task and ARGV[5] ~= '' then
@@ -21,22 +22,23 @@ if not task and ARGV[5] ~= '' then
   task = ARGV[5]
 end
 if not task then
-  if not reward then redis.call('HSET', state, 'reward', ARGV[2]) end
-  redis.call('EXPIRE', state, ttl)
+  redis.call('HSET', state, 'reward', ARGV[2])
+  keep_rewarded(session)
   redis.call('ZADD', FINISHING, now + retry_ms, 'session:' .. session)
-  return {'closed', reward or ARGV[2]}
+  return {'closed', ARGV[2]}
 end
 
 local key = task_key(task)
 local task_state = redis.call('HGET', key, 'state')
--- A session that was not leased takes the first place that nobody works on, or else any that is not rewarded.
+-- A session that was not leased takes the first place that nobody works on, or else the first that is leased.
 if not place then
   for other = 0, redis.call('HGET', key, 'num_sessions') - 1 do
-    local is_free = redis.call('HEXISTS', key, 'rewarded:' .. other) == 0
-    if is_free and (not place or redis.call('ZSCORE', TASK_PENDING, member(task, other))) then
+    local name = member(task, other)
+    if redis.call('ZSCORE', TASK_PENDING, name) then
       place = other
-      if redis.call('ZSCORE', TASK_PENDING, member(task, other)) then break end
+      break
     end
+    if not place and redis.call('ZSCORE', TASK_LEASES, name) then place = other end
   end
 end
 local is_late = task_state ~= 'open' and task_state ~= 'pending'
@@ -46,9 +48,7 @@ if is_late or not place or redis.call('HEXISTS', key, 'rewarded:' .. place) == 1
 end
 if task_state == 'pending' then begin_task(task, now) end
 redis.call('HSET', state, 'reward', ARGV[2], 'task', task)
-redis.call('EXPIRE', state, ttl)
-redis.call('EXPIRE', calls_key(session), ttl)
-redis.call('ZADD', SESSIONS, now + 1000 * ttl, session)
+keep_rewarded(session)
 redis.call('HSET', key, 'rewarded:' .. place, session)
 redis.call('HINCRBY', key, 'num_rewarded', 1)
 count('task_places_rewarded', 1)

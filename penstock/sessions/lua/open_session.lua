@@ -5,4 +5,4 @@ local session = ARGV[1]
 local reward, list = unpack(redis.call('HMGET', state_key(session), 'reward', 'list'))
 local first = list == ARGV[2] and ARGV[3] or 0
 renew_lease(session, now_ms() + ARGV[4])
-return {reward and 1 or 0, list or '', unpack(redis.call('LRANGE', calls_key(session), first, -1))}
+return {reward and 1 or 0, list or '', redis.call('LRANGE', calls_key(session), first, -1)}

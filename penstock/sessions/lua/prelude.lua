@@ -24,6 +24,13 @@ local function forget_expired(now)
   for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, 16)) do forget_calls(session) end
 end
 
+-- A session that has its reward is kept until its group is in the queue, however long that takes.
+local function keep_rewarded(session)
+  redis.call('PERSIST', calls_key(session))
+  redis.call('PERSIST', state_key(session))
+  redis.call('ZADD', SESSIONS, 'inf', session)
+end
+
 -- ── tasks ──
 -- A task has `num_sessions` places, numbered from 0. A place is pending, leased, rewarded, failed or dropped. A session that
 -- was leased with a place has the name TASK.PLACE.ATTEMPT.
@@ -132,4 +139,15 @@ local function renew_lease(session, expiry)
   if session ~= task .. '.' .. place .. '.' .. attempt then return false end
   redis.call('ZADD', TASK_LEASES, expiry, member(task, place))
   return true
+end
+
+-- ── what people are shown ──
+local SUMMARY = {'session_id', 'reward', 'answer', 'task_id', 'num_calls', 'num_bytes'}
+
+-- Adds the values of a row. Missing ones are empty texts.
+local function add_summary(values, session)
+  local reward, answer, task = unpack(redis.call('HMGET', state_key(session), 'reward', 'answer', 'task'))
+  local num_bytes = tonumber(redis.call('HGET', SESSION_SIZES, session) or '0')
+  local row = {session, reward or '', answer or '', task or place_of(session) or '', redis.call('LLEN', calls_key(session)), num_bytes}
+  for _, value in ipairs(row) do values[#values + 1] = value end
 end

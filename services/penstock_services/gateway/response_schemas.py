@@ -24,6 +24,8 @@ from penstock.client.responses import (
     Run,
     SamplePage,
     Server,
+    Session,
+    SessionPage,
     StepMetrics,
     Task,
 )
@@ -241,6 +243,8 @@ JSON_ANSWERS: dict[str, type[BaseModel]] = {
     "list_models": ModelList,
     "get_model": Model,
     "reward_session": RewardedSession,
+    "list_sessions": SessionPage,
+    "get_session": Session,
     "submit_tasks": SubmittedTasks,
     "lease_tasks": LeasedTasks,
     "heartbeat_tasks": LostTasks,

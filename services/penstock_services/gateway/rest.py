@@ -39,7 +39,7 @@ from penstock_services.gateway.routing import add_routes
 from penstock_services.gateway.runs import routes as runs
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
-from penstock_services.gateway.sessions import task_routes
+from penstock_services.gateway.sessions import session_routes, task_routes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,6 +69,7 @@ def create_app(
         runs.router(),
         datasets.router(),
         openai_routes.router(),
+        session_routes.router(),
         task_routes.router(),
         ServiceRoutes(served, metrics, access).router(),
         ConsoleRoutes().router(),

@@ -8,7 +8,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, tasks_pb2
+from penstock.v1 import (
+    datasets_pb2,
+    generate_pb2,
+    groups_pb2,
+    policies_pb2,
+    prompts_pb2,
+    runs_pb2,
+    sessions_pb2,
+    tasks_pb2,
+)
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
@@ -99,6 +108,8 @@ def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict
         },
         "penstock.v1.SessionService": {
             "RewardSession": unary(lambda run: run.generation.reward_session, generate_pb2.RewardSessionRequest),
+            "GetSession": unary(lambda run: run.sessions.get_session, sessions_pb2.GetSessionRequest),
+            "ListSessions": unary(lambda run: run.sessions.list_sessions, sessions_pb2.ListSessionsRequest),
         },
         "penstock.v1.TaskService": {
             "SubmitTasks": unary(lambda run: run.tasks.submit_tasks, tasks_pb2.SubmitTasksRequest),

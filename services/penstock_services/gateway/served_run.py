@@ -34,6 +34,7 @@ from penstock_services.gateway.runs.handlers import RunHandlers
 from penstock_services.gateway.runs.servers import ServerHandlers
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
+from penstock_services.gateway.sessions.session_handlers import SessionHandlers
 from penstock_services.gateway.sessions.task_handlers import TaskHandlers
 
 
@@ -58,6 +59,7 @@ class ServedRun:
     dead_letters: DeadLetterHandlers
     datasets: DatasetHandlers
     generation: GenerateHandlers
+    sessions: SessionHandlers
     tasks: TaskHandlers
 
     def operation(self, name: str) -> Any:
@@ -117,6 +119,7 @@ class ServedRun:
                 SessionRecorder(sessions),
                 SessionRewards(config, queue, sessions, tasks),
             ),
+            sessions=SessionHandlers(config, audit, sessions, texts),
             tasks=TaskHandlers(config, audit, tasks, queue, control),
         )
 

@@ -155,3 +155,52 @@ async def answered_by(agent: Agent, engines: dict[str, TalkingEngine]) -> str:
 def number_of(text: str, name: str) -> float:
     line = next(line for line in text.splitlines() if line.startswith(f"penstock_gateway_session_{name}"))
     return float(line.rpartition(" ")[2])
+
+
+async def test_rewards_that_come_at_once_make_one_group(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
+) -> None:
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        for number in range(5):
+            name = f"s{number}"
+            await Agent(asked, name).ask("abc")
+            answers = await asyncio.gather(*(client.reward_session(name, float(value)) for value in range(8)))
+            assert len({answer.prompt_ids for answer in answers}) == 1 and len(answers[0].prompt_ids) == 1
+            assert (await client.reward_session(name, 9.0)).prompt_ids == answers[0].prompt_ids
+    stat = await queue.stat()
+    assert (stat.queued, stat.conservation_error) == (5, 0)
+
+
+async def test_a_name_is_used_again_after_its_session_was_forgotten(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
+) -> None:
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        found = []
+        for _ in range(2):
+            await Agent(asked, "s").ask("abc")
+            found.append((await client.reward_session("s", 1.0)).prompt_ids)
+            await queue.client.delete(RunKeys("test").session("s", "state"))  # Its time has passed.
+    assert len(set(found)) == 2 and (await queue.stat()).queued == 2
+
+
+async def test_white_space_of_a_question_is_part_of_it(
+    talking: tuple[Gateway, dict[str, TalkingEngine]],
+) -> None:
+    """In what the model said it is not: harnesses strip it."""
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        agent = Agent(asked, "s")
+        await agent.ask("if a:\n    b")
+        agent.history[1]["content"] = " abc   ok "
+        await agent.ask("ok")
+        assert [call.parent for call in (await client.get_session("s")).calls] == [None, 0]
+        agent.history[0]["content"] = "if a:\n  b"
+        await agent.ask("ok")
+        session = await client.get_session("s")
+        assert [call.parent for call in session.calls] == [None, 0, None]
+        assert "if a:\n  b" in "".join(session.calls[2].inserted_tokens), "the model sees what was edited"

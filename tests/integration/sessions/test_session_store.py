@@ -48,6 +48,17 @@ async def test_the_first_reward_closes_a_session(store: Any) -> None:
     assert await store.calls("s") == []
 
 
+async def test_the_first_answer_to_a_reward_stays(store: Any) -> None:
+    """Two gateways finish the same session, and the slower one finds no calls any more."""
+    await store.record("s", b"one", "c1")
+    await store.close("s", Reward(1.0, {}))
+    assert await store.answer("s") is None
+    assert await store.finish("session:s", ["s"], [7]) == (7,)
+    assert await store.finish("session:s", ["s"], []) == (7,)
+    assert await store.answer("s") == (7,)
+    assert (await store.close("s", Reward(1.0, {}))).prompt_ids == (7,)
+
+
 async def test_sessions_are_bounded(store: Any) -> None:
     for number in range(3):
         await store.record("long", b"x", f"c{number}")
@@ -72,6 +83,26 @@ async def test_a_call_that_refers_to_expired_calls_is_refused(redis_client: redi
         await store.record("s", b"two", "c2", "c1")
     await store.record("s", b"three", "c3")
     assert await store.open("s", "c1", 1) == ("c3", [b"three"])
+
+
+async def test_a_rewarded_session_is_kept_until_it_is_a_group(redis_client: redis.Redis) -> None:
+    store, keys = SessionStore(redis_client, "test", 3600, LIMITS), RunKeys("test")
+    await store.record("s", b"one", "c1")
+    await store.close("s", Reward(1.0, {}))
+    assert [await redis_client.ttl(keys.session("s", name)) for name in ("calls", "state")] == [-1, -1]
+    assert await redis_client.zscore(keys.sessions, "s") == float("inf"), "no other call forgets it"
+    await store.record("other", b"one", "c2")
+    assert await store.calls("s") == [b"one"]
+    await store.finish("session:s", ["s"], [7])
+    assert 0 < await redis_client.ttl(keys.session("s", "state")) <= 3600
+    assert await redis_client.zrange(keys.sessions, 0, -1) == [b"other"]
+
+
+async def test_a_session_may_have_more_calls_than_lua_returns_as_values(redis_client: redis.Redis) -> None:
+    store = SessionStore(redis_client, "test", 3600, SessionLimits(max_calls=20_000))
+    await store.record("s", b"0", "c")
+    await redis_client.rpush(RunKeys("test").session("s", "calls"), *(b"%d" % number for number in range(1, 12_000)))
+    assert (await store.open("s"))[1][-1] == b"11999"
 
 
 async def test_the_bytes_of_expired_sessions_are_given_back(redis_client: redis.Redis) -> None:

@@ -175,3 +175,28 @@ async def test_every_place_is_rewarded_once_whatever_workers_do(stores: Stores, 
         assert task.num_rewarded == len(task.rewarded) <= num_sessions
         assert len({session_id.rsplit(".", 1)[0] for session_id in task.rewarded}) == len(task.rewarded)
         assert joined[name] <= set(task.rewarded)
+
+
+async def test_a_rewarded_session_does_not_join_a_task_afterwards(stores: Stores) -> None:
+    """Its first reward made it a group of its own, which may not be in the queue yet."""
+    await stores.tasks.submit([NewTask("t", "1")])
+    assert await stores.reward("s") == "closed"
+    closing = await stores.sessions.close("s", Reward(0.0, {}), "t")
+    assert (closing.state, closing.reward) == ("closed", Reward(1.0, {}))
+    assert (await stores.tasks.get("t")).num_rewarded == 0
+    # A task of this name is submitted later, so that the session looks like one of its places.
+    assert await stores.reward("u.0.1") == "closed"
+    await stores.tasks.submit([NewTask("u", "1")])
+    assert (await stores.sessions.close("u.0.1", Reward(0.0, {}))).state == "closed"
+    assert (await stores.tasks.get("u")).num_rewarded == 0
+
+
+async def test_a_session_of_its_own_takes_no_place_that_has_failed(redis_client: redis.Redis) -> None:
+    stores = Stores(redis_client, task_max_failures=1)
+    await stores.tasks.submit([NewTask("t", "1", 3)])
+    leases = await stores.tasks.lease("w", 3, MANY)
+    assert await stores.tasks.give_back(leases[0].session_id, "no disk")
+    assert await stores.reward("mine", "t") == "joined", "a place that is leased is left"
+    assert await stores.reward(leases[2].session_id) == "complete"
+    assert (await stores.tasks.get("t")).rewarded == ("mine", leases[2].session_id)
+    assert (await stores.tasks.stat()).conservation_error == 0

@@ -15,7 +15,7 @@ from penstock.cancellation import end_task
 from penstock.client import Attempt, PenstockClient, work
 from penstock.client import worker as worker_module
 from penstock.codec import decode_group
-from penstock.errors import Unauthenticated
+from penstock.errors import Unauthenticated, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from talking_engine import ANSWER
 
@@ -97,6 +97,45 @@ async def test_parts_without_a_reward_are_a_failure(client: PenstockClient) -> N
     [task_id] = await client.submit_tasks([1], 1)
     assert (await work(client, agent, idle_s=0.2)).rewarded == 0
     assert "must return `reward` too; it returned lines" in (await client.get_task(task_id)).failure
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [(1.0, "has no calls"), (1e300, "must be a number"), (float("nan"), "must be a finite number")],
+)
+async def test_a_reward_that_is_refused_is_a_failure(client: PenstockClient, reward: float, reason: str) -> None:
+    """Nobody waits for the end of the lease."""
+
+    async def agent(attempt: Attempt) -> float:
+        return reward
+
+    [task_id] = await client.submit_tasks([1], 1)
+    done = await work(client, agent, idle_s=0.2)
+    assert done.rewarded == 0 and done.failed >= 1
+    failed = await client.get_task(task_id)
+    assert failed.state == "FAILED" and reason in failed.failure
+
+
+async def test_a_reward_is_sent_again_while_the_gateway_is_away(
+    client: PenstockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tries, send = 0, client.reward_session
+
+    async def reward_session(*arguments: Any) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries < 4:
+            raise Unavailable("the gateway does not answer")
+        return await send(*arguments)
+
+    async def agent(attempt: Attempt) -> float:
+        await ask(attempt)
+        return 1.0
+
+    monkeypatch.setattr(client, "reward_session", reward_session)
+    [task_id] = await client.submit_tasks([1], 1)
+    assert (await work(client, agent, idle_s=0.2)).rewarded == 1
+    assert num_tries == 4 and (await client.get_task(task_id)).num_rewarded == 1
 
 
 async def test_a_worker_that_is_stopped_returns_its_places(client: PenstockClient) -> None:

@@ -186,8 +186,7 @@ class Harness:
         if kind == "same":
             return continues, [*chosen.messages, question], ""
         if kind == "reworded":
-            spaced = [{**m, "content": " " + m["content"].replace(" ", "  ") + " "} for m in chosen.messages]
-            return continues, [*spaced, question], ""
+            return continues, [*map(reworded, chosen.messages), question], ""
         if kind == "retry":
             return None, chosen.messages[:-1], ""
         if kind == "cut":
@@ -200,8 +199,17 @@ class Harness:
 words = st.text("ab ", min_size=1, max_size=4)
 
 
-def plain(messages: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    return [(message["role"], message["content"].split()) for message in messages]
+def reworded(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with other white space: anywhere in what the model said, and else around it."""
+    content = message["content"].replace(" ", "  ") if message["role"] == "assistant" else message["content"]
+    return {**message, "content": f" {content} "}
+
+
+def plain(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    def said(message: dict[str, Any]) -> Any:
+        return message["content"].split() if message["role"] == "assistant" else message["content"].strip()
+
+    return [(message["role"], said(message)) for message in messages]
 
 
 def group_of_session(harness: Harness) -> list[Group]:

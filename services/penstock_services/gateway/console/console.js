@@ -3,17 +3,22 @@ import { warn } from "/console/elements.js";
 import { overview } from "/console/overview.js";
 import { policies } from "/console/policies.js";
 import { samples } from "/console/samples.js";
+import { sessions } from "/console/sessions.js";
 import { trajectories } from "/console/trajectories.js";
 import { deadLetters } from "/console/dead_letters.js";
 
-const VIEWS = { overview, policies, trajectories, samples, "dead-letters": deadLetters };
-const STILL = new Set(["trajectories", "samples"]);
+const VIEWS = { overview, policies, trajectories, sessions, samples, "dead-letters": deadLetters };
+const STILL = new Set(["trajectories", "sessions", "samples"]);
 const LIVE_MS = 2000;
 const main = document.getElementById("main");
 const canHover = matchMedia("(hover: hover)");
 let turn = 0, isPressed = false;
 
-const view = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview");
+// What comes after a slash is of the view: #sessions/NAME.
+function view() {
+  const name = location.hash.slice(1).split("/")[0];
+  return Object.hasOwn(VIEWS, name) ? name : "overview";
+}
 
 // A refresh by the clock leaves out its turn while somebody uses what would be replaced.
 async function refresh(byClock = false) {

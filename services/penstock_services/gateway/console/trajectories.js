@@ -1,9 +1,10 @@
 // Lists groups that wait for the learner, and those that it has taken. Shows the tokens of one group, coloured by policy
 // version, by log-prob, or by how much the learner's log-prob differs, with its prompt and ground truth.
 import { get } from "/console/api.js";
-import { card, empty, filters, h, number, say, table, texts, truth } from "/console/elements.js";
+import { card, empty, filters, h, number, table, texts, truth } from "/console/elements.js";
+import { NUM_COLOURS, rowOf } from "/console/tokens.js";
 
-const NUM_COLOURS = 6, DOUBTFUL_NATS = 6, DIFFERENT_NATS = 0.5, PAGE = 100;
+const DOUBTFUL_NATS = 6, DIFFERENT_NATS = 0.5, PAGE = 100;
 const chosen = { promptId: null, colouring: "version", order: "prompt", source: "", min: "", max: "", token: "" };
 const ORDERS = {
   prompt: ["oldest first", (a, b) => a.prompt_id - b.prompt_id],
@@ -30,24 +31,12 @@ function tokenSpan(trajectory, index, versions) {
   return span;
 }
 
-function walk(event) {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (!step || event.target.parentElement !== event.currentTarget) return;
-  const next = step > 0 ? event.target.nextElementSibling : event.target.previousElementSibling;
-  if (!next) return;
-  event.preventDefault();
-  event.target.tabIndex = -1;
-  next.tabIndex = 0;
-  next.focus();
-  say(next.getAttribute("aria-label"));
-}
-
 function sample(trajectory, index, versions) {
   const parts = Object.entries(trajectory.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const tokens = trajectory.token_ids.map((_, i) => tokenSpan(trajectory, i, versions));
   return h("article", { "aria-label": `sample ${index}` },
     h("h3", {}, `Sample ${index} · reward ${number(trajectory.reward)}${parts ? ` (${parts})` : ""} · ${tokens.length} tokens · ${trajectory.finish_reason}`),
-    h("div", { class: "tokens", role: "group", "aria-label": "tokens; left and right arrows move", onkeydown: walk }, tokens));
+    rowOf(tokens));
 }
 
 function legend(versions, isCompared) {
@@ -80,6 +69,12 @@ async function inspector(refresh) {
     h("div", { class: "buttons" }, h("label", { for: "colouring" }, "Colour by"), choice,
       h("span", { class: "tag" }, `${group.server_id}, attempt ${group.attempt}`)),
     asked, legend(versions, group.trajectories.some((t) => t.learner_log_probs.length)), group.trajectories.map((t, i) => sample(t, i, versions)));
+}
+
+// For links of other views.
+export function openGroup(promptId) {
+  chosen.promptId = promptId;
+  location.hash = "#trajectories";
 }
 
 function isWanted(group) {

@@ -151,7 +151,7 @@ def group_to_json(message: groups_pb2.Group) -> Json:
         "server_id": group.server_id,
         "data_source": group.data_source,
         "agent_name": group.agent_name,
-        "sampling": _sampling_to_json(group.sampling),
+        "sampling": sampling_to_json(group.sampling),
         "prompt_token_ids": group.prompt_token_ids.tolist(),
         "trajectories": [
             _trajectory_to_json(trajectory)
@@ -209,7 +209,7 @@ def _prompt_body(prompt: Prompt) -> Json:
     return {
         "messages": prompt.chat,
         "token_ids": list(prompt.token_ids),
-        "sampling": _sampling_to_json(prompt.sampling),
+        "sampling": sampling_to_json(prompt.sampling),
         "num_samples": prompt.num_samples,
         "agent_name": prompt.agent_name,
         "data_source": prompt.data_source,
@@ -220,7 +220,7 @@ def _prompt_body(prompt: Prompt) -> Json:
     }
 
 
-def _sampling_to_json(sampling: Sampling) -> Json:
+def sampling_to_json(sampling: Sampling) -> Json:
     return {
         "temperature": shortest(sampling.temperature),
         "top_p": shortest(sampling.top_p),

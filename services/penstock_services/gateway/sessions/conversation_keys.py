@@ -5,8 +5,9 @@ sampled, so the gateway looks for the call after which the conversation stood ex
 ids of that call. A key stands for a whole conversation up to some message, and there are two kinds:
 
     by message   every message is equal: role, content, names, tool calls with their ids
-    by text      every message says the same. White space, the form of a tool call's arguments, ids, and reasoning in
-                 <think> tags do not count: clients often leave these out or write them in another way
+    by text      every message says the same. Ids, the form of a tool call's arguments, white space around a message
+                 and, in the model's own messages, other white space and reasoning in <think> tags do not count:
+                 clients often leave these out or write them in another way
 
 Plain text has one key for each length at which a recorded conversation ends.
 """
@@ -69,11 +70,11 @@ def _exact(message: Message) -> bytes:
 
 def _said(message: Message) -> bytes:
     """What the message says, without the form in which it says it."""
-    content = str(message.get("content") or "")
-    if message.get("role") == "assistant":
-        content = _THINKING.sub("", content, count=1)
+    content = str(message.get("content") or "").strip()
+    if message.get("role") == "assistant":  # What others say may be code or YAML, where white space is meant.
+        content = " ".join(_THINKING.sub("", content, count=1).split())
     calls = [_called(call) for call in message.get("tool_calls") or ()]
-    return json.dumps([message.get("role"), " ".join(content.split()), calls], sort_keys=True).encode()
+    return json.dumps([message.get("role"), content, calls], sort_keys=True).encode()
 
 
 def _called(call: Any) -> Any:

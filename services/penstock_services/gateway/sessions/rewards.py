@@ -1,8 +1,8 @@
 """Turns rewarded sessions into groups in the replay queue, each once.
 
-A reward closes the session, so its calls no longer change. Its groups get prompt ids that depend on its name alone, and
-the queue takes the first group of a prompt and no other. So this can be repeated at any point, by any gateway: after a
-crash, a lost answer, or when the queue was full.
+A reward closes the session, so its calls no longer change. Its groups get prompt ids that depend on its name and its
+first call alone, and the queue takes the first group of a prompt and no other. So this can be repeated at any point, by
+any gateway: after a crash, a lost answer, or when the queue was full.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class SessionRewards:
         return await self._finish(name, known, data_source)
 
     async def _finish(self, name: str, rewards: Mapping[str, Reward], data_source: str) -> tuple[int, ...]:
-        sessions = []
+        sessions: list[RewardedSession] = []
         for session_id, reward in rewards.items():
             tree = SessionTree()
             tree.add(await self.store.calls(session_id))
+            if not tree.calls and (answer := await self.store.answer(session_id)) is not None:
+                return answer  # Somebody else was faster.
             sessions.append(RewardedSession(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
-        leases = await self._admit(name, prompts, data_source)
+        leases = await self._admit(_unique(name, sessions), prompts, data_source) if prompts else []
         for lease, prompt in zip(leases, prompts, strict=True):
             if lease.attempt and await self._append(lease, prompt, data_source) == "full":
                 raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
-        prompt_ids = tuple(lease.prompt_id for lease in leases)
-        await self.store.finish(name, list(rewards), prompt_ids)
-        return prompt_ids
+        return await self.store.finish(name, list(rewards), tuple(lease.prompt_id for lease in leases))
 
     async def _admit(self, name: str, prompts: Sequence[SharedPrompt], data_source: str) -> list[Lease]:
         """Leases for the groups. The same name gets the same prompt ids, however often it is finished."""
@@ -98,6 +98,13 @@ class SessionRewards:
         )
         encoded = await asyncio.to_thread(partial(encode_group, group))
         return await self.queue.append(lease, encoded, group.min_version)
+
+
+def _unique(name: str, sessions: Sequence[RewardedSession]) -> str:
+    """The name with the id of the first call. A name that is used again, after its session was forgotten, has another
+    first call, so it gets prompt ids of its own."""
+    calls = (call for session in sessions for call in session.tree.calls)
+    return f"{name}:{next(calls).call_id}"
 
 
 def _prompt(shared: SharedPrompt, data_source: str) -> Prompt:

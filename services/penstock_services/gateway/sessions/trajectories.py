@@ -65,14 +65,9 @@ def shared_prompts(sessions: Sequence[RewardedSession]) -> list[SharedPrompt]:
 
 
 def _paths(session: RewardedSession, number: int) -> list[_Path]:
-    tree, trained = session.tree, set[int]()
-    lines = tree.paths()
-    found = []
-    for line in lines:
-        new = frozenset(line) - trained
-        trained |= new
-        found.append(_Path(session, number if len(lines) > 1 else 0, tree.prompt_ids(line[0]), line, new))
-    return found
+    lines = session.tree.trained_paths()
+    episode = number if len(lines) > 1 else 0
+    return [_Path(session, episode, session.tree.prompt_ids(line[0]), line, trained) for line, trained in lines]
 
 
 def _shared(paths: Sequence[_Path]) -> SharedPrompt:

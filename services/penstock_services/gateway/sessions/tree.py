@@ -47,6 +47,7 @@ class Call:
     sampling: Sampling
     finish_reason: FinishReason
     server_id: str
+    finished_at_ms: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,6 +71,7 @@ class Call:
             sampling=sampling_from_proto(stored.sampling),
             finish_reason=FINISH_FROM_PROTO.get(stored.finish_reason, "stop"),
             server_id=stored.server_id,
+            finished_at_ms=stored.finished_at_ms,
         )
 
 
@@ -141,6 +143,15 @@ class SessionTree:
         for number in sampled:
             inner.update(self._line(number)[:-1])
         return [self._line(number) for number in sampled if number not in inner]
+
+    def trained_paths(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
+        """Each path with those of its calls that are trained in it. A call is trained in the first path that has it."""
+        found, trained = [], set[int]()
+        for line in self.paths():
+            new = frozenset(line) - trained
+            trained |= new
+            found.append((line, new))
+        return found
 
     def cached_tokens(self, number: int, server_id: str) -> int:
         """How many ids of the prompt and the answer of a call the server has computed before, as far as this session

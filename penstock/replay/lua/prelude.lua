@@ -100,10 +100,31 @@ local function read_meta(text)
   return string.match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(%d*)$')
 end
 
--- The same for the group of a prompt; nil if it has no queued group.
+-- Returns attempt and num_bytes only, in half the time.
+local function read_meta_start(text)
+  return string.match(text, '^(%d+) (%d+)')
+end
+
+-- read_meta for the group of a prompt; nil if it has no queued group.
 local function group_meta(id)
   local text = redis.call('HGET', META, id)
   if text then return read_meta(text) end
+end
+
+-- `fresh` holds the ready groups by version. append writes it only if groups are taken by version, because it costs as
+-- much as all else that is written of a group. If the order was changed since, it is completed here.
+local function complete_fresh()
+  if redis.call('ZCARD', FRESH) == redis.call('ZCARD', READY) then return end
+  local ids, versions = redis.call('ZRANGE', READY, 0, -1), {}
+  for i, text in ipairs(ask_many('HMGET', META, ids)) do
+    local _, _, _, min_version = read_meta(text)
+    versions[2 * i - 1], versions[2 * i] = min_version, ids[i]
+  end
+  call_many('ZADD', FRESH, versions)
+end
+
+local function leave_fresh(ids)
+  if redis.call('EXISTS', FRESH) == 1 then call_many('ZREM', FRESH, ids) end
 end
 
 -- Makes a delivered group ready again.

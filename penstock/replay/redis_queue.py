@@ -284,7 +284,8 @@ class RedisReplayQueue:
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
-        answer = read_record(await self._call("take", self.term, step, max_groups, self.config.take_order, *known))
+        limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
+        answer = read_record(await self._call("take", self.term, step, *limits, *known))
         prompt_ids, attempts = (map(int, answer[name].split()) for name in ("prompt_ids", "attempts"))
         taken = dict(zip(prompt_ids, attempts, strict=True))
         self._attempts |= taken
@@ -369,7 +370,10 @@ class RedisReplayQueue:
     async def _wait(self, stream: str, timeout_s: float) -> None:
         """Block on a connection of its own until the stream has an entry that no wait has seen, or for `timeout_s`."""
         block_ms = max(1, int(1000 * min(timeout_s, self.client.max_block_s)))
-        if await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms)):
+        found = await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms))
+        if found and stream == self.keys.lease_signals:  # it has one entry, so that is the newest
+            self._seen[stream] = found[0][1][0][0]
+        elif found:
             for entry_id, _ in await guarded(self.client.xrevrange(stream, count=1)):
                 self._seen[stream] = entry_id
 

@@ -82,7 +82,8 @@ local function add_prompts(places)
   call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, before + 1, now_ms() .. ':' .. before + 1)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
-  signal_lease()
+  -- Servers that wait although there were prompts wait for room. More prompts would wake all of them for nothing.
+  if redis.call('ZCARD', PENDING) == #places then signal_lease() end
 end
 
 local function drop_lease(id)

@@ -1,4 +1,4 @@
--- ARGV: term, step, max groups, order, then the ids in the step's manifest that the learner knows.
+-- ARGV: term, step, max groups, order, capacity bytes, then the ids in the step's manifest that the learner knows.
 -- Returns the groups that the manifest holds and the learner does not know, because the answer to an earlier take was
 -- lost. If there are none, moves ready groups into the manifest and returns those. The answer has two texts, the ids and
 -- the attempts, because a text is cheaper to send and to read than a list.
@@ -9,7 +9,7 @@ end
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local manifest, is_known, ids, attempts = redis.call('HGET', MANIFESTS, ARGV[2]), {}, {}, {}
-for i = 5, #ARGV do is_known[ARGV[i]] = true end
+for i = 6, #ARGV do is_known[ARGV[i]] = true end
 for id in string.gmatch(manifest or '', '%d+') do
   local attempt = not is_known[id] and redis.call('SISMEMBER', DELIVERED, id) == 1 and group_meta(id)
   if attempt then ids[#ids + 1], attempts[#attempts + 1] = id, attempt end
@@ -37,6 +37,7 @@ for i, text in ipairs(ask_many('HMGET', META, ids)) do
   attempts[i] = attempt
   sum = sum + num_bytes
 end
+-- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
+if counter('queued_bytes') >= tonumber(ARGV[5]) then signal_lease() end
 count('queued_bytes', -sum)
-signal_lease()
 return groups(ids, attempts)

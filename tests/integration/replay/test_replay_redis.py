@@ -92,6 +92,25 @@ async def test_the_order_of_take_may_change_while_groups_are_queued(queue: Redis
     assert (await queue.stat()).conservation_error == 0
 
 
+async def test_servers_that_wait_for_room_are_not_woken_for_nothing(queue: RedisReplayQueue) -> None:
+    """With a thousand waiting servers, each signal costs a thousand leases."""
+
+    async def newest() -> list[bytes]:
+        return [entry_id for entry_id, _ in await queue.client.xrevrange(queue.keys.lease_signals)]
+
+    await queue.take_term(0)
+    await queue.submit([b"p"] * 6, [0] * 6, "")
+    leases = await queue.lease("s", 6)
+    assert len(leases) == 4, "two are left, and there is no room for them"
+    before = await newest()
+    await queue.submit([b"p"], [0], "")
+    await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in leases])
+    await queue.take(1, 2)
+    assert await newest() == before
+    await queue.publish(1, 1, b"")
+    assert await newest() != before
+
+
 async def test_a_commit_takes_its_groups_out_of_later_manifests(queue: RedisReplayQueue) -> None:
     """A learner may commit a group for an earlier step than it was taken for, when its checkpoint covers it."""
     ids = list((await queue.submit([b"p"] * 4, [0] * 4, "")).prompt_ids)

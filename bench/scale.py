@@ -7,9 +7,10 @@ to the fleet with its gRPC calls, and its look-out for servers that are behind. 
 engines (bench/scale_servers.py). All sizes of the fleet make the same number of groups a second, so that a difference
 in the cost of a group is that of the fleet's size.
 
-Three phases for each size of the fleet, in an order that is reversed in every other round:
+Four phases for each size of the fleet, in an order that is reversed in every other round:
 
-    idle      the run is paused; servers report and look for prompts. Cost of a server, for each second
+    idle      servers report, and do not lease. Cost of a server, for each second
+    waiting   the run is paused, and servers also look for prompts. Cost of looking, for each second
     groups    leases, appends, steps. Cost of a group, without that of the servers
     pushes    versions without bytes, to all servers. Cost of a push, for each server
 
@@ -83,6 +84,7 @@ class Sample:
     """What one size of the fleet cost in one round."""
 
     idle: Costs
+    waiting: Costs
     groups: Costs
     pushes: Costs
     num_groups: int
@@ -160,9 +162,10 @@ class Servers:
         async with asyncio.timeout(START_TIMEOUT_S):
             await asyncio.gather(*(asyncio.to_thread(self._read, process) for process in self.processes))
 
-    async def p99_s(self) -> dict[str, float]:
-        """The slowest process's p99 of each kind of call since the last time."""
-        answers = await asyncio.gather(*(asyncio.to_thread(self._ask, process) for process in self.processes))
+    async def order(self, order: str) -> dict[str, float]:
+        """`lease`: the servers lease prompts; `hold`: they do not. Returns the slowest process's p99 of each kind of
+        call since the last order."""
+        answers = await asyncio.gather(*(asyncio.to_thread(self._ask, process, order) for process in self.processes))
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def end(self) -> None:
@@ -170,9 +173,9 @@ class Servers:
             process.kill()
             process.wait()
 
-    def _ask(self, process: subprocess.Popen[str]) -> dict[str, float]:
+    def _ask(self, process: subprocess.Popen[str], order: str) -> dict[str, float]:
         assert process.stdin is not None
-        process.stdin.write("p99\n")
+        process.stdin.write(order + "\n")
         process.stdin.flush()
         return self._read(process)
 
@@ -297,27 +300,28 @@ class Scale:
             async with learner.running():
                 await learner.publish()
                 await learner.wait_for_servers(num_servers)
-                await servers.p99_s()
-                idle = await self._idle()
+                idle = await self._pause()
+                await servers.order("lease")
+                waiting = await self._pause()
                 await learner.control.resume()
                 await learner.make_steps(GENERATE_S + self.seconds / 2)  # until groups come evenly
-                await servers.p99_s()
+                await servers.order("lease")
                 async with self._submitting() as submitting:
                     before = self.meter.read()
                     num_groups = await learner.make_steps(self.seconds)
                     groups = self.meter.since(before)
-                p99_s = await servers.p99_s() | {"submit": submitting.p99_s}
+                p99_s = await servers.order("hold") | {"submit": submitting.p99_s}
                 await learner.control.pause()
                 before, num_pushes = self.meter.read(), 5
                 for _ in range(num_pushes):
                     await learner.publish()
                 pushes = self.meter.since(before)
                 await learner.wait_for_servers(num_servers)
-            return Sample(idle, groups, pushes, num_groups, num_pushes, pushes.wall_s / num_pushes, p99_s)
+            return Sample(idle, waiting, groups, pushes, num_groups, num_pushes, pushes.wall_s / num_pushes, p99_s)
         finally:
             servers.end()
 
-    async def _idle(self) -> Costs:
+    async def _pause(self) -> Costs:
         before = self.meter.read()
         await asyncio.sleep(self.seconds)
         return self.meter.since(before)
@@ -363,13 +367,15 @@ def judge(samples: dict[str, list[Sample]], sizes: dict[str, int], base: Costs) 
         def of(name: str, unit: str, values: list[float], label: str = label) -> None:
             measured.setdefault(name, {})[label] = Measurement(f"{label}: {name}", unit, values)
 
-        def idle_rate(sample: Sample, part: str) -> float:
-            """CPU seconds a second of the idle fleet, without what there is without servers."""
-            return getattr(sample.idle, part) / sample.idle.wall_s - getattr(base, part) / base.wall_s
+        def rate(costs: Costs, part: str) -> float:
+            return cast("float", getattr(costs, part)) / costs.wall_s
 
         for part, whose in (("redis_s", "Redis"), ("learner_s", "learner")):
             scale = SLOWER if part == "redis_s" else 1  # the learner looks at the fleet at its real interval
-            of(f"{whose}, CPU of a server", "µs/s", [scale * 1e6 * idle_rate(s, part) / num_servers for s in rounds])
+            of(
+                f"{whose}, CPU of a server", "µs/s",
+                [scale * 1e6 * (rate(s.idle, part) - rate(base, part)) / num_servers for s in rounds],
+            )  # fmt: skip
             of(
                 f"{whose}, CPU of a group", "µs",
                 [1e6 * (getattr(s.groups, part) - getattr(s.idle, part) / s.idle.wall_s * s.groups.wall_s)
@@ -380,6 +386,10 @@ def judge(samples: dict[str, list[Sample]], sizes: dict[str, int], base: Costs) 
                 "µs",
                 [1e6 * getattr(s.pushes, part) / s.num_pushes / num_servers for s in rounds],
             )
+        of(
+            "Redis, CPU of a server that waits", "µs/s",
+            [SLOWER * 1e6 * (rate(s.waiting, "redis_s") - rate(s.idle, "redis_s")) / num_servers for s in rounds],
+        )  # fmt: skip
         of("groups", "groups/s", [s.num_groups / s.groups.wall_s for s in rounds])
         of("a push without bytes", "s", [s.push_s for s in rounds])
         for name, call in (("lease", "lease"), ("report", "membership report"), ("submit", "submission (REST)")):

@@ -135,6 +135,7 @@ class Servers:
         self.client = connect(config.redis, max_connections=2 * count + 100)
         self.metrics = RolloutMetrics(CollectorRegistry())
         self.listeners: list[grpc.aio.Server] = []
+        self.may_lease = False
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -161,7 +162,8 @@ class Servers:
         rollout = config.rollout.model_copy(update={"max_concurrent_groups": self.places})
         queue = TimedQueue(self.client, run, config.replay, self.times_s["lease"])
         work = Producer(
-            queue, server_id, maker, rollout, config.replay, self.metrics, belonging.may_lease,  # type: ignore[arg-type]
+            queue, server_id, maker, rollout, config.replay, self.metrics,
+            lambda: self.may_lease and belonging.may_lease(),  # type: ignore[arg-type]
         )  # fmt: skip
         for loop in (
             belonging.report_loop(lambda: work.num_running), work.lease_loop(), work.heartbeat_loop(),
@@ -170,8 +172,10 @@ class Servers:
             tasks.create_task(loop)
 
     async def _answer(self) -> None:
-        """Answer each line of the input with the p99 of the calls since the last one."""
-        while await asyncio.to_thread(sys.stdin.readline):
+        """Answer each line of the input with the p99 of the calls since the last one. `lease` and `hold` also say
+        whether the servers lease prompts."""
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            self.may_lease = line.strip() == "lease"
             answer = {name: _p99(times) for name, times in self.times_s.items()}
             for times in self.times_s.values():
                 times.clear()

@@ -49,6 +49,7 @@ BENCHES = {
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
+    "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
     "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
     "attention_forms": (

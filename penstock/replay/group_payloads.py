@@ -6,7 +6,9 @@ large bytes pass neither through Lua nor through the event loop: they go over `R
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import redis
@@ -73,18 +75,19 @@ class GroupPayloads:
     ) -> list[tuple[Any, ...]]:
         """Set the payloads, then run append.lua. Calls the script by its digest only if Redis knows it for certain:
         otherwise the payloads could be set without being appended."""
-        payloads: dict[str, bytes] = {}
-        arguments: list[Any] = [*limits]
-        group_key = self.keys.group
-        for group in groups:
-            prompt_id, attempt = group.lease.prompt_id, group.lease.attempt
-            payloads[group_key(prompt_id, attempt)] = group.payload
-            arguments += (prompt_id, attempt, len(group.payload), group.min_version)
+        ids = [str(group.lease.prompt_id) for group in groups]
+        attempts = [str(group.lease.attempt) for group in groups]
+        prefix = self.keys.group("")
+        payloads = {
+            f"{prefix}{prompt_id}:{attempt}": group.payload
+            for prompt_id, attempt, group in zip(ids, attempts, groups, strict=True)
+        }
+        sizes, versions = [str(len(group.payload)) for group in groups], [str(group.min_version) for group in groups]
         script = QUEUE.load("append")
         call = ("EVALSHA", script.sha) if by_digest else ("EVAL", script.text)
         return [
-            ("MSET", *(part for pair in payloads.items() for part in pair)),
-            (*call, 1, self.keys.prefix, *arguments),
+            ("MSET", *chain.from_iterable(payloads.items())),
+            (*call, 1, self.keys.prefix, *limits, json.dumps([ids, attempts, sizes, versions])),
         ]
 
 
@@ -125,4 +128,5 @@ def _outcomes(answer: list[Any]) -> list[AppendOutcome]:
     for part in answer:
         if isinstance(part, Exception):
             raise part
-    return [outcome.decode() for outcome in answer[1]]
+    names, counts = answer[1][::2], answer[1][1::2]
+    return [outcome for name, count in zip(names, counts, strict=True) for outcome in [name.decode()] * count]

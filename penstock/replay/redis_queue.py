@@ -284,9 +284,10 @@ class RedisReplayQueue:
 
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
-        answer = await self._call("take", self.term, step, max_groups, self.config.take_order, *known)
-        columns = read_columns(answer)
-        taken: dict[int, int] = dict(zip(columns["prompt_id"], columns["attempt"], strict=True))
+        limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
+        answer = read_record(await self._call("take", self.term, step, *limits, *known))
+        prompt_ids, attempts = (map(int, answer[name].split()) for name in ("prompt_ids", "attempts"))
+        taken = dict(zip(prompt_ids, attempts, strict=True))
         self._attempts |= taken
         known += taken
         return list(taken)
@@ -296,11 +297,11 @@ class RedisReplayQueue:
         await self._wait(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        group_key = self.keys.group
+        attempts, prefix = self._attempts, self.keys.group("")
         keys = {
-            prompt_id: group_key(prompt_id, self._attempts.pop(prompt_id))
+            prompt_id: f"{prefix}{prompt_id}:{attempts.pop(prompt_id)}"
             for prompt_id in prompt_ids
-            if prompt_id in self._attempts
+            if prompt_id in attempts
         }
         payloads = await self.payloads.fetch(keys)
         # A learner before this one took these, or their attempt has changed.
@@ -319,7 +320,7 @@ class RedisReplayQueue:
         return payloads
 
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
-        committed: int = await self._call("commit", self.term, step, oldest_step, *prompt_ids)
+        committed: int = await self._call("commit", self.term, step, oldest_step, " ".join(map(str, prompt_ids)))
         self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
         return committed
 
@@ -369,7 +370,10 @@ class RedisReplayQueue:
     async def _wait(self, stream: str, timeout_s: float) -> None:
         """Block on a connection of its own until the stream has an entry that no wait has seen, or for `timeout_s`."""
         block_ms = max(1, int(1000 * min(timeout_s, self.client.max_block_s)))
-        if await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms)):
+        found = await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms))
+        if found and stream == self.keys.lease_signals:  # it has one entry, so that is the newest
+            self._seen[stream] = found[0][1][0][0]
+        elif found:
             for entry_id, _ in await guarded(self.client.xrevrange(stream, count=1)):
                 self._seen[stream] = entry_id
 

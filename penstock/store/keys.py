@@ -114,7 +114,8 @@ class RunKeys:
     ready = Key()
     """Sorted set of groups that can be taken, by the number of their admission."""
     fresh = Key()
-    """Sorted set of the same groups, by their oldest policy version."""
+    """Sorted set of the same groups, by their oldest policy version. It may lack groups that were appended while groups
+    were not taken by version; scripts that read it complete it."""
     delivered = Key()
     """Set of groups that were taken and are not committed."""
     manifests = Key()

@@ -2,6 +2,8 @@
 
 A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the preludes
 (`prelude*.lua`) of its own folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
+Functions of the preludes that the script does not use, and comments, are left out: Redis makes every function anew in
+each call, and reads the whole text whenever it is sent.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
 `{columns, values}`, which `read_rows` and `read_columns` read.
@@ -10,6 +12,7 @@ Scripts answer with names, not positions: a record as `{name, value, ...}`, whic
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,9 +57,9 @@ SESSIONS = ScriptFolder("penstock.sessions")
 @cache
 def _load(package: str, name: str) -> Script:
     preludes = dict.fromkeys((STORE.package, package))
-    texts = [text for folder in preludes for text in _prelude_texts(folder)]
+    prelude = "".join(text for folder in preludes for text in _prelude_texts(folder))
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
-    body = "".join((*texts, own))
+    body = _without_unused(_without_comments(prelude), _without_comments(own))
     text = lua_names(body) + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
@@ -64,6 +67,25 @@ def _load(package: str, name: str) -> Script:
 def _prelude_texts(package: str) -> list[str]:
     entries = [entry for entry in (resources.files(package) / "lua").iterdir() if entry.name.startswith("prelude")]
     return [entry.read_text() for entry in sorted(entries, key=lambda entry: entry.name)]
+
+
+_FUNCTION = re.compile(r"^local function (\w+)\(.*?^end\n", re.MULTILINE | re.DOTALL)
+"""A function of a prelude. It begins and ends in the first column; nothing within it does."""
+
+
+def _without_comments(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not re.match(r"\s*(--|$)", line))
+
+
+def _without_unused(prelude: str, own: str) -> str:
+    """Both texts, without the functions of the prelude that nothing after them names. Lua's local functions are used
+    only after they were defined, so one pass from the end finds them all."""
+    body, end = own, len(prelude)
+    for function in reversed(list(_FUNCTION.finditer(prelude))):
+        body, end = prelude[function.end() : end] + body, function.start()
+        if re.search(rf"\b{function[1]}\b", body):
+            body = function[0] + body
+    return prelude[:end] + body
 
 
 def read_record(answer: Sequence[Any]) -> dict[str, Any]:

@@ -43,6 +43,26 @@ def test_scripts_take_every_key_from_the_list(folder: ScriptFolder, name: str) -
     assert {key for key in commands if key.isupper()} <= defined
 
 
+@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=str)
+def test_a_script_has_the_functions_that_it_uses(folder: ScriptFolder, name: str) -> None:
+    preludes = "".join(
+        entry.read_text()
+        for package in {STORE.package, folder.package}
+        for entry in (resources.files(package) / "lua").iterdir()
+        if entry.name.startswith("prelude")
+    )
+    text = folder.load(name).text
+    assert not re.search(r"^\s*--", text, re.MULTILINE)
+    for function in re.findall(r"^local function (\w+)", preludes, re.MULTILINE):
+        first = re.search(rf"(local function )?\b{function}\(", text)
+        assert first is None or first[1], f"{function} is used before it is defined"
+
+
+def test_a_script_has_no_functions_that_it_does_not_use() -> None:
+    functions = re.findall(r"^local function (\w+)", QUEUE.load("heartbeat").text, re.MULTILINE)
+    assert functions == ["now_ms", "run_when_full"]
+
+
 @pytest.mark.parametrize("path", ["deploy/redis/users.acl", "helm/penstock/files/users.acl"])
 def test_the_users_may_touch_these_keys_and_no_others(path: str) -> None:
     patterns = {

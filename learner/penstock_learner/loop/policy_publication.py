@@ -290,9 +290,8 @@ class PolicyPublication:
 
         A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
         loaded the version."""
-        for server in servers:
-            if server.state == "READY":
-                await self.fleet.set_state(server.server_id, "LOADING", self.term)
+        ready = [server.server_id for server in servers if server.state == "READY"]
+        await self.fleet.set_states(ready, "LOADING", self.term)
         targets = [
             PushTarget(
                 server.server_id, server.address, server.devices, server.host_id, server.transports, server.nccl_version
@@ -303,13 +302,13 @@ class PolicyPublication:
             lane, "push", policy_version, targets, transport, base_version, lane,
             timeout_s=self._push_timeout_s(len(targets)),
         )  # fmt: skip
+        state: ServerState = "READY" if policy_version == self._newest else "STALE"
+        await self.fleet.set_states(report.committed, state, self.term)
         for server_id in report.committed:
-            state: ServerState = "READY" if policy_version == self._newest else "STALE"
-            await self.fleet.set_state(server_id, state, self.term)
             self._failures.pop(server_id, None)
+        await self.fleet.set_states(list(report.failed), "EVICTED", self.term)
         for server_id, reason in report.failed.items():
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
-            await self.fleet.set_state(server_id, "EVICTED", self.term)
             failures = self._failures.get(server_id, (0, 0.0))[0] + 1
             backoff_s = min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
             self._failures[server_id] = (failures, time.monotonic() + backoff_s)

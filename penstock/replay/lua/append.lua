@@ -1,21 +1,34 @@
--- Runs in one transaction after the MSET of the payloads. ARGV: capacity bytes, order of take, then id, attempt,
--- payload bytes and min version of each group. Returns one outcome for each group. Every path that writes begins with a
+-- Runs in one transaction after the MSET of the payloads. ARGV: capacity bytes, order of take, then as JSON the columns of
+-- the groups: ids, attempts, payload bytes and min versions, all as text. Returns the outcomes in the order of the
+-- groups, as a list of names, each followed by how many groups in a row have it. Every path that writes begins with a
 -- delete, so it runs when Redis is out of memory: see run_when_full.
-local capacity, order, num_groups = tonumber(ARGV[1]), ARGV[2], (#ARGV - 2) / 4
-local ids = {}
-for i = 1, num_groups do ids[i] = ARGV[4 * i - 1] end
-local metas, attempts, in_queue = ask_many('HMGET', META, ids), ask_many('HMGET', ATTEMPTS, ids), counter('queued_bytes')
+local capacity, order, in_queue = tonumber(ARGV[1]), ARGV[2], counter('queued_bytes')
+local ids, attempts, sizes, versions = unpack(cjson.decode(ARGV[3]))
 
--- Accepted groups are stored together at the end. Until then these hold their ids and their positions in ARGV.
+-- The admission of each prompt that is in flight. Such a prompt exists and has no queued group, so nothing else is asked
+-- about it. For the others, `metas` has the entry of the queued group, and `has_attempts` whether the prompt was leased.
+local numbers, metas, has_attempts
+local function look_up()
+  numbers, metas, has_attempts = ask_many('ZMSCORE', OPEN, ids), {}, {}
+  local others = {}
+  for i, id in ipairs(ids) do
+    if not numbers[i] then others[#others + 1] = id end
+  end
+  if #others == 0 then return end
+  local found, leased = ask_many('HMGET', META, others), ask_many('HMGET', ATTEMPTS, others)
+  for i, id in ipairs(others) do metas[id], has_attempts[id] = found[i], leased[i] end
+end
+look_up()
+
+-- Accepted groups are stored together at the end. Until then these hold their ids and their positions.
 local accepted, places, accepted_attempt = {}, {}, {}
 
 -- An accepted group whose prompt is pending without an admission: Redis lost its tail, and with it that the prompt was
 -- leased. The prompts before it in line had been leased before it, so they are admitted first, and keep their order.
 local MAX_READMITTED = 1024
 local function restore_admissions()
-  local numbers = ask_many('ZMSCORE', OPEN, accepted)
   for i, id in ipairs(accepted) do
-    local place = not numbers[i] and redis.call('ZSCORE', PENDING, id)
+    local place = not numbers[places[i]] and redis.call('ZSCORE', PENDING, id)
     if place and not redis.call('ZSCORE', OPEN, id) then
       local priority = redis.call('HGET', PRIORITIES, id)
       local line = redis.call('ZRANGEBYSCORE', PENDING, '-inf', '(' .. place, 'LIMIT', 0, MAX_READMITTED)
@@ -32,7 +45,22 @@ local function restore_admissions()
   end
 end
 
--- release_admission for all accepted groups. Returns the numbers of their admissions.
+-- The numbers of the admissions of all accepted groups; false for a prompt that has none.
+local function admission_numbers()
+  local known, is_complete = {}, true
+  for i, place in ipairs(places) do
+    known[i] = numbers[place]
+    is_complete = is_complete and known[i]
+  end
+  if is_complete then return known end
+  if order == 'admission' then
+    run_when_full()
+    restore_admissions()
+  end
+  return ask_many('ZMSCORE', OPEN, accepted)
+end
+
+-- release_admission for all accepted groups.
 local function release_admissions()
   call_many('HDEL', OWNERS, accepted)
   local num_in_flight = call_many('ZREM', LEASES, accepted)
@@ -41,34 +69,30 @@ local function release_admissions()
     call_many('ZREM', PENDING, accepted)
     if num_in_flight < #accepted then count('admitted', #accepted - num_in_flight) end
   end
-  local numbers = ask_many('ZMSCORE', OPEN, accepted)
   call_many('ZREM', OPEN, accepted)
-  return numbers
 end
 
 local function store_accepted()
   if #accepted == 0 then return end
-  if order == 'admission' then
-    run_when_full()
-    restore_admissions()
-  end
+  local admissions = admission_numbers()
   local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
-  local numbers, metas_stored, ready, fresh, appended, sum = release_admissions(), {}, {}, {}, {}, 0
+  local metas_stored, ready, fresh, appended, sum = {}, {}, {}, {}, 0
+  release_admissions()
   record_successes(owners)
   drop_all_saved(accepted)
   local now = now_ms()
   for i, id in ipairs(accepted) do
-    local place, number = places[i], numbers[i] or next_admission()
-    local attempt, num_bytes, min_version = ARGV[place + 1], ARGV[place + 2], ARGV[place + 3]
-    metas_stored[2 * i - 1], metas_stored[2 * i] = id, write_meta(attempt, num_bytes, number, min_version, now)
+    local place, number = places[i], admissions[i] or next_admission()
+    metas_stored[2 * i - 1] = id
+    metas_stored[2 * i] = write_meta(attempts[place], sizes[place], number, versions[place], now)
     ready[2 * i - 1], ready[2 * i] = number, id
-    fresh[2 * i - 1], fresh[2 * i] = min_version, id
-    appended[i] = id .. ':' .. attempt
-    sum = sum + num_bytes
+    fresh[2 * i - 1], fresh[2 * i] = versions[place], id
+    appended[i] = id .. ':' .. attempts[place]
+    sum = sum + sizes[place]
   end
   call_many('HSET', META, metas_stored)
   call_many('ZADD', READY, ready)
-  call_many('ZADD', FRESH, fresh)
+  if order == 'freshest' then call_many('ZADD', FRESH, fresh) end
   count('queued_bytes', sum)
   count('inserted', #accepted)
   record_result('queued', table.concat(appended, ' '), '')
@@ -79,31 +103,42 @@ end
 -- nothing could be taken, and the queue would stay full.
 local function is_waited_for(id)
   if order ~= 'admission' then return false end
-  store_accepted()
+  if #accepted > 0 then
+    store_accepted()
+    look_up()
+  end
   if redis.call('ZRANGE', OPEN, 0, 0)[1] ~= id then return false end
   return tonumber(redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')[2]) > tonumber(redis.call('ZSCORE', OPEN, id))
 end
 
-local function append(i, place)
-  local id, attempt, bytes = ARGV[place], ARGV[place + 1], tonumber(ARGV[place + 2])
-  local function refuse(outcome)
-    redis.call('UNLINK', group_key(id, attempt))
-    return outcome
-  end
-  local queued_attempt = accepted_attempt[id] or (metas[i] and read_meta(metas[i]))
+local function refuse(i, outcome)
+  redis.call('UNLINK', group_key(ids[i], attempts[i]))
+  return outcome
+end
+
+local function append(i)
+  local id, attempt, bytes = ids[i], attempts[i], tonumber(sizes[i])
+  local queued_attempt = accepted_attempt[id] or (metas[id] and read_meta(metas[id]))
   if queued_attempt == attempt then return 'duplicate' end
-  if queued_attempt then return refuse('duplicate') end
+  if queued_attempt then return refuse(i, 'duplicate') end
   -- A prompt that has attempts exists. Redis may have lost the attempts of one that has none.
-  if not attempts[i] and redis.call('HEXISTS', PROMPTS, id) == 0 then
-    return refuse(redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
+  if not numbers[i] and not has_attempts[id] and redis.call('HEXISTS', PROMPTS, id) == 0 then
+    return refuse(i, redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
   end
-  if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse('full') end
-  accepted[#accepted + 1], places[#places + 1], accepted_attempt[id] = id, place, attempt
+  if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse(i, 'full') end
+  accepted[#accepted + 1], places[#places + 1], accepted_attempt[id] = id, i, attempt
   in_queue = in_queue + bytes
   return 'accepted'
 end
 
 local outcomes = {}
-for i = 1, num_groups do outcomes[i] = append(i, 4 * i - 1) end
+for i = 1, #ids do
+  local outcome, last = append(i), #outcomes
+  if outcomes[last - 1] == outcome then
+    outcomes[last] = outcomes[last] + 1
+  else
+    outcomes[last + 1], outcomes[last + 2] = outcome, 1
+  end
+end
 store_accepted()
 return outcomes

@@ -1,11 +1,11 @@
--- ARGV: term, step, step of the oldest checkpoint, prompt ids. Acknowledges and deletes the groups that a durable
+-- ARGV: term, step, step of the oldest checkpoint, a text with the prompt ids. Acknowledges and deletes the groups that a durable
 -- checkpoint covers, and keeps their prompts for go_back. Returns how many prompts were still there.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local ids, is_covered = {}, {}
-for i = 4, #ARGV do
-  if not is_covered[ARGV[i]] then ids[#ids + 1] = ARGV[i] end
-  is_covered[ARGV[i]] = true
+for id in string.gmatch(ARGV[4], '%d+') do
+  if not is_covered[id] then ids[#ids + 1] = id end
+  is_covered[id] = true
 end
 
 -- Keeps committed prompts under the step of their commit. A run that was begun without kept prompts can only go back to
@@ -40,7 +40,7 @@ end
 local queued_ids, payload_keys, found, texts, bytes = {}, {}, {}, ask_many('HMGET', META, ids), {}
 for i, id in ipairs(ids) do
   if texts[i] then
-    local attempt, num_bytes = read_meta(texts[i])
+    local attempt, num_bytes = read_meta_start(texts[i])
     bytes[id] = num_bytes
     queued_ids[#queued_ids + 1], found[#found + 1] = id, id
     payload_keys[#payload_keys + 1] = group_key(id, attempt)
@@ -55,7 +55,7 @@ if call_many('SREM', DELIVERED, queued_ids) < #queued_ids then
       count('queued_bytes', -bytes[id])
     end
   end
-  call_many('ZREM', FRESH, queued_ids)
+  leave_fresh(queued_ids)
 end
 call_many('HDEL', META, queued_ids)
 for first = 1, #payload_keys, 1000 do
@@ -88,17 +88,30 @@ for first = 1, #words, 300 do
 end
 
 -- Groups that a manifest of these steps still holds were neither trained nor dropped: the answer to a take was lost, or
--- Redis lost its tail. They become ready again. A manifest of a later step keeps the groups that are not covered.
+-- Redis lost its tail. They become ready again. A manifest of a later step keeps the groups that are not covered; it is
+-- searched only if the closed ones do not hold all that are.
+local num_closed, later = 0, {}
 for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
-  local is_closed = tonumber(step) <= tonumber(ARGV[2])
-  for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
-    if is_covered[id] then
-      if not is_closed then leave_manifest(id) end
-    elseif is_closed and redis.call('SREM', DELIVERED, id) == 1 then
-      make_ready(id)
+  if tonumber(step) <= tonumber(ARGV[2]) then
+    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+      if is_covered[id] then
+        if is_covered[id] ~= 'closed' then num_closed = num_closed + 1 end
+        is_covered[id] = 'closed'
+      elseif redis.call('SREM', DELIVERED, id) == 1 then
+        make_ready(id)
+      end
+    end
+    redis.call('HDEL', MANIFESTS, step)
+  else
+    later[#later + 1] = step
+  end
+end
+if num_closed < #ids then
+  for _, step in ipairs(later) do
+    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+      if is_covered[id] then leave_manifest(id) end
     end
   end
-  if is_closed then redis.call('HDEL', MANIFESTS, step) end
 end
 redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
 drop_kept_prompts(tonumber(ARGV[3]))

@@ -1,4 +1,4 @@
--- ARGV: selection, maximum number of ready groups to list (-1: all), 1 to list delivered groups first. Changes nothing.
+-- ARGV: selection, maximum number of ready groups to list (-1: all), 1 to list delivered groups first. Moves nothing.
 -- Returns prompt ids: delivered groups in the order of their batches, then ready groups in the order of take.
 local ids, last = {}, tonumber(ARGV[2])
 if last > 0 then last = last - 1 end
@@ -18,6 +18,7 @@ if ARGV[3] == '1' then
 end
 local ready
 if ARGV[1] == 'freshest' then
+  complete_fresh()
   ready = redis.call('ZREVRANGE', FRESH, 0, last)
 else
   ready = redis.call('ZRANGE', READY, 0, last)

@@ -40,14 +40,22 @@ local skipped = failures and failures.prompts or {}
 local MAX_SKIPPED = 1024
 local newest, durable_id = counter('next_prompt_id'), newest_durable_id(now, tonumber(ARGV[8]))
 
+-- Leases the prompts in few commands: each costs time and an entry in the append-only file.
 local leased = {}
-local function grant(id, leases)
-  local attempt = redis.call('HINCRBY', ATTEMPTS, id, 1)
-  redis.call('ZADD', leases, expiry, id)
-  redis.call('HSET', OWNERS, id, server .. '/' .. attempt)
-  table.insert(leased, tonumber(id))
-  table.insert(leased, attempt)
-  table.insert(leased, redis.call('HGET', PROMPTS, id))
+local function grant(ids, leases)
+  if #ids == 0 then return end
+  local attempts, payloads = ask_many('HMGET', ATTEMPTS, ids), ask_many('HMGET', PROMPTS, ids)
+  local counted, expiries, owners = {}, {}, {}
+  for i, id in ipairs(ids) do
+    local attempt, last = (attempts[i] or 0) + 1, #leased
+    counted[2 * i - 1], counted[2 * i] = id, attempt
+    expiries[2 * i - 1], expiries[2 * i] = expiry, id
+    owners[2 * i - 1], owners[2 * i] = id, server .. '/' .. attempt
+    leased[last + 1], leased[last + 2], leased[last + 3] = tonumber(id), attempt, payloads[i]
+  end
+  call_many('HSET', ATTEMPTS, counted)
+  call_many('ZADD', leases, expiries)
+  call_many('HSET', OWNERS, owners)
 end
 
 -- A held-out prompt whose evaluation is pinned to a version is leased only to a server that has reported this version.
@@ -64,36 +72,45 @@ end
 
 local function lease_evaluations(most)
   if quarantine or most <= 0 then return end
-  local looked_at = most + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0)
+  local looked_at, chosen = most + ((has_pins or failures) and MAX_PINNED_SKIPPED or 0), {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', EVAL_PENDING, '-inf', durable_id, 'LIMIT', 0, looked_at)) do
-    if most > 0 and may_answer(id) and not skipped[id] then
-      redis.call('ZREM', EVAL_PENDING, id)
-      grant(id, EVAL_LEASES)
-      most, wanted = most - 1, wanted - 1
-    end
+    if #chosen < most and may_answer(id) and not skipped[id] then chosen[#chosen + 1] = id end
   end
+  call_many('ZREM', EVAL_PENDING, chosen)
+  grant(chosen, EVAL_LEASES)
+  wanted = wanted - #chosen
+end
+
+local function admit(ids)
+  if #ids == 0 then return end
+  count('admitted', #ids)
+  local before, numbers = redis.call('HINCRBY', COUNTERS, 'admission', #ids) - #ids, {}
+  for i, id in ipairs(ids) do numbers[2 * i - 1], numbers[2 * i] = before + i, id end
+  call_many('ZADD', OPEN, numbers)
 end
 
 local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local function lease_prompts()
+  if wanted <= 0 or is_pinned then return end
   local room = limit - (counter('trained') + queued() + in_flight())
   if counter('queued_bytes') >= tonumber(ARGV[6]) then room = 0 end
   local window = wanted + math.min(newest - durable_id, MAX_SKIPPED) + (failures and MAX_SKIPPED or 0)
-  for _, id in ipairs(wanted > 0 and not is_pinned and redis.call('ZRANGE', PENDING, 0, window - 1) or {}) do
-    if wanted == 0 then break end
+  local has_returned, chosen, admitted = redis.call('SCARD', RETURNED) > 0, {}, {}
+  for _, id in ipairs(redis.call('ZRANGE', PENDING, 0, window - 1)) do
+    if #chosen == wanted then break end
     if tonumber(id) <= durable_id and not skipped[id] then
       -- A returned prompt counts in in_flight already, so it needs no room.
-      if redis.call('SREM', RETURNED, id) == 0 then
-        if room <= 0 then break end
-        room = room - 1
-        count('admitted', 1)
-        redis.call('ZADD', OPEN, next_admission(), id)
+      if not has_returned or redis.call('SREM', RETURNED, id) == 0 then
+        if #admitted >= room then break end
+        admitted[#admitted + 1] = id
       end
-      redis.call('ZREM', PENDING, id)
-      grant(id, LEASES)
-      wanted = wanted - 1
+      chosen[#chosen + 1] = id
     end
   end
+  admit(admitted)
+  call_many('ZREM', PENDING, chosen)
+  grant(chosen, LEASES)
+  wanted = wanted - #chosen
 end
 
 -- Held-out prompts and training prompts share the places, so that training goes on during a validation: held-out

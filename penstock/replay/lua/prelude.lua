@@ -82,7 +82,8 @@ local function add_prompts(places)
   call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, before + 1, now_ms() .. ':' .. before + 1)
   if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
-  signal_lease()
+  -- Servers that wait although there were prompts wait for room. More prompts would wake all of them for nothing.
+  if redis.call('ZCARD', PENDING) == #places then signal_lease() end
 end
 
 local function drop_lease(id)
@@ -100,10 +101,31 @@ local function read_meta(text)
   return string.match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(%d*)$')
 end
 
--- The same for the group of a prompt; nil if it has no queued group.
+-- Returns attempt and num_bytes only, in half the time.
+local function read_meta_start(text)
+  return string.match(text, '^(%d+) (%d+)')
+end
+
+-- read_meta for the group of a prompt; nil if it has no queued group.
 local function group_meta(id)
   local text = redis.call('HGET', META, id)
   if text then return read_meta(text) end
+end
+
+-- `fresh` holds the ready groups by version. append writes it only if groups are taken by version, because it costs as
+-- much as all else that is written of a group. If the order was changed since, it is completed here.
+local function complete_fresh()
+  if redis.call('ZCARD', FRESH) == redis.call('ZCARD', READY) then return end
+  local ids, versions = redis.call('ZRANGE', READY, 0, -1), {}
+  for i, text in ipairs(ask_many('HMGET', META, ids)) do
+    local _, _, _, min_version = read_meta(text)
+    versions[2 * i - 1], versions[2 * i] = min_version, ids[i]
+  end
+  call_many('ZADD', FRESH, versions)
+end
+
+local function leave_fresh(ids)
+  if redis.call('EXISTS', FRESH) == 1 then call_many('ZREM', FRESH, ids) end
 end
 
 -- Makes a delivered group ready again.

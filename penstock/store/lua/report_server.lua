@@ -1,4 +1,6 @@
--- ARGV: server, its record. Stores the record and returns the server's state, or false once it has none.
+-- ARGV: server, its record (a JSON object). Stores the record with the time of this heartbeat, and returns the server's
+-- state, or false once it has none.
 run_when_full()
-redis.call('HSET', SERVERS, ARGV[1], ARGV[2])
+local heartbeat = string.format(', "heartbeat_ms": %.0f}', now_ms())
+redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat)
 return redis.call('HGET', SERVER_STATES, ARGV[1])

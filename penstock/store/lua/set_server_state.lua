@@ -1,10 +1,15 @@
--- ARGV: server, state, the publisher's term (empty: the server moves itself). A publisher moves no server that has
--- left. Returns 1 if the state is set.
-if ARGV[3] ~= '' then
-  local fenced = check_term(ARGV[3])
+-- ARGV: state, the publisher's term (empty: the server moves itself), servers. A publisher moves no server that has
+-- left. Returns how many servers have the state now.
+if ARGV[2] ~= '' then
+  local fenced = check_term(ARGV[2])
   if fenced then return fenced end
-  if redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 end
 run_when_full()
-redis.call('HSET', SERVER_STATES, ARGV[1], ARGV[2])
-return 1
+local num_set = 0
+for i = 3, #ARGV do
+  if ARGV[2] == '' or redis.call('HEXISTS', SERVERS, ARGV[i]) == 1 then
+    redis.call('HSET', SERVER_STATES, ARGV[i], ARGV[1])
+    num_set = num_set + 1
+  end
+end
+return num_set

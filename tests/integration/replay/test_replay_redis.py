@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import Fenced
 from penstock.replay import group_payloads
 from penstock.replay.contract import FinishedGroup
+from penstock.replay.inspection import QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.scripts import QUEUE, ScriptFolder
 
@@ -68,6 +69,58 @@ async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, e
     kept = {key.decode().removeprefix(queue.keys.prefix) for key in await queue.client.keys(f"{queue.keys.prefix}*")}
     assert not {name for name in kept if name.startswith("group:")}
     assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}
+
+
+async def test_the_order_of_take_may_change_while_groups_are_queued(queue: RedisReplayQueue) -> None:
+    """Groups that were appended while they were taken by admission have no entry in `fresh` yet."""
+    fifo = queue.config.model_copy(update={"max_staleness": 100, "stale_policy": "correct", "selection": "fifo"})
+    queue.config = fifo
+    ids = list((await queue.submit([b"p"] * 8, [0] * 8, "")).prompt_ids)
+    leases = await queue.lease("s", 8)
+    await queue.append_many([FinishedGroup(lease, b"g", min_version=4 - i) for i, lease in enumerate(leases[:4])])
+    await queue.take_term(0)
+    assert await queue.client.exists(queue.keys.fresh) == 0
+    queue.config = fifo.model_copy(update={"selection": "freshest"})
+    assert await QueueInspector(queue.client, "test").queued_ids("freshest", 10) == ids[:4]
+    await queue.append_many([FinishedGroup(lease, b"g", min_version=5 + i) for i, lease in enumerate(leases[4:])])
+    assert await queue.take(1, 3) == [ids[7], ids[6], ids[5]]
+    queue.config = fifo
+    assert await queue.take(2, 2) == ids[:2]
+    queue.config = fifo.model_copy(update={"selection": "freshest"})
+    assert await queue.take(3, 9) == [ids[4], ids[2], ids[3]]
+    assert await queue.client.exists(queue.keys.ready, queue.keys.fresh) == 0
+    assert (await queue.stat()).conservation_error == 0
+
+
+async def test_servers_that_wait_for_room_are_not_woken_for_nothing(queue: RedisReplayQueue) -> None:
+    """With a thousand waiting servers, each signal costs a thousand leases."""
+
+    async def newest() -> list[bytes]:
+        return [entry_id for entry_id, _ in await queue.client.xrevrange(queue.keys.lease_signals)]
+
+    await queue.take_term(0)
+    await queue.submit([b"p"] * 6, [0] * 6, "")
+    leases = await queue.lease("s", 6)
+    assert len(leases) == 4, "two are left, and there is no room for them"
+    before = await newest()
+    await queue.submit([b"p"], [0], "")
+    await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in leases])
+    await queue.take(1, 2)
+    assert await newest() == before
+    await queue.publish(1, 1, b"")
+    assert await newest() != before
+
+
+async def test_a_commit_takes_its_groups_out_of_later_manifests(queue: RedisReplayQueue) -> None:
+    """A learner may commit a group for an earlier step than it was taken for, when its checkpoint covers it."""
+    ids = list((await queue.submit([b"p"] * 4, [0] * 4, "")).prompt_ids)
+    await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in await queue.lease("s", 4)])
+    await queue.take_term(0)
+    assert (await queue.take(1, 2), await queue.take(2, 2)) == (ids[:2], ids[2:])
+    assert await queue.commit(1, [ids[0], ids[2]]) == 2
+    stat = await queue.stat()
+    assert (stat.trained, stat.queued, stat.delivered, stat.conservation_error) == (2, 2, 1, 0)
+    assert await queue.restore(1) == {2: [ids[3]]}
 
 
 async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(queue: RedisReplayQueue) -> None:

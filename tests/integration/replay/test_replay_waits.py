@@ -31,7 +31,7 @@ async def drained(wait: Callable[[float], Awaitable[None]]) -> None:
 
 
 async def test_new_prompts_room_and_returned_prompts_end_the_wait_for_prompts(make_queue: MakeQueue) -> None:
-    queue, server = make_queue(), make_queue()
+    queue, server = make_queue(capacity_bytes=2**20), make_queue(capacity_bytes=2**20)
     await queue.take_term(0)
     await ends(server.wait_for_prompts, lambda: submit(queue, 6))
     leases = await server.lease("s", 8)
@@ -39,7 +39,8 @@ async def test_new_prompts_room_and_returned_prompts_end_the_wait_for_prompts(ma
     await drained(server.wait_for_prompts)
     await ends(server.wait_for_prompts, lambda: queue.give_back("s", leases[3]))
     await ends(server.wait_for_prompts, lambda: queue.create_evaluation("e", [b"q"]))
-    await finish(queue, leases[:2])
+    for lease in leases[:2]:
+        assert await queue.append(lease, bytes(2**19), 0) == "accepted"  # the queue is full until one is taken
     await ends(server.wait_for_prompts, lambda: queue.take(1, 2))
     await ends(server.wait_for_prompts, lambda: queue.publish(1, 1, b""))
 

@@ -42,6 +42,21 @@ async def test_a_learner_does_not_bring_back_a_server_that_has_left(
     assert await redis_client.hgetall("penstock:{test}:server_states") == {}
 
 
+async def test_many_servers_move_in_one_call_and_those_that_left_do_not(
+    redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    fleet, term = Fleet(redis_client, "test"), await queue.take_term(0)
+    for name in ("a", "b", "c"):
+        await fleet.join(ServerRecord(name, "127.0.0.1:1", "torch"))
+    await fleet.leave("b")
+    await fleet.set_states(["a", "b", "c"], "READY", term)
+    await fleet.set_states([], "EVICTED", term)
+    assert [(server.server_id, server.state) for server in await fleet.servers()] == [("a", "READY"), ("c", "READY")]
+    assert all(server.heartbeat_age_ms < 60_000 for server in await fleet.servers())
+    with pytest.raises(Fenced):
+        await fleet.set_states(["a", "c"], "EVICTED", term - 1)
+
+
 async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_back(
     redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:

@@ -46,6 +46,9 @@ BENCHES = {
     "loop_gpu": (
         "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
     ),
+    "whole_run": (
+        "Whole runs", "bench/gpu/whole_run.py", "GRPO on one GPU, compared with TRL's GRPOTrainer with vLLM",
+    ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
@@ -62,7 +65,7 @@ BENCHES = {
     ),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
-FIGURES = {"learner_ranks": "", "loop_gpu": "", "sglang_gpu": "", "weights_gpu": ("host: ", "ranks: ")}
+FIGURES = {"learner_ranks": "", "loop_gpu": "", "sglang_gpu": "", "whole_run": "", "weights_gpu": ("host: ", "ranks: ")}
 """Figures without a goal that are shown too, by file and the beginnings of their names."""
 
 

@@ -87,3 +87,10 @@ def test_variants_are_valid_configurations_that_differ_as_their_names_say(bench:
     assert [config.replay.max_staleness for config in configs] == [0, 4, 4]
     assert [config.learner.algorithm.correction.mode for config in configs] == ["decoupled", "decoupled", "none"]
     assert all(config.seed == 3 and config.learner.needed_roles.keys() == {"policy"} for config in configs)
+
+
+def test_runs_with_other_settings_are_not_compared(bench: ModuleType) -> None:
+    long, short = row(0, 1, 1, [(0, 0.4), (10, 0.95)]), row(0, 1, 1, [(0, 0.4), (10, 0.95)])
+    short["variant"]["num_steps"] = 5
+    other = row(4, 2, 1, [(0, 0.4), (10, 0.95)], is_corrected=False)
+    assert bench.comparable([short, other], long) == [other, long]

@@ -10,7 +10,7 @@ as long. All variants of a seed run after one another, in reverse order for ever
 weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The
 time to 0.9 is interpolated between two scores.
 
-A run takes 60 to 90 s on two quiet cores, all nine of a seed about 10 minutes. Every finished run is kept in
+A run takes 75 to 105 s on two quiet cores, all nine of a seed about 12 minutes. Every finished run is kept in
 results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew.
 """
 

@@ -6,7 +6,7 @@ BENCHES := codec replay weights checkpoints loading rollout gateway agents metri
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-again test-forking lint lint-types lint-style unit integration bench chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-again test-forking lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -64,6 +64,9 @@ proto: setup-dev  ## regenerate penstock/v1 from proto/
 	$(VENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/penstock/v1/*.proto
 
 bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or one: bench-codec)
+
+bench-async: setup-dev  ## asynchronous against synchronous training (24 minutes; ARGS="--seeds 1 --staleness 0,2")
+	$(VENV)/bin/python bench/async_sync.py $(ARGS)
 
 bench-%: setup-dev
 	$(VENV)/bin/python bench/$*.py

@@ -47,6 +47,15 @@ BENCHES = {
     "loop_gpu": (
         "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
     ),
+    "whole_run": (
+        "Whole runs", "bench/gpu/whole_run.py", "GRPO on one GPU, compared with TRL's GRPOTrainer with vLLM",
+    ),
+    "async_sync": (
+        "Asynchronous training",
+        "make bench-async",
+        "time to a held-out score of the demo's task, compared with synchronous training, with one core for the engine "
+        "and one for the learner",
+    ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
@@ -64,7 +73,14 @@ BENCHES = {
     ),
 }  # fmt: skip
 """Title, command and subject of each file of results."""
-FIGURES = {"learner_ranks": "", "loop_gpu": "", "sglang_gpu": "", "weights_gpu": ("host: ", "ranks: ")}
+FIGURES = {
+    "async_sync": "",
+    "learner_ranks": "",
+    "loop_gpu": "",
+    "sglang_gpu": "",
+    "whole_run": "",
+    "weights_gpu": ("host: ", "ranks: "),
+}
 """Figures without a goal that are shown too, by file and the beginnings of their names."""
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from gpu_use import gpu_use
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -191,7 +191,7 @@ class LoopRun:
                 self.samples.counters[component] = _scrape(port)
             except (OSError, ValueError, KeyError, httpx.HTTPError):
                 continue
-        if self.lineage.trained and (used := _gpu_use()) is not None:
+        if self.lineage.trained and (used := gpu_use()) is not None:
             self.samples.gpu_percent.append(used[0])
             self.samples.gpu_used_mb.append(used[1])
 
@@ -264,17 +264,3 @@ def _scrape(port: int) -> dict[str, float]:
 def _mean(values: dict[str, float], name: str, phase: str) -> float:
     count = values.get(f"{name}_count {phase}", 0.0)
     return values.get(f"{name}_sum {phase}", 0.0) / count if count else 0.0
-
-
-def _gpu_use() -> tuple[float, float] | None:
-    """Percent of the time in which the GPU was busy, and MB of its memory in use."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        percent, used = (float(part) for part in text.splitlines()[0].split(","))
-    except (subprocess.SubprocessError, ValueError, IndexError):
-        return None
-    return percent, used

@@ -21,7 +21,7 @@ from weights_results import Results
 from harness import RESULTS, Bar, Measurement, report
 
 STARTED_AT = "PENSTOCK_BENCH_STARTED"
-_WRITE_TO = "PENSTOCK_BENCH_WRITE"
+WRITE_TO = "PENSTOCK_BENCH_WRITE"
 
 
 def run_parts(
@@ -29,11 +29,11 @@ def run_parts(
 ) -> bool:
     """Start this program again for each part, which calls `run` there. Returns whether every bar is met."""
     os.environ.setdefault(STARTED_AT, str(time.time()))
-    if _WRITE_TO in os.environ:
-        part, _, _ = os.environ[_WRITE_TO].partition("=")
+    if WRITE_TO in os.environ:
+        part, _, _ = os.environ[WRITE_TO].partition("=")
         save(run(part))
         return True
-    merged = _earlier_results(name, parts)
+    merged = earlier_results(name, parts)
     met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for part in parts:
@@ -46,13 +46,13 @@ def run_parts(
 
 def save(results: Results) -> None:
     """Save the results so far. A part calls this repeatedly, so that a missed deadline loses only later figures."""
-    _, _, path = os.environ[_WRITE_TO].partition("=")
+    _, _, path = os.environ[WRITE_TO].partition("=")
     Path(path).write_text(json.dumps(asdict(results)))
 
 
 def _start(part: str, written: Path, timeout_s: float) -> Results:
     """Run a part. Returns the results that it saved, and a bar for whether it ended well. Ends all its processes."""
-    environment = os.environ | {_WRITE_TO: f"{part}={written}"}
+    environment = os.environ | {WRITE_TO: f"{part}={written}"}
     process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True, env=environment)
     try:
         process.wait(timeout_s)
@@ -65,7 +65,7 @@ def _start(part: str, written: Path, timeout_s: float) -> Results:
     return Results([Measurement(**m) for m in said["measurements"]], [ended_well, *(Bar(**b) for b in said["bars"])])
 
 
-def _earlier_results(name: str, parts: Sequence[str]) -> Results:
+def earlier_results(name: str, parts: Sequence[str]) -> Results:
     """The results of all other parts in the file."""
     path = RESULTS / f"{name}.json"
     if not path.exists():

@@ -1,0 +1,190 @@
+"""Compares asynchronous with synchronous training on the demo's task: the time until the held-out score is 0.9.
+
+    make bench-async
+    python bench/async_sync.py --seeds 1 --staleness 0,2        a part of it; figures of other parts stay
+
+Each run trains examples/arithmetic with `max_staleness` 0 (synchronous), 1, 2, 4 or 8, with the correction
+(`decoupled`) and without it (`none`), on the same prompts and seeds. The rollout server has one core and the learner
+another. The batches are the demo's. Eight groups are generated at once, with which generation and training take about
+as long. All variants of a seed run after one another, in reverse order for every other seed. The learner keeps its
+weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The
+time to 0.9 is interpolated between two scores.
+
+A run takes 75 to 105 s on two quiet cores, all nine of a seed about 12 minutes. Every finished run is kept in
+results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from async_sync_run import Variant
+from harness import RESULTS, Bar, Measurement, report
+
+NAME = "async_sync"
+SCORE_GOAL, SPEED_GOAL, SCORE_REACH = 0.9, 1.6, 0.02
+JUDGED_STALENESS = (1, 2, 4)
+"""The score has to be that of synchronous training up to here, and a faster run counts only up to here."""
+RUN_S = 500.0
+RUN = Path(__file__).with_name("async_sync_run.py")
+SYNCHRONOUS = "synchronous"
+
+Row = Mapping[str, Any]
+
+
+def variants_of(arguments: argparse.Namespace, seed: int) -> list[Variant]:
+    """The runs of a seed. Without staleness there is nothing to correct."""
+    shared = {
+        "seed": seed, "num_steps": arguments.steps, "engine": arguments.engine, "lr": arguments.lr,
+        "snapshot_every": arguments.score_every,
+    }  # fmt: skip
+    corrections = {"yes": (True,), "no": (False,), "both": (True, False)}[arguments.correction]
+    return [
+        Variant(max_staleness=bound, is_corrected=is_corrected, **shared)
+        for bound in arguments.staleness
+        for is_corrected in (corrections if bound else (True,))
+    ]
+
+
+def measure(variant: Variant) -> dict[str, Any]:
+    """Run a variant in a process of its own, and score its snapshots. Raises SystemExit if it did not finish."""
+    folder = Path(tempfile.mkdtemp(prefix="async-sync-"))
+    settings, result = folder / "settings.json", folder / "result.json"
+    given = {"variant": asdict(variant), "folder": str(folder), "result": str(result)}
+    settings.write_text(json.dumps(given))
+    try:
+        subprocess.run([sys.executable, str(RUN), str(settings)], check=True, timeout=RUN_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise SystemExit(f"{variant.name}, seed {variant.seed}: {error}; see {folder}/async-sync/logs") from error
+    from async_sync_score import score_snapshots
+
+    row: dict[str, Any] = json.loads(result.read_text())
+    row["scores"] = score_snapshots(folder / "async-sync" / "snapshots")
+    shutil.rmtree(folder, ignore_errors=True)
+    return row
+
+
+def seconds_to(goal: float, scores: Sequence[tuple[int, float]], ended_s: Sequence[float]) -> float | None:
+    """Seconds after which the score first reached `goal`, or None. `scores` are (step, score), in the order of steps;
+    `ended_s` has the end of each step, from step 1. Between two scores, score and time are taken to be linear."""
+    before_step, before = scores[0]
+    for step, score in scores[1:]:
+        if score >= goal:
+            start_s = ended_s[before_step - 1] if before_step else 0.0
+            share = (goal - before) / (score - before) if score > before else 1.0
+            return start_s + max(0.0, share) * (ended_s[step - 1] - start_s)
+        before_step, before = step, score
+    return None
+
+
+def judge(rows: Sequence[Row]) -> tuple[list[Measurement], list[Bar]]:
+    """The figures of all variants over their seeds, and the bars, which compare runs of the same seed."""
+    by_variant: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        variant = Variant(**row["variant"])
+        by_variant[variant.name][variant.seed] = row
+    measurements, speeds, bars = [], {}, []
+    synchronous = by_variant.get(SYNCHRONOUS, {})
+    for name, runs in by_variant.items():
+        reached = {seed: seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for seed, row in runs.items()}
+        times = {seed: value for seed, value in reached.items() if value is not None}
+        bars.append(Bar(f"{name}: runs that reach {SCORE_GOAL}", len(times) / len(runs), 1))
+        if times:
+            measurements.append(Measurement(f"{name}: time to {SCORE_GOAL}", "s", list(times.values())))
+        steps = [statistics.median(row["step_s"]) for row in runs.values()]
+        measurements.append(Measurement(f"{name}: step", "s", steps))
+        measurements.append(
+            Measurement(f"{name}: score at the end", "", [row["scores"][-1][1] for row in runs.values()])
+        )
+        for side in ("learner", "rollout-0"):
+            busy = [row["cpu_s"][side] / row["ended_s"][-1] for row in runs.values()]
+            measurements.append(Measurement(f"{name}: {side.partition('-')[0]}'s core busy", "", busy))
+        if name == SYNCHRONOUS:
+            continue
+        base = {seed: seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for seed, row in synchronous.items()}
+        speed = [value / times[seed] for seed, value in base.items() if value is not None and seed in times]
+        if speed:
+            measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time", "×", speed))
+            speeds[name] = statistics.median(speed)
+    bars += _bars(by_variant, speeds)
+    return measurements, bars
+
+
+def _bars(by_variant: Mapping[str, Mapping[int, Row]], speeds: Mapping[str, float]) -> list[Bar]:
+    judged = [f"staleness {bound}, corrected" for bound in JUDGED_STALENESS]
+    fastest = max((name for name in judged if name in speeds), key=lambda name: speeds[name], default=None)
+    bars = []
+    if fastest is not None:
+        bars.append(Bar(f"{SYNCHRONOUS} / {fastest}: time to {SCORE_GOAL}", speeds[fastest], SPEED_GOAL))
+    synchronous = by_variant.get(SYNCHRONOUS, {})
+    for name in judged:
+        runs = by_variant.get(name, {})
+        both = [seed for seed in runs if seed in synchronous]
+        if both:
+            differences = [synchronous[seed]["scores"][-1][1] - runs[seed]["scores"][-1][1] for seed in both]
+            reach = abs(statistics.mean(differences))
+            bars.append(Bar(f"{name}: score at equal steps, away from {SYNCHRONOUS}", reach, SCORE_REACH, at_most=True))
+    return bars
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
+    parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4, 8], help="max_staleness, with commas")
+    parser.add_argument("--correction", choices=["yes", "no", "both"], default="both")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--score-every", type=int, default=5, help="steps between two scores")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--engine", default="torch", choices=["torch", "vllm"])
+    parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
+    arguments = parser.parse_args()
+    kept = RESULTS / f"{NAME}.jsonl"
+    if arguments.fresh:
+        kept.unlink(missing_ok=True)
+    is_met = True
+    for number, seed in enumerate(arguments.seeds):
+        for variant in variants_of(arguments, seed)[:: -1 if number % 2 else 1]:
+            print(f"{variant.name}, seed {seed}", flush=True)
+            row = measure(variant)
+            others = [old for old in _kept_rows(kept) if not _is_same(old, row)]
+            kept.write_text("".join(json.dumps(entry) + "\n" for entry in [*others, row]))
+            is_met = report(NAME, "asynchronous and synchronous training, demo's task", *judge(comparable(others, row)))
+    return 0 if is_met else 1
+
+
+def comparable(others: Sequence[Row], row: Row) -> list[Row]:
+    """The runs of `others` with as many steps, the same engine and learning rate as `row`, and `row`."""
+    free = ("max_staleness", "is_corrected", "seed")
+
+    def settings(entry: Row) -> dict[str, Any]:
+        return {name: value for name, value in entry["variant"].items() if name not in free}
+
+    return [*(other for other in others if settings(other) == settings(row)), row]
+
+
+def _kept_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _is_same(one: Row, other: Row) -> bool:
+    """Whether one is a repetition of the other, which it replaces."""
+    return bool(one["variant"] == other["variant"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Compares whole GRPO runs on one GPU: ours, and TRL's GRPOTrainer with vLLM, on the same model, prompts and lengths.
+
+    PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/whole_run.py [--parts ours-0.5b,trl-0.5b]
+
+Both train a random Qwen2 in bfloat16 with AdamW for 15 steps of 32 prompts with 8 samples each, without recomputation,
+with the same rule as reward. The first 3 steps are left out. Ours is `penstock up` with one vLLM server and one learner
+rank, which share the GPU and run beside each other; weights go from one to the other inside it (cuda_ipc). TRL runs
+vLLM in its own process (`colocate`) and generates and trains in turns. Both compute the log-probs of the samples once
+more for their correction.
+
+Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
+turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `trl-rows32-0.5b` trains 32
+sequences at a time, `trl-recomputed-0.5b` recomputes activations. The bars compare our plain part with the best of
+TRL's. It needs vLLM, Ray, Redis, what penstock needs, TRL and datasets. `--engine torch` with the parts
+`ours-tiny,trl-tiny` tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from learner_models import SHAPES
+from parts import earlier_results, run_parts
+from weights_results import Results, say
+from whole_run_task import Task
+
+from harness import Bar, Measurement, report
+
+NAME = "whole_run"
+TITLE = "whole GRPO runs on one GPU"
+PARTS = "ours-0.5b,trl-0.5b,ours-1.5b,trl-1.5b"
+GOAL = 1.3
+END_S = 12.0
+"""Seconds before its deadline at which a part ends its run."""
+MODEL_S = 90.0
+ROWS = {"tiny": 4, "0.5b": 64, "1.5b": 32}
+"""Sequences in a forward and backward pass of TRL."""
+MICRO_BATCH_TOKENS = 16384
+RATIO = "ours / TRL"
+
+
+def bench(part: str, arguments: argparse.Namespace) -> Results:
+    """Run one part. Its errors are printed whole: there may be no second attempt."""
+    until = time.time() + arguments.timeout - END_S
+    who, *variants, name = part.split("-")
+    task = _task_of(arguments, name)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    with tempfile.TemporaryDirectory(prefix="whole-run-", ignore_cleanup_errors=True) as folder:
+        try:
+            model = _model(name)
+            say(f"{part}: starting")
+            run = _ours if who == "ours" else _trl
+            return run(task, model, Path(folder), arguments.engine, time.time(), until, variants)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def _model(name: str) -> Path:
+    """The folder of the model. The first part makes it, and the later ones use it again."""
+    folder = Path(tempfile.gettempdir()) / f"penstock-whole-run-{name}"
+    if not folder.exists():
+        say("making the model")
+        making = folder.with_suffix(".making")
+        shutil.rmtree(making, ignore_errors=True)
+        command = [sys.executable, str(Path(__file__).with_name("whole_run_task.py")), name, str(making)]
+        subprocess.run(command, check=True, timeout=MODEL_S)
+        making.rename(folder)
+    return folder
+
+
+def _ours(
+    task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
+) -> Results:
+    from whole_run_ours import run_ours, settings_of
+
+    correction = "bypass" if "bypass" in variants else "decoupled"
+    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS)
+    return run_ours(task, settings, folder, started_at, until, with_mps="mps" in variants)
+
+
+def _trl(
+    task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
+) -> Results:
+    from whole_run_trl import run_trl, settings_of
+
+    rows = next((int(word.removeprefix("rows")) for word in variants if word.startswith("rows")), ROWS[task.model])
+    settings = settings_of(task, folder, engine, min(rows, task.num_sequences), "recomputed" in variants)
+    return run_trl(task, model, settings, started_at, until)
+
+
+def _task_of(arguments: argparse.Namespace, model: str) -> Task:
+    return Task(
+        model, arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.tokens, arguments.steps,
+        min(3, arguments.steps - 2),
+    )  # fmt: skip
+
+
+def compare() -> bool:
+    """Add the ratios of the models that both have run to the saved results. Returns whether every bar is met."""
+    from whole_run_steps import RATE
+
+    results = earlier_results(NAME, [RATIO])
+    rates = {m.name.partition(": ")[0]: m for m in results.measurements if m.name.endswith(f": {RATE}")}
+    for model in SHAPES:
+        ours = rates.get(f"ours-{model}")
+        peers = [rate for part, rate in rates.items() if part.startswith("trl-") and part.endswith(f"-{model}")]
+        if ours is None or not peers:
+            continue
+        ratio = ours.median / max(peer.median for peer in peers)
+        results.measurements.append(Measurement(f"{RATIO}: {model}, response tokens a second", "×", [ratio]))
+        results.bars.append(Bar(f"{RATIO}: {model}, response tokens a second", ratio, GOAL))
+    return report(NAME, TITLE, results.measurements, results.bars)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default=PARTS, help="WHO-MODEL or WHO-VARIANT-MODEL, with commas")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of every response")
+    parser.add_argument("--timeout", type=float, default=240.0, help="deadline of each part, in seconds")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    for part in parts:
+        who, *_, model = part.split("-")
+        if who not in ("ours", "trl") or model not in SHAPES:
+            parser.error(f"unknown part {part}: give ours-MODEL or trl-MODEL, MODEL one of {', '.join(SHAPES)}")
+    ended_well = run_parts(
+        NAME, TITLE, parts, dict.fromkeys(parts, arguments.timeout), lambda part: bench(part, arguments)
+    )
+    if "PENSTOCK_BENCH_WRITE" in os.environ:
+        return 0
+    return 0 if compare() and ended_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

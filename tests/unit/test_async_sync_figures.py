@@ -1,0 +1,96 @@
+"""The figures of bench/async_sync.py: the time to a score, and runs of one seed that are compared with one another."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The benchmark, which does not stay imported."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCH))
+    import async_sync
+
+    yield async_sync
+    for name in set(sys.modules) - before:
+        if str(BENCH) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def row(bound: int, seed: int, step_s: float, scores: list[tuple[int, float]], is_corrected: bool = True) -> Any:
+    variant = {
+        "max_staleness": bound, "is_corrected": is_corrected, "seed": seed, "num_steps": 10, "engine": "torch",
+        "lr": 1e-4, "snapshot_every": 5,
+    }  # fmt: skip
+    ended = [step_s * number for number in range(1, 11)]
+    return {
+        "variant": variant, "scores": scores, "ended_s": ended, "step_s": [step_s] * 10,
+        "cpu_s": {"learner": 1.0, "rollout-0": 1.0},
+    }  # fmt: skip
+
+
+def bars(bench: ModuleType, rows: list[Any]) -> dict[str, Any]:
+    return {bar.name: bar for bar in bench.judge(rows)[1]}
+
+
+def test_the_time_to_a_score_is_interpolated(bench: ModuleType) -> None:
+    ended = [2.0 * number for number in range(1, 11)]
+    assert bench.seconds_to(0.9, [(0, 0.4), (5, 0.8), (10, 1.0)], ended) == pytest.approx(15)
+    assert bench.seconds_to(0.9, [(0, 0.5), (5, 1.0)], ended) == pytest.approx(8)
+    assert bench.seconds_to(0.9, [(0, 0.4), (5, 0.8), (10, 0.89)], ended) is None
+
+
+def test_the_fastest_corrected_run_is_compared_with_the_synchronous_one_of_its_seed(bench: ModuleType) -> None:
+    scores = [(0, 0.4), (5, 0.8), (10, 1.0)]
+    rows = [row(0, seed, 2.0 * seed, scores) for seed in (1, 2)] + [row(1, seed, 1.6 * seed, scores) for seed in (1, 2)]
+    rows += [row(4, seed, 1.0 * seed, scores) for seed in (1, 2)]
+    rows += [row(8, seed, 0.1, scores) for seed in (1, 2)] + [row(2, 1, 0.1, scores, is_corrected=False)]
+    judged = bars(bench, rows)
+    assert judged["synchronous / staleness 4, corrected: time to 0.9"].value == pytest.approx(2.0)
+    assert all(bar.ok for bar in judged.values())
+
+
+def test_a_score_away_from_the_synchronous_one_misses_its_bar(bench: ModuleType) -> None:
+    good, bad = [(0, 0.4), (10, 0.97)], [(0, 0.4), (10, 0.94)]
+    judged = bars(bench, [row(0, 1, 1, good), row(1, 1, 1, good), row(4, 1, 1, bad), row(8, 1, 1, bad)])
+    name = "corrected: score at equal steps, away from synchronous"
+    assert judged[f"staleness 1, {name}"].ok and not judged[f"staleness 4, {name}"].ok
+    assert f"staleness 8, {name}" not in judged
+
+
+def test_a_run_that_never_reaches_the_score_misses_a_bar(bench: ModuleType) -> None:
+    judged = bars(bench, [row(0, 1, 1, [(0, 0.4), (10, 0.95)]), row(2, 1, 1, [(0, 0.4), (10, 0.8)])])
+    assert not judged["staleness 2, corrected: runs that reach 0.9"].ok
+
+
+def test_variants_are_valid_configurations_that_differ_as_their_names_say(bench: ModuleType, tmp_path: Path) -> None:
+    from async_sync_run import config_of
+
+    arguments = argparse.Namespace(
+        steps=5, engine="torch", lr=1e-4, score_every=1, correction="both", staleness=[0, 4]
+    )  # fmt: skip
+    variants = bench.variants_of(arguments, seed=3)
+    assert [variant.name for variant in variants] == [
+        "synchronous", "staleness 4, corrected", "staleness 4, not corrected",
+    ]  # fmt: skip
+    configs = [config_of(variant, tmp_path) for variant in variants]
+    assert [config.replay.max_staleness for config in configs] == [0, 4, 4]
+    assert [config.learner.algorithm.correction.mode for config in configs] == ["decoupled", "decoupled", "none"]
+    assert all(config.seed == 3 and config.learner.needed_roles.keys() == {"policy"} for config in configs)
+
+
+def test_runs_with_other_settings_are_not_compared(bench: ModuleType) -> None:
+    long, short = row(0, 1, 1, [(0, 0.4), (10, 0.95)]), row(0, 1, 1, [(0, 0.4), (10, 0.95)])
+    short["variant"]["num_steps"] = 5
+    other = row(4, 2, 1, [(0, 0.4), (10, 0.95)], is_corrected=False)
+    assert bench.comparable([short, other], long) == [other, long]

@@ -128,7 +128,7 @@ def _print_comparison(comparison: PolicyComparison) -> None:
     table.add_column("change", justify="right")
     for name, change in sorted(changes.items()):
         values = (before.metrics[name], after.metrics[name], change)
-        table.add_row(name, *("-" if value is None else f"{value:.4g}" for value in values))
+        table.add_row(name, *("-" if value is None else f"{value + 0.0:.4g}" for value in values))  # no -0
     console.print(table)
 
 

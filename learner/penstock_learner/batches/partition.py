@@ -27,6 +27,8 @@ class RankShard:
     shares_prefixes: bool = False
     """Whether tokens that the sequences of a group begin with are to be computed once. A micro-batch may then hold more
     tokens than the limit, if they are counted in every sequence."""
+    num_shared: int = 0
+    """Tokens that need not be computed, because another sequence of their micro-batch has them too."""
 
 
 def partition(
@@ -68,7 +70,11 @@ class _SharedPartition:
         for part in by_rank:
             micro_batches = _balance(part, weights, num_micro)
             sequences = [sorted(i for unit in micro for i in units[unit]) for micro in micro_batches]
-            shards.append(replace(_shard(self.batch, sequences), shares_prefixes=True))
+            own = [sequence for micro in sequences for sequence in micro]
+            num_shared = int(self.batch.lengths[own].sum()) - sum(
+                self._num_stored(micro) for micro in sequences if micro
+            )
+            shards.append(replace(_shard(self.batch, sequences), shares_prefixes=True, num_shared=num_shared))
         return shards
 
     def _cut(self, group: list[int], limit: int) -> list[list[int]]:

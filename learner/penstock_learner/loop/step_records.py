@@ -78,4 +78,5 @@ class StepRecords:
             self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
         peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
         num_tokens = (metrics["prompt_tokens"] + metrics["response_tokens"]) * self.config.epochs_per_step
+        num_tokens -= metrics["shared_tokens"]
         self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, metrics["update_s"], peak))

@@ -35,6 +35,7 @@ def metrics_of_updates(
     policy = [update for update in updates if update.role == "policy"]
     if policy:
         metrics |= update_metrics([update.reports for update in policy], sum(update.num_tokens for update in policy))
+    metrics["shared_tokens"] = float(sum(shard.num_shared for update in policy for shard in update.shards))
     metrics["kl_coefficient"] = kl_coefficient
     kl = algorithm.kl
     metrics["kl_loss"] = kl.loss_factor(kl_coefficient) * metrics["kl_reference"] if kl.in_loss else 0.0

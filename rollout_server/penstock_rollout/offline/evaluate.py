@@ -76,11 +76,12 @@ def _to_json(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], out
 
 def _print(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     ks = sorted({k for summary in summaries.values() for k in summary.pass_at if k > 1})
-    table = Table("data source", "prompts", "responses", "mean", "pass@1", *(f"pass@{k}" for k in ks))
+    source = Column("data source", overflow="fold")
+    table = Table(source, "prompts", "responses", "mean", "pass@1", *(f"pass@{k}" for k in ks))
     for name, summary in summaries.items():
         cells = [f"{summary.pass_at[k]:.4f}" if k in summary.pass_at else "" for k in (1, *ks)]
         table.add_row(

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     again = "while it sampled answers; the same command continues"
     with interruptible(again), AnswerStore(args.output, settings) as store:
         summary = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
-    _print(args.output, summary)
+    _print(args.output, summary, config.model.path)
     return 1 if summary.num_failed == summary.num_prompts else 0
 
 
@@ -49,7 +49,12 @@ def _parser() -> Parser:
     parser.add_argument("file", type=Path, help="prompts: verl Parquet, or JSONL with the same fields")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="Parquet file to write")
     parser.add_argument("--config", type=Path, help="YAML file of a run, for its model, engine, agents and rewards")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face checkpoint; replaces the config's")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder, such as an exported checkpoint; replaces the config's",
+    )
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
     parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
@@ -121,11 +126,12 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput("--top-k", "must be 0 or more, and --min-p at least 0 and below 1")
 
 
-def _print(output: Path, summary: GenerationSummary) -> None:
+def _print(output: Path, summary: GenerationSummary, model: Path) -> None:
     print(
         f"{output}: {summary.num_prompts} prompts, {summary.num_samples} samples, {summary.num_tokens:,} tokens; "
         f"{summary.num_found} prompts had been answered before"
     )
+    print(f"model: {model}")
     if summary.num_generated_tokens:
         rate = summary.num_generated_tokens / summary.seconds
         print(f"{rate:,.0f} tokens/s over {summary.seconds:.1f} s, not counting the start of the engine")

@@ -74,9 +74,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -
 
 def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
     """Whether flash attention over packed tokens can compute a plain form."""
-    is_half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    has_function = max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM and varlen_function() is not None
-    return is_half and has_function and (form.window is None or "window_size" in _varlen_parameters())
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[2], v.shape[2]) > _FLASH_HEAD_DIM:
+        return False
+    return varlen_function() is not None and (form.window is None or "window_size" in _varlen_parameters())
 
 
 @cache

@@ -77,7 +77,10 @@ class Access:
         scheme, _, secret = authorization.partition(" ")
         key = find_key(self.keys, secret.strip())
         if scheme.lower() == "bearer" and secret.strip() and key is None:
-            raise Unauthenticated("this API key is none of the gateway's; it may be mistyped, or was removed")
+            raise Unauthenticated(
+                "this API key is none of the gateway's; it may be mistyped, or was removed. A gateway without "
+                f"configured keys has its own in {OWN_KEY_FILE} of its run's folder"
+            )
         if key is None or scheme.lower() != "bearer":
             raise Unauthenticated(
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "

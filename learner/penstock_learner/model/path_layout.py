@@ -122,7 +122,7 @@ class Paths:
             in_blocks[queries[is_query]] = num_before + np.flatnonzero(is_query)
             num_before += queries.size
         return cls(
-            flash=FlashPaths.of(tree, pieces, device) if chunk is None and device.type == "cuda" else None,
+            flash=FlashPaths.of(tree, pieces, device) if chunk is None and _has_fast_cudnn(device) else None,
             keys=to_device(np.concatenate([piece.keys for piece in pieces]), device),
             key_offsets=_offsets([len(piece.keys) for piece in pieces], device),
             query_offsets=_offsets([len(piece.queries) for piece in pieces], device),
@@ -178,6 +178,11 @@ def _rows(arrays: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
     rows = np.zeros(is_filled.shape, dtype=np.int64)
     rows[is_filled] = np.concatenate(arrays)
     return rows, is_filled
+
+
+def _has_fast_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention is faster than flash attention: on Hopper and later GPUs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -132,7 +132,7 @@ POLICY_KEYS: tuple[Key, ...] = (
     ),
     missing(_ACTOR + "router_replay.*", "routers are replayed from the samples, not from files"),
     missing(_ACTOR + "freeze_vision_tower", "models with images are not trained", False),
-    missing(_ACTOR + "use_prefix_grouper", "prompts are not shared between the sequences of a micro-batch", False),
+    unneeded(_ACTOR + "use_prefix_grouper", "what samples begin with is computed once (learner.share_prefixes)", False),
     missing(_ACTOR + "calculate_sum_pi_squared", "it belongs to an advantage without counterpart", False),
     unneeded(_ACTOR + "sum_pi_squared_checkpointing", "it belongs to an advantage without counterpart"),
     unneeded(_ACTOR + "load_weight", "the weights are always loaded"),

@@ -108,8 +108,10 @@ class NcclGroup:
                 failures.append(error)
 
         # In a thread, because the first call of a process looks for networks, which can take long.
-        thread = self._starting = threading.Thread(target=begin, name="nccl-begin", daemon=True)
-        thread.start()
+        thread = threading.Thread(target=begin, name="nccl-begin", daemon=True)
+        with self._lock:  # an abort finds either no thread or one that it can wait for
+            thread.start()
+            self._starting = thread
         deadline.wait_until(lambda: not thread.is_alive(), POLL_S)
         if failures:
             raise failures[0]
@@ -163,7 +165,8 @@ class NcclGroup:
         """Abort the communicator. Its work on the GPU ends soon. Never waits for other ranks."""
         with self._lock:
             was_aborted, self._is_aborted = self._is_aborted, True
-        if was_aborted or self._starting is None:
+            has_started = self._starting is not None
+        if was_aborted or not has_started:
             return
         # In a thread, because NCCL's abort can hang. The thread keeps the memory until NCCL has finished with it.
         thread = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)

@@ -149,8 +149,8 @@ class Ours:
     def state_bytes(self) -> int:
         return sum(p.numel() * p.element_size() * 4 for p in self.model.parameters())
 
-    def step(self, batch: SequenceBatch) -> None:
-        (shard,) = partition(batch, 1, self.learner.micro_batch_tokens)
+    def step(self, batch: SequenceBatch, *, shares_prefixes: bool = False) -> None:
+        (shard,) = partition(batch, 1, self.learner.micro_batch_tokens, shares_prefixes=shares_prefixes)
         self.num_steps += 1
         report = self.update.run(shard, denominators_of(batch, self.learner.algorithm.loss), self.num_steps, 0, 0.0)
         assert not report.step.skipped

@@ -141,21 +141,12 @@ class _ShapeBench:
         """Seconds and peak bytes of one optimizer step."""
         import torch
 
-        from penstock_learner.batches.partition import partition
-        from penstock_learner.steps.advantages import denominators_of
-
-        learner = self.contender.learner
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        (shard,) = partition(self.batch, 1, MICRO_BATCH_TOKENS, shares_prefixes=shares)
-        self.contender.num_steps += 1
-        report = self.contender.update.run(
-            shard, denominators_of(self.batch, learner.algorithm.loss), self.contender.num_steps, 0, 0.0
-        )
-        assert not report.step.skipped
+        self.contender.step(self.batch, shares_prefixes=shares)
         if is_cuda:
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() if is_cuda else 0

@@ -116,11 +116,13 @@ class Paths:
         by_depth: dict[int, list[_Piece]] = {}
         for piece in pieces:
             by_depth.setdefault(piece.depth, []).append(piece)
+        blocks: list[PathBlock] = []
         in_blocks, num_before = np.zeros(tree.num_stored, dtype=np.int64), 0
         for found in by_depth.values():
             queries, is_query = _rows([piece.queries for piece in found])
             in_blocks[queries[is_query]] = num_before + np.flatnonzero(is_query)
             num_before += queries.size
+            blocks.append(_block(tree, queries, is_query, [piece.keys for piece in found], device))
         return cls(
             flash=FlashPaths.of(tree, pieces, device) if chunk is None and _has_fast_cudnn(device) else None,
             keys=to_device(np.concatenate([piece.keys for piece in pieces]), device),
@@ -128,7 +130,7 @@ class Paths:
             query_offsets=_offsets([len(piece.queries) for piece in pieces], device),
             ends=to_device(np.repeat(tree.ends, np.diff(tree.offsets)), device),
             counts=to_device(tree.counts.astype(np.float32), device),
-            blocks=tuple(_block(tree, found, device) for found in by_depth.values()),
+            blocks=tuple(blocks),
             in_blocks=to_device(in_blocks, device),
             tree=tree,
         )
@@ -161,9 +163,14 @@ def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_Piece]:
             yield _Piece(path[max(first, begin) : last], path[first:last], depths[index])
 
 
-def _block(tree: PrefixTree, pieces: Sequence[_Piece], device: torch.device) -> PathBlock:
-    queries, is_query = _rows([piece.queries for piece in pieces])
-    keys, is_key = _rows([piece.keys for piece in pieces])
+def _block(
+    tree: PrefixTree,
+    queries: NDArray[np.int64],
+    is_query: NDArray[np.bool_],
+    keys_of_rows: Sequence[NDArray[np.int64]],
+    device: torch.device,
+) -> PathBlock:
+    keys, is_key = _rows(keys_of_rows)
     positions = tree.positions[queries]
     query_positions = np.where(is_query, positions, positions[:, :1])
     beyond = int(tree.positions.max()) + 1

@@ -39,6 +39,7 @@ from penstock_learner.model.routers import Balance
 from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.roles.prefix_sharing import shares_prefixes
 from penstock_learner.roles.update_reports import RouterReport, UpdateReport
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
@@ -206,11 +207,6 @@ def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
 def _on_host(statistics: T) -> T:
     """Move a dataclass of tensors to the host: the controller may have no GPU."""
     return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
-
-
-def shares_prefixes(model: CausalLM, part: RankShard) -> bool:
-    """Whether the model computes shared tokens of this part once. The padded path cannot."""
-    return part.shares_prefixes and model.path.is_packed
 
 
 def forward_log_probs(

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.architectures import path_of, require_causal
+from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.rotary import depends_on_length
+from penstock_learner.model.scalar_model import ScalarModel
 
 _PADDED = frozenset({"phi"})
 """Packed types whose causal models are padded all the same, because of their heads."""
@@ -22,6 +25,11 @@ def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:
     if learner.critic is not None:
         paths["critic"] = learner.critic.path or config.model.path
     return frozenset(role for role, path in paths.items() if _can_share(path))
+
+
+def shares_prefixes(model: CausalLM | ScalarModel, part: RankShard) -> bool:
+    """Whether the model computes shared tokens of this part once. The padded path cannot."""
+    return part.shares_prefixes and model.path.is_packed
 
 
 def _can_share(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
-from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, SchedulerLoad, create_llm, engine_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ LOAD_TIMEOUT_S = 600.0
 STAGE_POLL_S = 0.005
 """How often the stage of a worker is polled. A call must not block the worker, which decodes between calls."""
 STOP_TIMEOUT_S = 10.0
+MAX_CHUNK_TOKENS = 16
+"""Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -166,6 +168,7 @@ class VllmEngine:
 
         sampling = request.sampling
         chunks: dict[str, Any] = {}
+        chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
         if request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval"):
             chunks["stream_interval"] = request.min_chunk_tokens  # without it, each token is a chunk
         return SamplingParams(
@@ -182,6 +185,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
             **chunks,
         )
 

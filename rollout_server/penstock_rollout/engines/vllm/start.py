@@ -14,7 +14,11 @@ from penstock.errors import ConfigError, Unavailable
 
 CPU_KV_CACHE_BYTES = 64 << 20
 
+CHUNK_TOKENS = "penstock_chunk_tokens"
+"""The key in the `extra_args` of a request: how many tokens EngineCore sends at once. Without it, it sends each one."""
+
 _WORKER = "penstock_rollout.engines.vllm.worker"
+_SCHEDULER = "penstock_rollout.engines.vllm.scheduler"
 
 
 class SchedulerLoad:
@@ -117,6 +121,10 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
         raise ConfigError(f"vLLM refuses rollout.engine: {_first_sentence(error)}; correct it") from error
     if is_cpu_build():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        name = "ChunkedAsyncScheduler" if scheduler.async_scheduling else "ChunkedScheduler"
+        scheduler.scheduler_cls = f"{_SCHEDULER}.{name}"
     try:
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
     except RuntimeError as error:

@@ -26,6 +26,8 @@ from penstock_rollout.weights.stage import WeightStage
 PARENT_POLL_S = 0.5
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """This logger warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
+SCHEDULER_LOGGER = "vllm.config.scheduler"
+"""This logger warns of every scheduler class that is not vLLM's own, ours too."""
 
 
 class WeightStaging:
@@ -124,6 +126,12 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
+def prepare_process() -> None:
+    """Prepare EngineCore's process. vLLM creates the executor first, and then the scheduler."""
+    logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)
+    die_with_parent()
+
+
 def die_with_parent() -> None:
     """Exit soon after the parent process has ended. Otherwise vLLM's EngineCore would outlive a killed server.
 
@@ -142,7 +150,7 @@ class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """Runs the worker in the EngineCore process: one child process instead of two, and half the start-up time."""
 
     def _init_executor(self) -> None:
-        die_with_parent()
+        prepare_process()
         if "OMP_NUM_THREADS" in os.environ:
             # torch reads the variable when it is imported, which a forked process does not do.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -153,5 +161,5 @@ class TensorParallelExecutor(MultiprocExecutor):  # type: ignore[misc]
     """Runs one worker process per device. vLLM's own death pipe ends them with EngineCore."""
 
     def _init_executor(self) -> None:
-        die_with_parent()
+        prepare_process()
         super()._init_executor()

@@ -1,0 +1,111 @@
+"""vLLM's scheduler, which sends the tokens of a request in chunks. It runs inside EngineCore.
+
+vLLM sends every token of every request to the front end by itself. With hundreds of requests of a small model, packing
+and unpacking them takes longer than the model. So a request says how many tokens it wants at once. EngineCore keeps its
+tokens until so many are there, the request has ended, or the scheduler is paused. When a pause is answered, every token
+has left: the version stamps (stamps.py) stay exact. Tokens that are kept when a request is aborted are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from penstock_rollout.engines.vllm.start import CHUNK_TOKENS
+
+
+@dataclass
+class _Kept:
+    """What was not sent yet of a request."""
+
+    size: int
+    num_tokens: int = 0
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+
+
+class ChunkedOutputs:
+    """Mixed into a scheduler class of vLLM."""
+
+    requests: dict[str, Any]
+    pause_state: PauseState
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._kept: dict[str, _Kept] = {}
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        for message in messages.values():
+            message.outputs = [whole for output in message.outputs if (whole := self._add(output)) is not None]
+        if self.pause_state != PauseState.UNPAUSED:
+            for request_id, kept in self._kept.items():
+                message = messages.setdefault(self.requests[request_id].client_index, EngineCoreOutputs())
+                message.outputs.append(joined(kept.outputs))
+            self._kept.clear()
+        return messages
+
+    def _add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Return what is to be sent of the output's request now, or None."""
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            if output.finish_reason is not None or output.prefill_stats is not None:
+                return output  # the first token is sent at once
+            settings = self.requests[output.request_id].sampling_params.extra_args or {}
+            if (size := settings.get(CHUNK_TOKENS, 1)) == 1:
+                return output
+            kept = self._kept[output.request_id] = _Kept(size)
+        kept.outputs.append(output)
+        kept.num_tokens += len(output.new_token_ids)
+        if output.finish_reason is None and kept.num_tokens < kept.size:
+            return None
+        del self._kept[output.request_id]
+        return joined(kept.outputs)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in finished:
+            self._kept.pop(request.request_id, None)
+        return finished
+
+    def has_requests(self) -> bool:
+        """True also for kept tokens of a paused scheduler: EngineCore takes one more step, which sends them."""
+        is_paused = self.pause_state != PauseState.UNPAUSED
+        return bool(super().has_requests() or (is_paused and self._kept))  # type: ignore[misc]
+
+
+class ChunkedScheduler(ChunkedOutputs, Scheduler):  # type: ignore[misc]
+    """For synchronous scheduling."""
+
+
+class ChunkedAsyncScheduler(ChunkedOutputs, AsyncScheduler):  # type: ignore[misc]
+    """For asynchronous scheduling, vLLM's default."""
+
+
+def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return the outputs of a request, in order, as one."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return first
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
+    found = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    if found:
+        last.new_logprobs = found[0]._replace(
+            logprob_token_ids=np.concatenate([part.logprob_token_ids for part in found]),
+            logprobs=np.concatenate([part.logprobs for part in found]),
+            sampled_token_ranks=np.concatenate([part.sampled_token_ranks for part in found]),
+        )
+    events = [event for output in outputs for event in output.events or ()]
+    last.events = events or None
+    last.prefill_stats = first.prefill_stats
+    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    last.routed_experts = np.concatenate(experts) if experts else None
+    return last

@@ -56,6 +56,9 @@ BENCHES = {
         "time to a held-out score of the demo's task, compared with synchronous training, with one core for the engine "
         "and one for the learner",
     ),
+    "trl_demo": (
+        "The demo's task, CPU", "make bench-trl_demo", "time to a held-out score, compared with TRL's GRPOTrainer",
+    ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
@@ -78,6 +81,7 @@ FIGURES = {
     "learner_ranks": "",
     "loop_gpu": "",
     "sglang_gpu": "",
+    "trl_demo": "",
     "whole_run": "",
     "weights_gpu": ("host: ", "ranks: "),
 }

@@ -17,6 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
+
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.trajectory import Prompt
@@ -28,7 +31,9 @@ NOT_RUN = {
     r"git clone ": "it makes the clone",
     r"make demo": "it sets up .venv by pip; test_demo.py runs the same demo",
     r"kubectl |helm (upgrade|uninstall) ": "needs a cluster; tests/cluster",
-    r"(MODELS=\S+ )?docker ": "needs Docker; test_compose_run.py starts the same processes",
+    r"(MODELS=\S+ )?docker |make images": "needs Docker; test_compose_run.py starts the same processes",
+    r"\w+=\S+ penstock fetch-model ": "needs the Hub or an object store; test_fetch_model.py",
+    r"torchrun --nproc-per-node 8 ": "needs 8 GPUs; test_sft_training.py runs two ranks",
 }
 """Commands that this test leaves out, by how they begin, and why."""
 UNTIL_INTERRUPTED = {
@@ -54,6 +59,16 @@ CHEAP = {
     r"max_tokens: \d+": "max_tokens: 8",
 }
 """What a quick test puts in the place of settings that `penstock init` writes."""
+VERL_WORDS = (
+    "algorithm.adv_estimator=grpo", "data.train_files=train.parquet", "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+    "trainer.n_gpus_per_node=$GPUS",
+)  # fmt: skip
+READERS_FILES = {
+    "run_qwen3-8b.sh": f"GPUS=8\npython3 -m verl.trainer.main_ppo {' '.join(VERL_WORDS)} $@\n",
+    "config/my_grpo.yaml": "algorithm: {adv_estimator: grpo}\ndata: {train_files: train.parquet}\n",
+    "run.yaml": "model: {path: examples/arithmetic/model}\nlearner: {lr: 1e-5}\nsft: {max_tokens: 64}\n",
+}
+"""Files that the reader of a page has."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,11 @@ def commands_of(page: str) -> list[Command]:
     return found
 
 
+def table_of_chats() -> pyarrow.Table:
+    chats = [[{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}] for n in range(64)]
+    return pyarrow.table({"messages": chats})
+
+
 class Clone:
     """A folder as `git clone` and `make setup` leave it, in which commands run."""
 
@@ -114,6 +134,10 @@ class Clone:
         for name in ("examples", "deploy", "helm"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("secrets", "__pycache__"))
         (folder / ".venv").symlink_to(sys.prefix)
+        for name, text in READERS_FILES.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+        parquet.write_table(table_of_chats(), folder / "chats.parquet")
         self.environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "COLUMNS": "200"}
 
     def run(self, command: Command) -> str:

@@ -1,0 +1,95 @@
+"""Compares TRL's GRPOTrainer with ours on the demo's task, on two cores: the time until the held-out score is 0.9.
+
+    make bench-trl_demo ARGS="--trl-python PYTHON"
+
+PYTHON is an interpreter with TRL 1.16.0 and datasets; by default it is this one. Both train examples/arithmetic on the
+same prompts in the same order, with 32 prompts of 8 samples a step, GRPO, AdamW with the same settings, no KL penalty
+and float32. TRL generates with transformers and has both cores for everything. Ours has one core for the engine and one
+for the learner, and generates while it trains (`max_staleness` 2, corrected). Neither is timed while it starts, and TRL
+is not timed while it writes weights. The weights of every fifth step are scored on the same held-out sums when the run
+is over. Seeds alternate who comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from async_sync import RUN_S, SCORE_GOAL, measure, numbers, seconds_to
+from async_sync_run import Variant
+from async_sync_score import score_snapshots
+from harness import Bar, Measurement, report
+
+NAME = "trl_demo"
+TRL_RUN = Path(__file__).with_name("trl_demo_run.py")
+MAX_STALENESS = 2
+OURS, TRL = "ours", "TRL"
+
+
+def measure_trl(python: str, variant: Variant) -> dict[str, Any]:
+    """Train with TRL in a process of its own, and score the weights that it kept."""
+    with tempfile.TemporaryDirectory(prefix="trl-demo-") as folder:
+        given = {"seed": variant.seed, "num_steps": variant.num_steps, "lr": variant.lr, "folder": folder}
+        command = [python, str(TRL_RUN), json.dumps(given | {"keep_every": variant.snapshot_every})]
+        try:
+            subprocess.run(command, check=True, timeout=RUN_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise SystemExit(f"TRL, seed {variant.seed}: {error}") from error
+        row: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+        return row | {"scores": score_snapshots(Path(folder) / "snapshots")}
+
+
+def figures(name: str, rows: list[dict[str, Any]]) -> list[Measurement]:
+    found = {
+        f"time to {SCORE_GOAL}": [seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for row in rows],
+        "step": [row["ended_s"][-1] / len(row["ended_s"]) for row in rows],
+        "score at the end": [row["scores"][-1][1] for row in rows],
+    }
+    units = {"score at the end": ""}
+    return [
+        Measurement(f"{name}: {what}", units.get(what, "s"), [value for value in values if value is not None])
+        for what, values in found.items()
+        if any(value is not None for value in values)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--trl-python", default=sys.executable, help="an interpreter with TRL 1.16.0 and datasets")
+    arguments = parser.parse_args()
+    if subprocess.run(
+        [arguments.trl_python, "-c", "import trl, datasets"], capture_output=True, check=False
+    ).returncode:
+        raise SystemExit(f"{arguments.trl_python} has no TRL: pip install trl==1.16.0 datasets, or give --trl-python")
+    rows: dict[str, list[dict[str, Any]]] = {OURS: [], TRL: []}
+    for number, seed in enumerate(arguments.seeds):
+        variant = Variant(MAX_STALENESS, True, seed, arguments.steps, "torch", arguments.lr, 5)
+        for name in (TRL, OURS) if number % 2 else (OURS, TRL):
+            print(f"{name}, seed {seed}", flush=True)
+            rows[name].append(measure(variant) if name == OURS else measure_trl(arguments.trl_python, variant))
+    times = {
+        name: [seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for row in found] for name, found in rows.items()
+    }
+    ratios = [trl / ours for ours, trl in zip(times[OURS], times[TRL], strict=True) if ours and trl]
+    measurements = [*figures(OURS, rows[OURS]), *figures(TRL, rows[TRL])]
+    bars = [
+        Bar(f"{name}: runs that reach {SCORE_GOAL}", sum(map(bool, found)) / len(found), 1)
+        for name, found in times.items()
+    ]
+    if ratios:
+        compared = Measurement(f"TRL / ours: time to {SCORE_GOAL}", "×", ratios)
+        measurements.append(compared)
+        bars.append(Bar(compared.name, compared.median, 1))
+    return 0 if report(NAME, "TRL and ours on the demo's task", measurements, bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

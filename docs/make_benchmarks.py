@@ -50,6 +50,9 @@ BENCHES = {
     "whole_run": (
         "Whole runs", "bench/gpu/whole_run.py", "GRPO on one GPU, compared with TRL's GRPOTrainer with vLLM",
     ),
+    "cold_start": (
+        "Starting a run", "bench/gpu/cold_start.py", "`penstock up` to the first step, with kept and with empty caches",
+    ),
     "async_sync": (
         "Asynchronous training",
         "make bench-async",

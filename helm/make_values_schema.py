@@ -16,7 +16,7 @@ from penstock.config.run import RunConfig
 
 SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
 DECIDED_BY_CHART = {
-    "RunConfig": ("run_dir", "launcher", "demo"),
+    "RunConfig": ("run_dir", "cache_dir", "launcher", "demo"),
     "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "http_port", "num_servers"),
@@ -177,6 +177,7 @@ def chart_values() -> Schema:
             runs=section(**claim, accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]}),
             models=section(existingClaim=TEXT, mountPath=TEXT),
             data=section(existingClaim=TEXT, mountPath=TEXT),
+            cache=section(existingClaim=TEXT, mountPath=TEXT),
         ),
         modelDownload=workload(
             **claim,

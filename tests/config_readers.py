@@ -24,7 +24,7 @@ SOURCES = {
     "penstock_learner": ROOT / "learner",
     "penstock_services": ROOT / "services",
 }
-PROPERTIES = {"folder": ("run_dir", "run")}
+PROPERTIES = {"folder": ("run_dir", "run"), "cache_folder": ("cache_dir", "run_dir")}
 """Properties of RunConfig, by the fields that they read."""
 Name = tuple[str, str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from penstock_services.local.private_redis import find_redis_server, write_confi
 if TYPE_CHECKING:
     from gateways import Gateway
 
+# Every run of a test has a new folder. vLLM would look into the same model for 10 s in each of them.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
 settings.register_profile("penstock", deadline=None)  # a busy machine must not fail a property test
 settings.load_profile("penstock")
 

@@ -55,7 +55,7 @@ def bench(part: str, arguments: argparse.Namespace) -> Results:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="whole-run-", ignore_cleanup_errors=True) as folder:
         try:
-            model = _model(name)
+            model = model_folder(name)
             say(f"{part}: starting")
             run = _ours if who == "ours" else _trl
             return run(task, model, Path(folder), arguments.engine, time.time(), until, variants)
@@ -64,7 +64,7 @@ def bench(part: str, arguments: argparse.Namespace) -> Results:
             raise
 
 
-def _model(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """The folder of the model. The first part makes it, and the later ones use it again."""
     folder = Path(tempfile.gettempdir()) / f"penstock-whole-run-{name}"
     if not folder.exists():

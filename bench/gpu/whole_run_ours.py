@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import yaml
 from gpu_use import GpuSamples
 from prometheus_client.parser import text_string_to_metric_families
 from weights_results import Results, say
-from whole_run_steps import StepLog
+from whole_run_steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_task import DATA_SOURCE, Task, write_prompts
 
 from penstock.ports import free_port
@@ -98,24 +100,26 @@ def run_ours(
         try:
             _watch(process, steps, folder / "runs" / "whole-run", until)
         finally:
-            _stop(process)
+            stop(process)
             _say_transport(folder)
             if len(steps.tokens) < task.num_steps:
-                _print_logs(folder, log)
+                print_logs(folder, log)
     return steps.finish()
 
 
 def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: float) -> None:
     """Record each step as soon as it is in metrics.jsonl."""
     task = steps.task
-    produced: list[tuple[float, float]] = []
+    counted: list[tuple[float, ServerCounts]] = []
     while len(steps.tokens) < task.num_steps and time.time() < until:
-        for row in _rows(run)[len(steps.tokens) : task.num_steps]:
+        for row in step_rows(run)[len(steps.tokens) : task.num_steps]:
             if len(steps.tokens) + 1 >= task.num_warm:
-                produced.append((time.time(), _num_produced(run)))
-            if len(produced) > 1:
-                (first, before), (last, after) = produced[0], produced[-1]
-                steps.generated_rate = (after - before) * task.response_tokens / (last - first)
+                counted.append((time.time(), _server_counts(run)))
+            if len(counted) > 1:
+                (first, before), (last, after) = counted[0], counted[-1]
+                steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)
+                steps.server_idle_share = 1 - (after.decoding_s - before.decoding_s) / (last - first)
+            steps.learner_times.append(LearnerTimes(**{name: row[name] for name in LEARNER_TIMES}))
             phases = {name.removesuffix("_s"): row[name] for name in PHASES}
             steps.staleness.append(row["staleness_mean"])
             rest = {"rest": row["step_s"] - sum(phases.values())}
@@ -125,26 +129,36 @@ def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: f
         time.sleep(POLL_S)
 
 
-def _rows(run: Path) -> list[dict[str, float]]:
+def step_rows(run: Path) -> list[dict[str, float]]:
     """The whole lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _num_produced(run: Path) -> float:
-    """Number of samples that the server has generated."""
+@dataclass(frozen=True)
+class ServerCounts:
+    """What a rollout server has counted since its start."""
+
+    samples: float
+    decoding_s: float
+    """Time in which the engine had a request and was not paused for new weights."""
+
+
+def _server_counts(run: Path) -> ServerCounts:
     port = json.loads((run / "rollout-0.json").read_text())["metrics_port"]
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "penstock_trajectories_produced_total"
+    totals: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value
+    return ServerCounts(
+        totals["penstock_trajectories_produced_total"],
+        totals["penstock_rollout_generating_seconds_total"] - totals["penstock_rollout_paused_seconds_total"],
     )
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """End the run as Ctrl-C does. What is left after the deadline ends with this part's session."""
     if process.poll() is not None:
         return
@@ -164,7 +178,7 @@ def _say_transport(folder: Path) -> None:
                 say(line)
 
 
-def _print_logs(folder: Path, log: Path) -> None:
+def print_logs(folder: Path, log: Path) -> None:
     """The end of every log, because the folder is gone afterwards."""
     for path in [log, *sorted((folder / "runs").rglob("*.log"))]:
         lines = path.read_text(errors="replace").splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gpu_use import GpuSamples
 from parts import save
@@ -13,6 +13,25 @@ from whole_run_task import Task
 from harness import Measurement
 
 RATE = "response tokens over all steps"
+JUDGED_MODEL = "1.5b"
+"""The model at which the shares of the learner and of the server are judged."""
+OVERHEAD = "share of the learner's working time outside forward, backward and optimizer"
+OVERHEAD_GOAL = 0.10
+SERVER_IDLE = "share of the server's time in which it did not generate"
+SERVER_IDLE_GOAL = 0.05
+
+
+@dataclass(frozen=True)
+class LearnerTimes:
+    """The times of a step by which the learner's shares are computed (docs/observability.md#shares-of-time)."""
+
+    between_s: float
+    step_s: float
+    wait_s: float
+    compute_s: float
+
+
+LEARNER_TIMES = tuple(each.name for each in fields(LearnerTimes))
 
 
 @dataclass
@@ -31,6 +50,10 @@ class StepLog:
     generated_rate: float | None = None
     """Tokens a second that the engine generated in the measured steps, if it generates beside training. It may be lower
     than the trained ones by those that were generated before."""
+
+    learner_times: list[LearnerTimes] = field(default_factory=list)
+    server_idle_share: float | None = None
+    """Share of the measured steps in which the engine had no request, or was paused for new weights."""
 
     def add(self, at: float, tokens: float, phases: dict[str, float]) -> None:
         """Record that a step over `tokens` response tokens ended at `at`. `phases` are seconds of its parts."""
@@ -72,6 +95,7 @@ class StepLog:
             figures.append(Measurement("staleness of tokens", "steps", self.staleness[warm:]))
         if self.generated_rate is not None:
             figures.append(Measurement("response tokens that the engine generated", "tokens/s", [self.generated_rate]))
+        figures += [Measurement(name, "", [share]) for name, share in self.shares().items()]
         figures.append(Measurement("first step after", "s", [self.ended_at[0] - self.started_at]))
         if self.gpu.percent:
             figures.append(Measurement("GPU busy", "%", [statistics.mean(self.gpu.percent[-int(sum(seconds)) :])]))
@@ -79,8 +103,27 @@ class StepLog:
         results.measurements += figures
         return results
 
+    def shares(self) -> dict[str, float]:
+        """How the time of the measured steps was spent, for a contender that reports it."""
+        shares = {} if self.server_idle_share is None else {SERVER_IDLE: self.server_idle_share}
+        times = self.learner_times[self.task.num_warm :]
+        if times:
+            wall_s = sum(each.between_s + each.step_s for each in times)
+            wait_s, compute_s = (sum(getattr(each, name) for each in times) for name in ("wait_s", "compute_s"))
+            shares[OVERHEAD] = 1 - compute_s / (wall_s - wait_s)
+            shares["share of the learner's time in which it waited for groups"] = wait_s / wall_s
+            shares["share of the learner's time outside forward, backward and optimizer, waiting included"] = (
+                1 - compute_s / wall_s
+            )
+        return shares
+
     def finish(self) -> Results:
         """The figures of a run that has ended, and whether it trained all steps."""
         results = self.results()
+        goals = {OVERHEAD: OVERHEAD_GOAL, SERVER_IDLE: SERVER_IDLE_GOAL} if self.task.model == JUDGED_MODEL else {}
+        if self.num_measured > 1:
+            shares = self.shares()
+            for name in goals.keys() & shares.keys():
+                results.bar(name, shares[name], goals[name], at_most=True)
         results.bar("steps that were trained", len(self.tokens), self.task.num_steps)
         return results

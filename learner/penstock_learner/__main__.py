@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parse_with_overrides(parser, argv)
+    from penstock.compiled_code import keep_compiled_code
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models
     from penstock.private_files import keep_files_private
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         keep_files_private()
         make_run_folder(config)
+        keep_compiled_code(config)
         ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))
     except PenstockError as error:

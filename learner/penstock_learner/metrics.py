@@ -31,6 +31,14 @@ _ALGORITHM_GAUGES = {
     "reward_std": ("reward_std", "Standard deviation of the rewards in the last batch."),
     "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
     "reward_failed_ratio": ("reward_failed_ratio", "Share of the step's samples whose reward failed."),
+    "overhead_ratio": (
+        "learner_overhead_ratio",
+        "Share of the last step outside forward, backward and optimizer, without waiting for groups.",
+    ),
+    "idle_ratio": (
+        "learner_idle_ratio",
+        "Share of the last step outside forward, backward and optimizer, with waiting for groups.",
+    ),
     "truncated_ratio": ("train_truncated_ratio", "Share of the step's responses that were cut at a limit."),
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
     "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
@@ -62,6 +70,10 @@ class LearnerMetrics:
             name("learner_step_duration_seconds"), "One step.", registry=registry, buckets=LONG_SECONDS
         )
         self.phase_seconds = Counter(name("learner_phase_seconds"), "Time by phase.", ["phase"], registry=registry)
+        self.compute_seconds = Counter(
+            name("learner_compute_seconds"), "Time of forward, backward and optimizer on the policy's ranks.",
+            registry=registry,
+        )  # fmt: skip
         self.tokens = Counter(name("learner_tokens"), "Tokens of trained groups.", ["kind"], registry=registry)
         self.mfu = Gauge(name("learner_mfu_ratio"), "Model FLOPs over the devices' peak FLOPs.", registry=registry)
         self.memory_peak = Gauge(
@@ -169,6 +181,7 @@ class LearnerMetrics:
         self.step_seconds.observe(metrics["step_s"])
         for phase in PHASES:
             self.phase_seconds.labels(phase).inc(metrics[f"{phase}_s"])
+        self.compute_seconds.inc(metrics["compute_s"])
         for kind in ("prompt", "response"):
             self.tokens.labels(kind).inc(metrics[f"{kind}_tokens"])
         self.last_step.set_to_current_time()

@@ -35,6 +35,9 @@ class RunConfig(Config):
     """Name of the run. It is part of every Redis key, so that several runs can share one Redis."""
     run_dir: Path = Path("runs")
     """Folder of all runs. The checkpoints, logs and private Redis of run NAME are in run_dir/NAME."""
+    cache_dir: Path | None = None
+    """Folder of what processes compile when they start: vLLM's graphs, torch's and Triton's kernels. The next start
+    with the same model and GPU loads it instead, also of another run. None: `_cache` in run_dir."""
     seed: int = 1
     """Seed of sampling, data order and the learner."""
     max_restarts: int = Field(default=5, ge=0)
@@ -79,3 +82,8 @@ class RunConfig(Config):
     def folder(self) -> Path:
         """Folder of this run: checkpoints, logs, metrics and the addresses of its processes."""
         return self.run_dir / self.run
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of compiled code. No run can have the name of the default one."""
+        return self.cache_dir or self.run_dir / "_cache"

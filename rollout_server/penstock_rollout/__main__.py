@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-id", default="rollout-0", help="name of the server in the fleet")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parse_with_overrides(parser, argv)
+    from penstock.compiled_code import keep_compiled_code
     from penstock.config.loading import load_config
     from penstock.hub import with_local_model
     from penstock.private_files import keep_files_private
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         keep_files_private()
         make_run_folder(config)
+        keep_compiled_code(config)
         from penstock_rollout.server import serve
 
         asyncio.run(serve(config, arguments.server_id))

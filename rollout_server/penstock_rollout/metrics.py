@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, Children, CountedHistogram, HostMemoryGauges
 
@@ -93,6 +95,10 @@ class RolloutMetrics:
         for kind in REWARD_ERRORS:
             self.reward_errors.labels(kind)
 
+    def follow_engine(self, generating_s: Callable[[], float]) -> None:
+        """Set the function that is called for the engine's time when it is scraped."""
+        self.registry.register(GeneratingSeconds(generating_s))
+
     def follow(
         self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
     ) -> None:
@@ -114,3 +120,17 @@ class RolloutMetrics:
 
     def count_group(self, data_source: str) -> None:
         self._child(self.produced, data_source or "default").inc()
+
+
+class GeneratingSeconds(Collector):
+    """The time in which the engine had something to generate. The rest of the time the server was idle."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self.seconds = seconds
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            f"{PREFIX}_rollout_generating_seconds",
+            "Time during which the engine had at least one request.",
+            value=self.seconds(),
+        )

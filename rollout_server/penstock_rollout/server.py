@@ -87,6 +87,7 @@ class RolloutServer:
             report_experts=config.learner.router.replay,
         )  # fmt: skip
         self.metrics.info.labels(server_id, self.engine.name).set(1)
+        self.metrics.follow_engine(self._generating_s)
         self.client = connect(config.redis)
         self.notices = NoticeBoard(Notices(self.client, config.run))
         self.scorer = Scorer(rollout.reward, self.metrics, self.notices.post)
@@ -210,6 +211,10 @@ class RolloutServer:
             ]
             await self.stopping.wait()
             await asyncio.gather(*(end_task(task) for task in loops))
+
+    def _generating_s(self) -> float:
+        """Seconds in which the engine had something to generate. It is called from another thread."""
+        return self.engine.stats().generating_s if self.engine.policy_version >= 0 else 0.0
 
     def readiness(self) -> Readiness:
         """What `/readyz` says. It is called from another thread."""

@@ -104,3 +104,72 @@ def test_a_prompt_has_a_token_for_each_letter(bench_modules: None, tmp_path: Pat
     texts = tokenizer.batch_decode([[300, 301], [400, 401]])
     assert len({compute_score("", text, "") for text in ("aa", "ab", "bb")}) == 3
     assert all(texts)
+
+
+def test_waiting_is_no_overhead_and_is_reported_too(bench_modules: None) -> None:
+    from whole_run_steps import OVERHEAD, SERVER_IDLE, LearnerTimes
+
+    steps = log_of([50, 9, 9, 10, 10], server_idle_share=0.25)
+    warm, measured = LearnerTimes(0, 9, 0, 0), LearnerTimes(between_s=1, step_s=9, wait_s=5, compute_s=4)
+    steps.learner_times = [warm, warm, warm, measured, measured]
+    figures = rates(steps.results())
+    assert figures[OVERHEAD] == [pytest.approx(0.2)], "1 of 5 s in which there was something to do"
+    assert figures["share of the learner's time in which it waited for groups"] == [pytest.approx(0.5)]
+    assert figures["share of the learner's time outside forward, backward and optimizer, waiting included"] == [
+        pytest.approx(0.6)
+    ]
+    assert figures[SERVER_IDLE] == [0.25]
+
+
+def test_the_shares_are_judged_at_the_model_that_the_goal_names(bench_modules: None) -> None:
+    from dataclasses import replace
+
+    from whole_run_steps import OVERHEAD, SERVER_IDLE, LearnerTimes
+
+    steps = log_of([50, 9, 9, 10, 10], server_idle_share=0.04)
+    steps.learner_times = [LearnerTimes(between_s=0, step_s=10, wait_s=0, compute_s=8.8)] * 5
+    assert {bar.name for bar in steps.finish().bars} == {"steps that were trained"}
+    steps.task = replace(steps.task, model="1.5b")
+    assert {bar.name: bar.ok for bar in steps.finish().bars} == {
+        OVERHEAD: False, SERVER_IDLE: True, "steps that were trained": True,
+    }  # fmt: skip
+
+
+def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(bench_modules: None, tmp_path: Path) -> None:
+    from cold_start import FIRST_STEP, Timeline
+
+    from penstock.client.responses import Part, Phase
+
+    def part(component: str, *phases: tuple[str, int]) -> Part:
+        return Part(component=component, phases=tuple(Phase(name=name, entered_at_ms=at) for name, at in phases))
+
+    timeline = Timeline(started_at=100.0)
+    timeline.follow([part("learner", ("importing", 103_000), ("loading", 107_000))])
+    saved = {m["name"]: m["rates"] for m in json.loads((tmp_path / "part.json").read_text())["measurements"]}
+    assert saved == {"learner: before its first phase": [3], "learner: importing": [4]}, "loading has not ended"
+    timeline.follow([part("learner", ("importing", 103_000), ("loading", 107_000), ("training", 112_000))])
+    timeline.ended_s = 20.0
+    figures = rates(timeline.results())
+    assert figures["learner: loading"] == [5] and figures["learner: training"] == [8] and figures[FIRST_STEP] == [20]
+
+
+def test_the_engines_own_times_are_read(bench_modules: None, tmp_path: Path) -> None:
+    from cold_start import Timeline, _read_engine_log
+
+    log = tmp_path / "rollout-0.log"
+    log.write_text(
+        "INFO 11-17 [default_loader.py:267] Loading weights took 1.52 seconds\n"
+        "INFO 11-17 [backends.py:559] Dynamo bytecode transform time: 3.1 s\n"
+        "INFO 11-17 [monitor.py:34] torch.compile takes 21.40 s in total\n"
+        "INFO 11-17 [gpu_model_runner.py:2] Graph capturing finished in 9 secs, took 0.48 GiB\n"
+        "INFO 11-17 [core.py:210] init engine (profile, create kv cache, warmup model) took 35.02 seconds\n"
+    )
+    timeline = Timeline(started_at=0.0)
+    _read_engine_log(timeline, log)
+    assert timeline.of_engine == {
+        "Loading weights": 1.52,
+        "Dynamo bytecode transform time": 3.1,
+        "torch.compile": 21.4,
+        "Graph capturing": 9.0,
+        "init engine (profile, create kv cache, warmup model)": 35.02,
+    }

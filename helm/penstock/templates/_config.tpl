@@ -15,6 +15,9 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
   "weights" (dict "cluster_key_file" "/etc/penstock/keys/cluster-key")
   "learner" (dict "ray_address" (ternary "auto" "" .Values.learner.kuberay.enabled) "metrics_host" "0.0.0.0" "metrics_port" 9100)
 -}}
+{{- if .Values.storage.cache.existingClaim -}}
+{{- $_ := set $decided "cache_dir" .Values.storage.cache.mountPath -}}
+{{- end -}}
 {{- if include "penstock.hasRedisPassword" . -}}
 {{- $_ := set $decided.redis "password_file" "/etc/penstock/redis/password" -}}
 {{- end -}}

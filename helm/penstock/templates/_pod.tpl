@@ -140,6 +140,9 @@ instead. */}}
 
 {{- define "penstock.modelMounts" -}}
 {{- include "penstock.inputMounts" . }}
+{{- if .Values.storage.cache.existingClaim }}
+- {name: cache, mountPath: {{ .Values.storage.cache.mountPath }}}
+{{- end }}
 - {name: shm, mountPath: /dev/shm}
 {{- end -}}
 
@@ -189,5 +192,8 @@ instead. */}}
 - {name: tmp, emptyDir: {}}
 - {name: runs, persistentVolumeClaim: {claimName: {{ $root.Values.storage.runs.existingClaim | default (printf "%s-runs" $name) }}}}
 {{- include "penstock.inputVolumes" $root }}
+{{- with $root.Values.storage.cache.existingClaim }}
+- {name: cache, persistentVolumeClaim: {claimName: {{ . }}}}
+{{- end }}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ last . }}}}
 {{- end -}}

@@ -87,6 +87,10 @@ class PolicyPublication:
         self.current: int | None = None
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
+        self.computed_s = 0.0
+        """Seconds of forward passes, backward passes and the optimizer between the last two gatherings, on the slowest
+        rank of the policy."""
+        self._computed_before_s = 0.0
         self._offer: Offer | None = None
         """The newest offer, until its push begins."""
         self._pushing: int | None = None
@@ -123,7 +127,9 @@ class PolicyPublication:
             self._changed.notify_all()
             keep = [version for version in in_use if version is not None]
             self._staged = {*keep, policy_version}
-        await self.policy.call_all("gather_weights", policy_version, self.term, keep)
+        totals = await self.policy.call_all("gather_weights", policy_version, self.term, keep)
+        self.computed_s = max(totals) - self._computed_before_s
+        self._computed_before_s = max(totals)
         return offer
 
     async def wait_until_published(self) -> None:

@@ -46,6 +46,7 @@ from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
 from penstock_learner.loop.server_agreement import ServerAgreement
+from penstock_learner.loop.step_metrics import overhead_metrics
 from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
@@ -53,6 +54,8 @@ from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
+SMALL_VOCABULARY = 256
+"""Tokens that every model has, if its config does not say how many there are."""
 STARVED_SHARE = 0.25
 """Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
 
@@ -89,11 +92,15 @@ class StepLoop:
         await self.phases.enter(LEARNER, "publishing the weights that the run starts from")
         await self._publish_start()
         await self.agreement.begin()
-        await self.phases.enter(LEARNER, FIRST_BATCH)
         current: BatchAhead | None = None
         following: BatchAhead | None = None
+        ended: float | None = None
         has_trained = False
         try:
+            if self.training.compiles and not self._is_last(self.term.step):
+                following = self._read_ahead(self.term.step + 1, self.term.policy_version)
+                await self._rehearse(following)
+            await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_roll_back()) is not None:
                     await self._roll_back(orders)
@@ -109,11 +116,11 @@ class StepLoop:
                     await self.data_end.raise_if_nothing_was_trained(self.term.step)
                     logger.info("the dataset has ended after step %d", self.term.step)
                     break
+                wait_s = time.monotonic() - started
                 version = self.term.policy_version
                 if refused := await self.agreement.refused(batch, version, self.term.roll_backs):
                     following = current.without(self.reader, self.training, refused, version)
                     continue
-                wait_s = time.monotonic() - started
                 crash_point("after_read")
                 if not has_trained:
                     await self.phases.enter(LEARNER, "training")
@@ -122,7 +129,8 @@ class StepLoop:
                 following = None if is_last else self._read_ahead(batch.step + 1, self.term.policy_version + 1)
                 metrics = {"wait_s": wait_s} | await self._train(batch, current.forwards)
                 crash_point("mid_step")
-                await self._publish(batch, metrics, started)
+                metrics["between_s"] = 0.0 if ended is None else started - ended
+                ended = await self._publish(batch, metrics, started)
                 self.writer.raise_if_failed()
                 if batch.step % self.config.learner.checkpoint.every_steps == 0:
                     await self._checkpoint()
@@ -131,6 +139,17 @@ class StepLoop:
             for unused in (current, following):
                 if unused is not None:
                     await unused.end()
+
+    async def _rehearse(self, first: BatchAhead) -> None:
+        """Compile the layers while the servers start and generate the first batch."""
+        await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
+
+        def is_needed() -> bool:
+            return not first.reading.done() and not self.orders.stopping.is_set()
+
+        num_samples, vocabulary = self.config.dataset.num_samples, self.reader.vocabulary_size
+        num_batches = await self.training.rehearse(num_samples, vocabulary or SMALL_VOCABULARY, is_needed)
+        logger.info("compiled with %d batches of random tokens", num_batches)
 
     async def _finish(self) -> None:
         """Publish and save what was trained. If no step follows, record that the run has finished."""
@@ -210,19 +229,22 @@ class StepLoop:
         self.records.trace(batch, started_s, self.term)
         return metrics
 
-    async def _publish(self, batch: Batch, metrics: dict[str, float], started: float) -> None:
-        """Give the new weights a version, offer the version to the servers, and record the step, begun at `started`."""
+    async def _publish(self, batch: Batch, metrics: dict[str, float], started: float) -> float:
+        """Give the new weights a version, offer the version to the servers, and record the step, begun at `started`.
+        Returns when the step ended."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.policy_version = version
         gather_started = time.monotonic()
         offer = await self.publication.gather(version, batch.step, batch.trace_parents)
         ended = time.monotonic()
         metrics |= {"gather_s": ended - gather_started, "step_s": ended - started, "policy_version": float(version)}
+        metrics |= overhead_metrics(metrics, self.publication.computed_s)
         metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
         metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
         await self.records.record(batch, metrics, self.training.rewards, self.term, self.loggers)
         self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, self.training.rewards))
         offer.metrics.set_result(self.agreement.check.last | metrics)
+        return ended
 
     async def _checkpoint(self) -> None:
         """Begin a checkpoint of everything trained so far. Its groups are acknowledged once it is durable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,22 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, roll_backs: Sequenc
         "mixed_version_ratio": _mixed_version_ratio(trained),
         "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
         "singleton_group_ratio": float((sizes == 1).mean()),
+    }
+
+
+def overhead_metrics(times: Mapping[str, float], compute_s: float) -> dict[str, float]:
+    """What the learner did besides its work in a step, and the time since the step before it.
+
+    `compute_s` is the time of forward passes, backward passes and the optimizer on the policy's ranks. Overhead is all
+    other time but that in which there was nothing to train on (`wait_s`): comparing servers, splitting and sending the
+    batch, gathering and recording. It is a share of the time without waiting. `idle_ratio` counts waiting too, as a
+    share of all time."""
+    wall_s = times["between_s"] + times["step_s"]
+    working_s = wall_s - times["wait_s"]
+    return {
+        "compute_s": compute_s,
+        "overhead_ratio": max(0.0, 1 - compute_s / working_s) if working_s > 0 else 0.0,
+        "idle_ratio": max(0.0, 1 - compute_s / wall_s) if wall_s > 0 else 0.0,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from penstock_learner.roles.role_group import RoleGroup
 from penstock_learner.roles.role_recovery import RoleRecovery
 from penstock_learner.steps.context import AheadBatch, BatchContext, StepContext
 from penstock_learner.steps.program import load_program
+from penstock_learner.steps.rehearsal import rehearse
 from penstock_learner.steps.roles import Calls, RoleAccess, Roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
 from penstock_learner.steps.update_metrics import metrics_of_updates, ratio_counts
@@ -54,6 +55,17 @@ class TrainingStep:
         batch = await self.program.run_ahead(batch, roles, BatchContext(self.config, groups))
         roles.calls.raise_if_unfinished(self.program.ahead_name)
         return batch
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first steps compile, which `rehearse` does before them."""
+        return self.config.compile
+
+    async def rehearse(self, num_samples: int, vocabulary: int, is_needed: Callable[[], bool]) -> int:
+        """Compile the roles that are trained, as long as `is_needed` says so. Nothing of them changes. Returns how many
+        batches were rehearsed."""
+        trained = [self.roles[name] for name in ("policy", "critic") if name in self.access.trained]
+        return await rehearse(trained, self.config, self.access, num_samples, vocabulary, is_needed)
 
     async def policy_log_probs(self, groups: Sequence[Group]) -> NDArray[np.float32]:
         """[T] log-probs of the groups' response tokens under the policy's weights, in order."""

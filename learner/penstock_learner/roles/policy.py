@@ -63,8 +63,13 @@ class PolicyWorker(TrainerRank):
         self.crash_point()
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
-    def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> None:
+    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
+        """Compile everything that a step runs, on a batch that is not trained. Collective."""
+        self.policy_update.rehearse(part, denominators)
+
+    def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> float:
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.
+        Returns the seconds that this rank has computed so far.
 
         A push of the version may begin before this returns: it sends each bucket as soon as it is filled."""
         lora = self.config.learner.lora
@@ -77,6 +82,7 @@ class PolicyWorker(TrainerRank):
         for name, weight in gathered_weights(self.model, compute_dtype_of(self.config)):
             if staged is not None:
                 staged.put(name, weight)
+        return self.computed_s
 
     def load_snapshot(self, folder: Path, weights_digest: str) -> None:
         """Load the weights of a snapshot and reset the optimizer. Collective.

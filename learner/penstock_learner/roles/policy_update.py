@@ -123,6 +123,18 @@ class PolicyUpdate:
         """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
+    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
+        """Compile everything that a step runs, on a batch that is not trained. Collective.
+
+        Weights, the numbers of the optimizer and random numbers stay as they are."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.log_probs(part)
+            self.optimizer.zero_grad(set_to_none=True)
+            for micro in part.micro_batches:
+                self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
+            self.optimizer.rehearse()
+            self.optimizer.zero_grad(set_to_none=True)
+
     def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
         return ModelInputs.of(micro, self.device, self.parallel, shared=shares_prefixes(self.model, part))
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ray.util import get_current_placement_group, remove_placement_group
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 
+from penstock.compiled_code import keep_compiled_code
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
@@ -31,6 +32,8 @@ ORPHAN_S = 300.0
 """How long the ranks of a joined cluster wait for a new controller after theirs has died."""
 SUCCESSOR_S = 20.0
 """The same after theirs was told to stop. Its pod may be replaced, but more often the run ends."""
+COMPUTES = ("log_probs", "reference_log_probs", "values", "update")
+"""Calls that run forward passes, backward passes and the optimizer. Each returns when the device has finished."""
 STARTS = ("rendezvous", "join", "load")
 """Calls by which a controller makes a rank a member of its role. Each can be made once."""
 
@@ -52,13 +55,16 @@ class Rank:
         self.world_size = world_size
         self.owner = owner
         """Identifies the controller whose calls this rank accepts."""
+        self.computed_s = 0.0
+        """Seconds that this rank has spent in the calls of COMPUTES."""
         self.is_up = False
         self.has_begun = False
         """Whether a controller has made one of the calls in STARTS."""
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
-        if config.learner.ray_address:
-            keep_files_private()  # a Ray that was started elsewhere has a mask of its own
+        if config.learner.ray_address:  # a Ray that was started elsewhere has a mask and an environment of its own
+            keep_files_private()
+            keep_compiled_code(config)
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     def call(self, owner: str, method: str, *arguments: Any) -> Any:
@@ -66,7 +72,12 @@ class Rank:
         if owner != self.owner:
             raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
         self.has_begun |= method in STARTS
-        return getattr(self, method)(*arguments)
+        started = time.monotonic()
+        try:
+            return getattr(self, method)(*arguments)
+        finally:
+            if method in COMPUTES:
+                self.computed_s += time.monotonic() - started
 
     def mark_up(self) -> None:
         """All ranks of the role have loaded their model. From here on another controller may adopt this one."""

@@ -12,7 +12,7 @@ Every engine guarantees the following (tests/integration/engines/test_engine_con
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
@@ -64,6 +64,8 @@ class EngineStats:
     waiting_requests: int
     kv_cache_usage: float
     """0 to 1."""
+    generating_s: float = field(default=0.0, compare=False)
+    """Seconds since the start in which the engine had at least one request."""
 
 
 @dataclass(frozen=True)

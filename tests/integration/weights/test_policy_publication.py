@@ -52,8 +52,9 @@ class ScriptedPolicy:
         self.gates.setdefault(lane, deque()).append(event)
         return event
 
-    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> None:
+    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> list[float]:
         self.gathered.append((version, sorted(keep)))
+        return [1.5 * len(self.gathered), 2.0 * len(self.gathered)]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method == "write_snapshot":
@@ -135,6 +136,14 @@ async def test_a_version_that_no_push_has_begun_gives_way_to_a_newer_one(setting
     assert setting.publication.current == 3
     published = await setting.policies.newest_first(None, 10)
     assert [(policy.policy_version, policy.parent_version) for policy in published] == [(3, 1), (1, 0)]
+
+
+async def test_the_time_that_ranks_computed_is_that_since_the_version_before(setting: Setting) -> None:
+    """The ranks report totals, and the slowest one counts."""
+    await setting.offer(1)
+    assert setting.publication.computed_s == 2
+    await setting.offer(2)
+    assert setting.publication.computed_s == 2, "not the total of 4"
 
 
 async def test_old_versions_are_listed_only_with_a_mark_or_a_snapshot(

@@ -38,11 +38,12 @@ class OneRankPolicy:
     weights: dict[str, torch.Tensor]
     lanes: dict[str, asyncio.Lock] = field(default_factory=dict)
 
-    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> None:
+    async def call_all(self, method: str, version: int, term: int, keep: list[int]) -> list[float]:
         shapes = [(name, tuple(weight.shape)) for name, weight in self.weights.items()]
         staged = self.publisher.begin(version, term, shapes, keep=keep)
         for name, weight in self.weights.items():
             staged.put(name, weight)
+        return [0.0]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method != "push":

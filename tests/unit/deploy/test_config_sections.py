@@ -18,7 +18,7 @@ ENTRIES: dict[str, tuple[Name, ...]] = {
 }
 CHECKS = (("penstock_rollout.start_check", "check"), ("penstock_learner.start_check", "check"))
 """What `--check` reads is no reason for a restart."""
-DECIDED_BY_CHART = {"run_dir"}
+DECIDED_BY_CHART = {"run_dir", "cache_dir"}
 
 
 @pytest.mark.parametrize("process", ENTRIES)

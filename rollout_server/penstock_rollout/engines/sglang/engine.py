@@ -37,6 +37,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.generating_time import GeneratingTime
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.sglang.calls import SglangCalls
@@ -90,6 +91,7 @@ class SglangEngine:
         """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
         self._weights_digest = ""
         self._running: dict[str, _Running] = {}
+        self._generating = GeneratingTime()
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
         """Cleared during a flip. A request that arrives then is submitted after the flip, under the new version."""
@@ -149,6 +151,7 @@ class SglangEngine:
         self._check(request)
         running = self._running[request.request_id] = _Running()
         self._idle.clear()
+        self._generating.begin()
         try:
             while True:
                 await self._open.wait()
@@ -165,6 +168,7 @@ class SglangEngine:
                 running.is_submitted = False
         finally:
             del self._running[request.request_id]
+            self._generating.end()
             if not self._running:
                 self._idle.set()
 
@@ -314,7 +318,7 @@ class SglangEngine:
         held = sum(not running.is_submitted for running in self._running.values())
         without_token = sum(not running.has_begun for running in self._running.values())
         waiting = min(load.waiting_requests + held, without_token)
-        return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage)
+        return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage, self._generating.seconds)
 
     async def check_health(self) -> None:
         if self._broken:

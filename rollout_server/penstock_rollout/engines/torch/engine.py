@@ -27,6 +27,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.generating_time import GeneratingTime
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
@@ -66,6 +67,7 @@ class TorchEngine:
         self._broken = "it was not started"
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._running_ids: set[str] = set()
+        self._generating = GeneratingTime()
         self._changed = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._actions: deque[Callable[[], None]] = deque()
@@ -120,6 +122,7 @@ class TorchEngine:
         row = self._batch.new_row(request, constraint)
         queue = self._queues[row] = asyncio.Queue()
         self._running_ids.add(request.request_id)
+        self._generating.begin()
         try:
             self._change(lambda: self._waiting.append(row))
             while True:
@@ -133,6 +136,7 @@ class TorchEngine:
             row.cancelled = True
             del self._queues[row]
             self._running_ids.discard(request.request_id)
+            self._generating.end()
             self._change(lambda: None)
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
@@ -175,6 +179,7 @@ class TorchEngine:
             running_requests=len(self._queues) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self._batch.num_cached_tokens / capacity,
+            generating_s=self._generating.seconds,
         )
 
     async def check_health(self) -> None:

@@ -28,6 +28,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
+from penstock_rollout.engines.generating_time import GeneratingTime
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
@@ -78,6 +79,7 @@ class VllmEngine:
         """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
         self._weights_digest = ""
         self._running: dict[str, _Running] = {}
+        self._generating = GeneratingTime()
         self._control = asyncio.Lock()
         self._staged: weights_pb2.WeightManifest | None = None
         self._retained_version: int | None = None
@@ -125,6 +127,7 @@ class VllmEngine:
                 "response_format", "or a forced, strict or single tool call cannot be used with the vllm engine yet"
             )
         running = self._running[request.request_id] = _Running(self._policy_version)
+        self._generating.begin()
         try:
             while True:
                 async with aclosing(self._submit(request, running)) as chunks:
@@ -136,6 +139,7 @@ class VllmEngine:
                 running.version = self._policy_version
         finally:
             del self._running[request.request_id]
+            self._generating.end()
             self._stamps.end(request.request_id)
 
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
@@ -297,6 +301,7 @@ class VllmEngine:
             running_requests=len(self._running) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self._load.kv_cache_usage,
+            generating_s=self._generating.seconds,
         )
 
     async def check_health(self) -> None:

@@ -24,7 +24,7 @@ from penstock.trajectory import Group, TokenReward, VersionSegment
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.loop.roll_back import RollBack
-from penstock_learner.loop.step_metrics import mean_rewards, reward_part_means
+from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, reward_part_means
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
 from penstock_learner.steps.advantages import denominators_of, with_advantages
 from penstock_learner.steps.context import AheadBatch, StepContext
@@ -400,3 +400,15 @@ async def test_a_reward_model_that_replaces_rewards_replaces_those_of_turns(tiny
         step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), "combine": combine})
         batch = await step.ahead([two_turns()])
         assert batch.token_rewards is not None and batch.token_rewards.sum() == kept
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "compute_s", "overhead", "idle"),
+    [(0.0, 10.0, 0.0, 0.0), (5.0, 4.0, 0.2, 0.6), (0.0, 0.0, 1.0, 1.0), (9.0, 2.0, 0.0, 0.8)],
+)
+def test_overhead_leaves_out_waiting_and_idle_time_does_not(
+    wait_s: float, compute_s: float, overhead: float, idle: float
+) -> None:
+    times = {"between_s": 1.0, "step_s": 9.0, "wait_s": wait_s}
+    found = overhead_metrics(times, compute_s)
+    assert found["overhead_ratio"] == pytest.approx(overhead) and found["idle_ratio"] == pytest.approx(idle)

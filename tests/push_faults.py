@@ -1,6 +1,6 @@
 """Faults of a process at a chosen phase of a weight push.
 
-A fault is `KIND@PHASE`:
+A fault is `KIND@PHASE`, or `KIND@PHASE#N` for the Nth time that the phase is reached:
 
 | kind       | what happens                                                                    |
 |------------|---------------------------------------------------------------------------------|
@@ -41,15 +41,20 @@ Say = Callable[..., None]
 
 
 class Fault:
-    """Happens once, when its phase is reached for the first time."""
+    """Happens once, when its phase is reached."""
 
     def __init__(self, text: str, say: Say) -> None:
-        self.kind, _, self.phase = text.partition("@")
+        self.kind, _, phase = text.partition("@")
+        self.phase, _, number = phase.partition("#")
+        self._num_left = int(number or 1)
         self.say = say
         self.grpc_port = 0
 
     def at(self, phase: str) -> None:
         if phase != self.phase:
+            return
+        self._num_left -= 1
+        if self._num_left:
             return
         self.phase = ""
         self.say(fault=self.kind, at=phase)

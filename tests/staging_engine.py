@@ -136,7 +136,7 @@ class StagingEngine:
     def retained_version(self) -> int | None:
         first = self.workers[0]
         loaded = first.loaded if isinstance(first, LocalWorker) else None
-        return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
+        return loaded.kept_version if loaded else None
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         self.fault.at("announce")

@@ -18,9 +18,9 @@ class WeightsConfig(Config):
     it."""
     catch_up: Literal["publisher", "snapshot"] = "publisher"
     """How a late or recovered server gets the current version: `publisher` by its own push, `snapshot` from disk."""
-    delta: bool = False
-    """Send only the bytes that changed, if that is smaller. The learner and each server then keep one more copy of the
-    weights."""
+    delta: bool | Literal["auto"] = "auto"
+    """Send only the bytes that changed, to servers that have the version before. `auto`: by `nccl` and `gloo`, if such
+    pushes were faster in this run than pushes of all bytes. True: always, where the transport can. False: never."""
     staging: Literal["auto", "host", "device"] = "auto"
     """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, otherwise in host
     memory."""

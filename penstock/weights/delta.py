@@ -1,63 +1,62 @@
-"""Encode a bucket as the items that changed since an earlier version.
+"""The format of a delta: the items of a bucket that changed since an earlier version.
 
-    int64 count | int32 index[count], padded to 8 bytes | item value[count], padded to 8 bytes
+    int64 count | int64 gap_bytes | gap[count] | item value[count]          each part padded to 16 bytes
 
-An item has the size of the smallest dtype of the push; a larger number counts as several items. Deltas are small,
-because a step of the optimizer changes few bfloat16 weights by more than their rounding. If a delta is applied to the
-wrong base, the checksum of the bucket differs.
+An item has the size of the smallest dtype of the push; a larger number counts as several items. Item i of the delta is
+at position gap[0] + … + gap[i] - 1 of the bucket. Gaps are unsigned and at least 1. Where the next change is farther
+away than a gap can say, an item that did not change is sent, with its value. So one byte a gap is enough if about one
+item in a hundred changed, and two bytes if fewer did.
+
+Deltas are small, because a step of the optimizer changes few bfloat16 weights by more than their rounding. If a delta
+is applied to the wrong base, the checksum of the bucket differs.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import struct
+from dataclasses import dataclass
 
 from penstock.errors import WeightPushFailed
 
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_HEADER_BYTES = 8
+HEADER = struct.Struct("<qq")
+ALIGNMENT = 16
+GAP_BYTES = (1, 2)
 
 
-def encode(base: NDArray[np.uint8], bucket: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8] | None:
-    """Return the delta from `base` to `bucket`, or None if it is not smaller than the bucket."""
-    word = _WORDS[item_bytes]
-    old, new = base.view(word), bucket.view(word)
-    index = np.flatnonzero(old != new)
-    if wire_bytes(len(index), item_bytes) >= len(bucket):
-        return None
-    parts = [
-        np.array([len(index)], dtype=np.int64).view(np.uint8),
-        _padded(index.astype(np.int32).view(np.uint8)),
-        _padded(new[index].view(np.uint8)),
-    ]
-    wire: NDArray[np.uint8] = np.concatenate(parts)
-    return wire
+@dataclass(frozen=True)
+class DeltaLayout:
+    """Where the parts of a delta are."""
+
+    count: int
+    gap_bytes: int
+    item_bytes: int
+
+    @property
+    def gaps(self) -> slice:
+        return slice(HEADER.size, HEADER.size + self.gap_bytes * self.count)
+
+    @property
+    def values(self) -> slice:
+        start = _round_up(self.gaps.stop)
+        return slice(start, start + self.item_bytes * self.count)
+
+    @property
+    def num_bytes(self) -> int:
+        return _round_up(self.values.stop)
+
+    @property
+    def header(self) -> bytes:
+        return HEADER.pack(self.count, self.gap_bytes)
 
 
-def apply(base: NDArray[np.uint8], wire: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8]:
-    """Return the bucket whose delta on `base` is `wire`. Raises WeightPushFailed if `wire` is not a valid delta."""
-    word = _WORDS[item_bytes]
-    count = int(wire[:_HEADER_BYTES].view(np.int64)[0]) if len(wire) >= _HEADER_BYTES else -1
-    if count < 0 or wire_bytes(count, item_bytes) != len(wire):
-        raise WeightPushFailed(f"a delta of {len(wire)} bytes claims to hold {count} items")
-    values_at = _HEADER_BYTES + _round_up(4 * count)
-    index = wire[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(np.int32)
-    bucket = base.copy()
-    items = bucket.view(word)
-    if count and (index.min() < 0 or index.max() >= len(items)):
-        raise WeightPushFailed("a delta points outside its bucket")
-    items[index] = wire[values_at : values_at + item_bytes * count].view(word)
-    return bucket
-
-
-def wire_bytes(count: int, item_bytes: int) -> int:
-    """Return the size of a delta with `count` items."""
-    return _HEADER_BYTES + _round_up(4 * count) + _round_up(item_bytes * count)
+def parse_layout(header: bytes, num_bytes: int, item_bytes: int) -> DeltaLayout:
+    """Return the layout of a delta of `num_bytes`. Raises WeightPushFailed if it cannot be one."""
+    count, gap_bytes = HEADER.unpack(header) if len(header) == HEADER.size else (-1, 0)
+    layout = DeltaLayout(count, gap_bytes, item_bytes)
+    if count < 0 or gap_bytes not in GAP_BYTES or layout.num_bytes != num_bytes:
+        raise WeightPushFailed(f"a delta of {num_bytes} bytes claims to hold {count} items, with gaps of {gap_bytes}")
+    return layout
 
 
 def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
-
-
-def _padded(part: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.pad(part, (0, _round_up(len(part)) - len(part)))
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

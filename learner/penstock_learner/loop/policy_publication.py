@@ -350,9 +350,9 @@ class PolicyPublication:
         return self.current if self._pushing is None else self._pushing
 
     def _common_base(self, servers: Sequence[ServerRecord]) -> int | None:
-        """The version to send a delta on: the current one, if `weights.delta` is on and every member serves it."""
+        """The version that a delta may be sent on: the current one, if every member serves it."""
         is_common = all(server.policy_version == self.current for server in servers)
-        return self.current if self.config.weights.delta and is_common else None
+        return self.current if is_common else None
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """Servers in one of the states, with a fresh heartbeat, that have not just failed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.model.precision import DTYPES
+from penstock_learner.weights.delta_choice import DeltaChoice
 from penstock_learner.weights.delta_shipment import delta_shipment
 from penstock_learner.weights.device_memory import device_uuid
 from penstock_learner.weights.member_calls import MemberCalls
@@ -38,8 +40,8 @@ from penstock_learner.weights.staging import StagedVersion, checksum_name
 
 logger = logging.getLogger(__name__)
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DELTA_TRANSPORTS = ("nccl", "gloo")
-"""Transports that send deltas. The others do not send bytes over a network."""
+NO_DELTA_TRANSPORTS = ("shm", "snapshot")
+"""Transports that cannot send deltas, because members read the complete buckets from the publisher's memory or file."""
 
 
 class WeightPublisher:
@@ -61,6 +63,8 @@ class WeightPublisher:
         self._senders: dict[tuple[str, str], Sender] = {}
         """Senders by lane and transport."""
         self._chosen = ("", "")
+        self._delta_choices: dict[str, DeltaChoice] = {}
+        """What `weights.delta: auto` has measured, by lane."""
 
     def begin(
         self,
@@ -83,8 +87,7 @@ class WeightPublisher:
             self._memory.give_back(self.staged.pop(version).memory)
         memory = self._memory.take(self._memory_kind, [bucket.num_bytes for bucket in manifest.buckets])
         manifest.checksum = checksum_name(memory)
-        manifest.retain = weights.delta
-        memory.is_reusable = not weights.delta
+        manifest.retain = weights.delta is not False
         if adapter_scale is not None:
             manifest.adapter.scale = adapter_scale
         staged = StagedVersion(manifest, memory)
@@ -125,15 +128,22 @@ class WeightPublisher:
         lane: str,
         report: PushReport,
     ) -> None:
-        """Try until every member has the version or has left."""
+        """Try until every member has the version or has left. Only the first attempt may send a delta: members apply it
+        to the base itself, so after an attempt that failed they may not have the base any more."""
         base = None if base_version is None else self.staged.get(base_version)
+        choice = self._delta_choices.setdefault(lane, DeltaChoice())
         while members:
+            started = time.monotonic()
             report.transport = transport or self._transport(members)
-            shipment = self._shipment(staged, base, report.transport)
+            names = [member.server_id for member in members]
+            tries_delta = base is not None and self._sends_delta(report.transport, names, choice)
+            shipment = self._shipment(staged, base if tries_delta else None, report)
             outcome = self._attempt(shipment, members, lane, report)
+            base = None
             if outcome.needs_full:
-                base = None
                 continue
+            if outcome.is_success:
+                choice.record(report.transport, names, time.monotonic() - started, tried_delta=tries_delta)
             report.failed |= outcome.failed
             if report.committed:
                 break
@@ -149,11 +159,18 @@ class WeightPublisher:
         )
         self.kept_snapshots[policy_version] = folder
 
-    def _shipment(self, staged: StagedVersion, base: StagedVersion | None, transport: str) -> Shipment:
-        """Make a delta if there is a base and the transport sends deltas, else whole buckets."""
-        if base is None or transport not in DELTA_TRANSPORTS:
+    def _sends_delta(self, transport: str, members: Sequence[str], choice: DeltaChoice) -> bool:
+        """Return whether to try a delta: as configured, or with `auto` if deltas were faster so far."""
+        if self.config.weights.delta == "auto":
+            return choice.takes_delta(transport, members)
+        return bool(self.config.weights.delta) and transport not in NO_DELTA_TRANSPORTS
+
+    def _shipment(self, staged: StagedVersion, base: StagedVersion | None, report: PushReport) -> Shipment:
+        """Make a delta on the base, or whole buckets without one."""
+        if base is None:
             return Shipment(staged.manifest, staged)
-        return delta_shipment(staged, base, self._deadline("encoding a delta"))
+        with report.timed("encode"):
+            return delta_shipment(staged, base, self._deadline("encoding a delta"))
 
     def _attempt(self, shipment: Shipment, members: list[PushTarget], lane: str, report: PushReport) -> AttemptOutcome:
         """Try once. Members that do not support the transport fail before anything is sent."""

@@ -25,8 +25,8 @@ class PushReport:
     nonfinite: str = ""
     """Name of a tensor that is not finite. In this case no server has committed the version."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each phase: announce, transfer and commit at the publisher; receive, load and pause of the slowest
-    member."""
+    """Duration of each phase: encode (if a delta was tried), announce, transfer and commit at the publisher; receive,
+    load and pause of the slowest member."""
     num_bytes: int = 0
     """Bytes sent to each worker, times the number of workers that committed."""
     running_requests: int = 0

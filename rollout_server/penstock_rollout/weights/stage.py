@@ -15,11 +15,11 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights import delta
 from penstock.weights.checksums import MIX64, RunningChecksum, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import item_bytes
 from penstock_rollout.weights.adapter import merged_weights
+from penstock_rollout.weights.delta_decoding import apply
 from penstock_rollout.weights.reception import Arrived, Reception, find_receiver
 
 TORCH_DTYPES = {
@@ -37,6 +37,8 @@ SPARE_DEVICE_BYTES = 512 * 2**20
 
 HASH_PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which a bucket is copied from the GPU and hashed."""
+NUM_DELTA_HASHERS = 3
+"""Threads that hash buckets that were sent as deltas. Whole buckets arrive no faster than one thread hashes them."""
 
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
@@ -46,8 +48,9 @@ class WeightStage:
     """Receives one version. Its phase goes from `receiving` to `received`, or to `failed` with one line in `failure`.
 
     The thread also decodes deltas, merges adapters and computes the checksums. A commit only compares the checksums and
-    loads the tensors. `last` is the stage that the engine loaded last. It is the base of a delta, or its buffers are
-    filled again."""
+    loads the tensors. `last` is the stage that the engine loaded last. When this stage starts, it takes the buffers of
+    `last`: it applies a delta to them, or fills them again. So a server keeps one set of buckets. If a push fails, it
+    has no base for a delta until it has loaded another version."""
 
     def __init__(
         self,
@@ -70,6 +73,10 @@ class WeightStage:
         self._worker = worker
         self._device = device or torch.device("cpu")
         self._last = last
+        self._base_version: int | None = None
+        """The version that the buffers of `last` had, if a delta can be applied to them."""
+        self._taken: list[torch.Tensor] = []
+        """The buffers of `last`."""
         self._buffers: list[torch.Tensor] = []
         """The buckets that are memory of this process, not pages of the publisher."""
         self._aborted = threading.Event()
@@ -77,7 +84,18 @@ class WeightStage:
         self._tensors: Tensors = []
         self._thread = threading.Thread(target=self._run, name=f"stage-{self.manifest.policy_version}", daemon=True)
 
+    @property
+    def kept_version(self) -> int | None:
+        """The version that a delta can be sent on: this one, while all its buckets are kept and are not the
+        publisher's."""
+        is_kept = self.phase == "received" and self.manifest.retain and 0 < len(self.buckets) == len(self._buffers)
+        return self.manifest.policy_version if is_kept else None
+
     def start(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._base_version = last.kept_version
+            self._taken = last.release()
         self.done.set_running_or_notify_cancel()
         self._thread.start()
 
@@ -122,24 +140,36 @@ class WeightStage:
             self.failure = (str(error) or repr(error)).splitlines()[0]
             self.phase = "failed"
         finally:
-            self._last = None
+            self._taken = []
             self.done.set_result(None)
 
     def _receive(self) -> None:
-        """Receive the buckets in order. A second thread hashes each bucket while the next one arrives."""
-        announcement = self._announcement
+        """Receive the buckets in order. Other threads hash each bucket while the next one arrives."""
+        announcement, is_delta = self._announcement, self.manifest.HasField("base_version")
+        if is_delta and self.manifest.base_version != self._base_version:
+            raise WeightPushFailed(f"version {self.manifest.base_version}, the base of the delta, was not kept")
+        base = list(self._taken)
         reception = Reception(
             announcement,
-            device=self._bucket_device(),
+            device=base[0].device if is_delta else self._bucket_device(),
             deadline=Deadline(announcement.deadline_s, f"receiving weights by {announcement.transport}", self._aborted),
             worker=self._worker,
-            spare=self._last.release() if self._last and not self._last.manifest.retain else [],
+            spare=[
+                buffer
+                for index, buffer in enumerate(base)
+                if not (is_delta and self.manifest.buckets[index].wire_bytes)
+            ],
             worker_device=self._device,
         )
-        with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
+        num_hashers = NUM_DELTA_HASHERS if is_delta else 1
+        with ThreadPoolExecutor(num_hashers, thread_name_prefix="hash") as hashing:
             sums = []
             for index, arrived in enumerate(find_receiver(announcement.transport)(reception)):
-                self.buckets.append(self._decoded(index, arrived.wire).to(reception.device))
+                if self.manifest.buckets[index].wire_bytes:
+                    apply(base[index], arrived.wire, item_bytes(self.manifest))
+                    self.buckets.append(base[index])
+                else:
+                    self.buckets.append(arrived.wire.to(reception.device))
                 if not arrived.is_shared:
                     self._buffers.append(self.buckets[-1])
                 sums.append(hashing.submit(self._checksum, arrived, self.buckets[-1]))
@@ -147,15 +177,6 @@ class WeightStage:
 
     def _checksum(self, arrived: Arrived, bucket: torch.Tensor) -> str:
         return arrived.checksum or bucket_checksum(self.manifest.checksum, bucket)
-
-    def _decoded(self, index: int, wire: torch.Tensor) -> torch.Tensor:
-        if not self.manifest.buckets[index].wire_bytes:
-            return wire
-        last = self._last
-        if last is None or not last.manifest.retain or last.manifest.policy_version != self.manifest.base_version:
-            raise WeightPushFailed(f"version {self.manifest.base_version}, the base of the delta, was not kept")
-        base = last.buckets[index].cpu().numpy()
-        return torch.from_numpy(delta.apply(base, wire.cpu().numpy(), item_bytes(self.manifest)))
 
     def _loadable(self) -> Tensors:
         named = list(named_tensors(self.manifest, self.buckets))
@@ -170,8 +191,16 @@ class WeightStage:
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         # Memory that earlier stages left in torch's cache is available too.
         free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free_bytes += sum(buffer.numel() for buffer in self._taken if buffer.device == self._device)
         needed = sum(bucket.num_bytes for bucket in self.manifest.buckets) + SPARE_DEVICE_BYTES
         return self._device if free_bytes >= needed else torch.device("cpu")
+
+
+def kept_version_of(announcement: weights_pb2.AnnounceRequest) -> int | None:
+    """Return the version that a delta can be sent on once the announced one is loaded. An engine whose stage is in
+    another process asks this instead of `WeightStage.kept_version`."""
+    is_kept = announcement.manifest.retain and announcement.transport != "shm"  # these pages are the publisher's
+    return announcement.manifest.policy_version if is_kept else None
 
 
 @contextmanager

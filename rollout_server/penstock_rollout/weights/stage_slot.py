@@ -23,8 +23,8 @@ class StageSlot:
 
     @property
     def retained_version(self) -> int | None:
-        loaded = self.loaded
-        return loaded.manifest.policy_version if loaded and loaded.manifest.retain else None
+        """The version that a delta can be sent on, if any."""
+        return self.loaded.kept_version if self.loaded else None
 
     def begin(self, announcement: weights_pb2.AnnounceRequest, device: torch.device | None = None) -> None:
         """Start to receive the announced version."""

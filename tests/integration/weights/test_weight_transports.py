@@ -286,6 +286,92 @@ def test_a_member_without_the_base_gets_whole_buckets(tmp_path: Path, start: Sta
     assert old.loads[-1] == new.loads[-1] == (2, [digest])
 
 
+def test_auto_tries_a_delta_and_whole_buckets_and_then_decides(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "gloo")
+    assert config.weights.delta == "auto"
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    digests, sizes = [], []
+    for version in range(1, 6):
+        digests.append(stage(publisher, version, keep=(version - 1,), changed=0.02))
+        report = publisher.push(version, targets(member), base_version=version - 1)
+        assert_committed(report, member)
+        sizes.append(report.num_bytes)
+    whole, delta = sizes[0], sizes[1]
+    assert delta < whole / 5
+    assert sizes[2] == whole
+    assert all(size == whole or size < whole / 5 for size in sizes[3:])
+    assert member.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_a_member_that_dies_in_a_delta_leaves_and_the_others_are_exact(
+    transport: str, tmp_path: Path, start: Start
+) -> None:
+    """The healthy member may have applied a part of the delta to its only copy of the base when the other one dies."""
+    config = config_of(tmp_path, transport, delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    digests = [stage(publisher, 1, changed=0.02)]
+    num_buckets = len(publisher.staged[1].memory.buckets)
+    healthy, dying = start(config), start(config, fault=f"die@receive#{num_buckets + 2}")
+    whole = publisher.push(1, targets(healthy, dying)).num_bytes // 2
+    digests.append(stage(publisher, 2, keep=(1,), changed=0.02))
+    report = publisher.push(2, targets(healthy, dying), base_version=1)
+    assert dying.has_hung
+    assert list(report.failed) == [dying.target.server_id]
+    assert_committed(report, healthy)
+    digests.append(stage(publisher, 3, keep=(2,), changed=0.02))
+    assert publisher.push(3, targets(healthy), base_version=2).num_bytes < whole / 5
+    assert healthy.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_a_member_whose_delta_was_aborted_gets_whole_buckets(transport: str, tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, transport, delta=True, push_timeout_s=4.0)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    one, other = start(config), start(config)
+    digests = [stage(publisher, 1, changed=0.02)]
+    whole = publisher.push(1, targets(one, other)).num_bytes // 2
+    other.stop()
+    digests.append(stage(publisher, 2, keep=(1,), changed=0.02))
+    report = publisher.push(2, targets(one, other), base_version=1)
+    assert list(report.failed) == [other.target.server_id]
+    assert_committed(report, one)
+    assert report.num_bytes == whole, "the second attempt sends no delta"
+    assert one.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+def test_a_member_that_missed_a_version_gets_whole_buckets(tmp_path: Path, start: Start) -> None:
+    config = config_of(tmp_path, "gloo", delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    steady, absent = start(config), start(config)
+    stage(publisher, 1, changed=0.02)
+    whole = publisher.push(1, targets(steady, absent)).num_bytes // 2
+    stage(publisher, 2, keep=(1,), changed=0.02)
+    assert publisher.push(2, targets(steady), base_version=1).num_bytes < whole / 5
+    digest = stage(publisher, 3, keep=(2,), changed=0.02)
+    report = publisher.push(3, targets(steady, absent), base_version=2)
+    assert_committed(report, steady, absent)
+    assert report.num_bytes == 2 * whole
+    assert steady.loads[-1] == absent.loads[-1] == (3, [digest])
+
+
+def test_pages_of_the_publisher_are_no_base_of_a_delta(tmp_path: Path, start: Start) -> None:
+    """After a push by shm a member holds the publisher's own pages, which the publisher writes again."""
+    config = config_of(tmp_path, "auto", delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    stage(publisher, 1, changed=0.02)
+    whole = publisher.push(1, targets(member))
+    assert whole.transport == "shm"
+    digests = [stage(publisher, 2, keep=(1,), changed=0.02)]
+    by_gloo = publisher.push(2, targets(member), transport="gloo", base_version=1)
+    assert by_gloo.num_bytes == whole.num_bytes
+    digests.append(stage(publisher, 3, keep=(2,), changed=0.02))
+    assert publisher.push(3, targets(member), transport="gloo", base_version=2).num_bytes < whole.num_bytes / 5
+    assert member.loads[1:] == [(2, [digests[0]]), (3, [digests[1]])]
+
+
 def test_auto_takes_shared_memory_on_one_host_and_gloo_across_hosts(tmp_path: Path, start: Start) -> None:
     config = config_of(tmp_path, "auto")
     publisher = WeightPublisher(config, "127.0.0.1")

@@ -46,6 +46,7 @@ from penstock_rollout.engines.sglang.plugin import announce_plugin
 from penstock_rollout.engines.sglang.server import SglangServer
 from penstock_rollout.engines.sglang.stage_socket import StageCalls
 from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
+from penstock_rollout.weights.stage import kept_version_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ class SglangEngine:
         self._devices: tuple[str, ...] = ()
         self._staged: weights_pb2.WeightManifest | None = None
         self._retained_version: int | None = None
+        self._kept_next: int | None = None
+        """What `_retained_version` becomes when the stage is loaded."""
         self._broken = "it was not started"
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -251,7 +254,8 @@ class SglangEngine:
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         check_manifest(announcement.manifest, self._shapes)
-        self._staged = announcement.manifest
+        self._staged, self._kept_next = announcement.manifest, kept_version_of(announcement)
+        self._retained_version = None  # the stage takes the buckets of the version before
         await self._schedulers.stage(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
@@ -276,7 +280,7 @@ class SglangEngine:
                 await self._calls.load_weights(self._folder / str(policy_version), policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
                 self._policy_version, self._weights_digest = policy_version, digest
-                self._retained_version = policy_version if manifest.retain else None
+                self._retained_version = self._kept_next
                 self._num_loads += 1
                 self._supersede_unstarted()
                 await self._calls.resume()

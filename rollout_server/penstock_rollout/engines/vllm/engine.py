@@ -33,6 +33,8 @@ from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.weights.stage import kept_version_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class VllmEngine:
         self._control = asyncio.Lock()
         self._staged: weights_pb2.WeightManifest | None = None
         self._retained_version: int | None = None
+        self._kept_next: int | None = None
+        """What `_retained_version` becomes when the stage is loaded."""
         self._devices: tuple[str, ...] = ()
         self._broken = "it was not started"
         self._llm: Any = None
@@ -212,8 +216,9 @@ class VllmEngine:
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         check_manifest(announcement.manifest, self._shapes)
         async with self._control:  # not during a flip, which loads whatever is staged
+            self._retained_version = None  # the stage takes the buckets of the version before
             await self._rpc("penstock_stage", announcement.SerializeToString())
-            self._staged = announcement.manifest
+            self._staged, self._kept_next = announcement.manifest, kept_version_of(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         staged = self._staged
@@ -263,7 +268,7 @@ class VllmEngine:
                 await self._core(self._stamps.set_version(policy_version))
                 self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
                 self._num_loads += 1
-                self._retained_version = policy_version if staged.retain else None
+                self._retained_version = self._kept_next
                 await self._supersede_unstarted()
                 await self._core(core.resume_scheduler_async())
             except Exception as error:

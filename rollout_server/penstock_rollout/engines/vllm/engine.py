@@ -33,7 +33,6 @@ from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, SchedulerLoad, create_llm, engine_arguments
-from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
 from penstock_rollout.weights.stage import kept_version_of
 
 logger = logging.getLogger(__name__)

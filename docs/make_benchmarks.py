@@ -59,6 +59,13 @@ BENCHES = {
         "time to a held-out score of the demo's task, compared with synchronous training, with one core for the engine "
         "and one for the learner",
     ),
+    "simulate": (
+        "Asynchronous training, simulated",
+        "make bench-simulate",
+        "speedup over synchronous training on as many GPUs, with lengths of a long tail, beside published figures. "
+        "Speeds are those measured on one H200; bench/simulate.py says what is published and what is assumed, and "
+        "varies what is assumed",
+    ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
     "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
@@ -81,6 +88,8 @@ FIGURES = {
     "learner_ranks": "",
     "loop_gpu": "",
     "sglang_gpu": "",
+    "simulate": "",
+    "cold_start": "",
     "whole_run": "",
     "weights_gpu": ("host: ", "ranks: "),
 }

@@ -45,7 +45,7 @@ TAIL = 10.0
 """The 99th percentile of the lengths, as a multiple of their median."""
 SIGMA = math.log(TAIL) / NormalDist().inv_cdf(0.99)
 VARIATION = math.sqrt(math.exp(SIGMA**2) - 1)
-SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+SPLITS = (0.375, 0.5, 0.625, 0.75, 0.875)
 """Shares of the GPUs that generate, of which the best one counts."""
 SCALES = (64, 1024)
 NUM_MEASURED = 10
@@ -256,7 +256,7 @@ def describe(name: str, outcome: Outcome) -> list[Measurement]:
         Measurement(f"{name}: share of its time that the learner waits", "", [outcome.asynchronous.wait_share]),
         Measurement(f"{name}: staleness, mean", "steps", [outcome.asynchronous.staleness_mean]),
         Measurement(f"{name}: staleness, largest", "steps", [outcome.asynchronous.staleness_max]),
-        Measurement(f"{name}: asynchronous / synchronous", "×", [outcome.speedup]),
+        Measurement(f"speedup: {name}", "×", [outcome.speedup]),
     ]
 
 
@@ -336,7 +336,7 @@ def main() -> int:
                 if name == setting.name:
                     speedups[what] = run.result().speedup
                     print(f"  with {what}: {speedups[what]:.2f} ×", flush=True)
-                    measurements.append(Measurement(f"{title}: with {what}", "×", [speedups[what]]))
+                    measurements.append(Measurement(f"speedup: {title}, with {what}", "×", [speedups[what]]))
             for published in setting.published:
                 bars.append(Bar(f"{title}: speedup, published {published:g} ×", speedups["as assumed"], published))
                 bars.append(Bar(f"{title}: the same, whatever is assumed", min(speedups.values()), published))

@@ -88,7 +88,7 @@ FIGURES = {
     "learner_ranks": "",
     "loop_gpu": "",
     "sglang_gpu": "",
-    "simulate": "",
+    "simulate": ("speedup: ", "verl's own times"),
     "cold_start": "",
     "whole_run": "",
     "weights_gpu": ("host: ", "ranks: "),

@@ -61,6 +61,12 @@ BENCHES = {
     ),
     "trl_demo": (
         "The demo's task, CPU", "make bench-trl_demo", "time to a held-out score, compared with TRL's GRPOTrainer",
+    "simulate": (
+        "Asynchronous training, simulated",
+        "make bench-simulate",
+        "speedup over synchronous training on as many GPUs, with lengths of a long tail, beside published figures. "
+        "Speeds are those measured on one H200; bench/simulate.py says what is published and what is assumed, and "
+        "varies what is assumed",
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
@@ -85,6 +91,8 @@ FIGURES = {
     "loop_gpu": "",
     "sglang_gpu": "",
     "trl_demo": "",
+    "simulate": ("speedup: ", "verl's own times"),
+    "cold_start": "",
     "whole_run": "",
     "weights_gpu": ("host: ", "ranks: "),
 }

@@ -183,7 +183,11 @@ leave too little memory on the policy's GPUs, split-collocate needs more GPUs an
 `penstock simulate` moves no data. Servers lease and finish groups with log-normal durations, the queue's own admission
 rule limits them, the learner takes, trains and publishes like the real one, and servers fail and come back. 10,000
 servers with 1.2 million groups take about ten seconds. The simulation does not model that an engine decodes faster with
-fewer requests, the limits of Redis, or a network that many pushes share.
+fewer requests, the limits of Redis, or a network that many pushes share. For lengths with a long tail that matters:
+`penstock/sizing/token_simulation.py` draws the lengths of samples instead, and a server decodes them at a speed that
+depends on how many it has. It agrees with `penstock simulate` where both apply, with closed forms for equal lengths,
+and with a step of verl that was published. `make bench-simulate` uses it for 64 to 1,024 GPUs, beside published figures
+([benchmarks.md](benchmarks.md)).
 `tests/integration/runs/test_simulation_against_a_run.py` compares it with real runs on one machine: the idle share must
 agree within 0.15, the step time within 25 %, and the mean staleness within half a version. One such pair, on two CPU
 cores with the tiny model of the examples, each predicted / measured:

@@ -88,6 +88,8 @@ class RolloutMetrics:
             name("recovery_duration_seconds"), "Time during which the server was not serving.", ["component"],
             registry=registry, buckets=LONG_SECONDS,
         )  # fmt: skip
+        self.generating = GeneratingSeconds()
+        registry.register(self.generating)
         self.paused.labels("weights")
         self.recovery_seconds.labels("rollout")
         for reason in ("stale", "lost"):
@@ -97,7 +99,7 @@ class RolloutMetrics:
 
     def follow_engine(self, generating_s: Callable[[], float]) -> None:
         """Set the function that is called for the engine's time when it is scraped."""
-        self.registry.register(GeneratingSeconds(generating_s))
+        self.generating.seconds = generating_s
 
     def follow(
         self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
@@ -125,8 +127,8 @@ class RolloutMetrics:
 class GeneratingSeconds(Collector):
     """The time in which the engine had something to generate. The rest of the time the server was idle."""
 
-    def __init__(self, seconds: Callable[[], float]) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self.seconds: Callable[[], float] = lambda: 0.0
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(

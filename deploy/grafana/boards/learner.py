@@ -22,6 +22,16 @@ LEARNER = Section(
             alerts=("LearnerStarved",),
         ),
         lines(
+            "Outside of training",
+            "Share of the time in which the policy's ranks run no forward pass, backward pass or optimizer: of the "
+            "last step without and with waiting for groups, and of the window.",
+            ("max(penstock_learner_overhead_ratio)", "without waiting"),
+            ("max(penstock_learner_idle_ratio)", "with waiting"),
+            (f"1 - {rate('penstock_learner_compute_seconds_total')}", "window"),
+            unit="percentunit",
+            opens=("learner/Phases",),
+        ),
+        lines(
             "Steps",
             "Steps per minute.",
             (f"60 * {rate('penstock_learner_steps_total')}", ""),

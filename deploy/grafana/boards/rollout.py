@@ -175,6 +175,14 @@ WAITING = Section(
     "Waiting servers",
     (
         lines(
+            "Idle",
+            "Share of the time in which the engine had no request, by server.",
+            (by_server(f"1 - {rate('penstock_rollout_generating_seconds_total', SERVER)}"), "{{server}}"),
+            unit="percentunit",
+            limits={0.2: "orange"},
+            opens=("overview/Waiting",),
+        ),
+        lines(
             "Paused",
             "Share of the time in which decoding was paused, by reason and server.",
             (

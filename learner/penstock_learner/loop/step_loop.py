@@ -147,8 +147,9 @@ class StepLoop:
         def is_needed() -> bool:
             return not first.reading.done() and not self.orders.stopping.is_set()
 
-        num_samples, vocabulary = self.config.dataset.num_samples, self.reader.vocabulary_size
-        num_batches = await self.training.rehearse(num_samples, vocabulary or SMALL_VOCABULARY, is_needed)
+        num_samples, max_tokens = self.config.dataset.num_samples, self.config.rollout.engine.max_model_len
+        vocabulary = self.reader.vocabulary_size or SMALL_VOCABULARY
+        num_batches = await self.training.rehearse(num_samples, max_tokens, vocabulary, is_needed)
         logger.info("compiled with %d batches of random tokens", num_batches)
 
     async def _finish(self) -> None:

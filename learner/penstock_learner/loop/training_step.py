@@ -61,11 +61,11 @@ class TrainingStep:
         """Whether the first steps compile, which `rehearse` does before them."""
         return self.config.compile
 
-    async def rehearse(self, num_samples: int, vocabulary: int, is_needed: Callable[[], bool]) -> int:
+    async def rehearse(self, num_samples: int, max_tokens: int, vocabulary: int, is_needed: Callable[[], bool]) -> int:
         """Compile the roles that are trained, as long as `is_needed` says so. Nothing of them changes. Returns how many
         batches were rehearsed."""
         trained = [self.roles[name] for name in ("policy", "critic") if name in self.access.trained]
-        return await rehearse(trained, self.config, self.access, num_samples, vocabulary, is_needed)
+        return await rehearse(trained, self.config, self.access, num_samples, max_tokens, vocabulary, is_needed)
 
     async def policy_log_probs(self, groups: Sequence[Group]) -> NDArray[np.float32]:
         """[T] log-probs of the groups' response tokens under the policy's weights, in order."""

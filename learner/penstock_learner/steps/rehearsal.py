@@ -24,15 +24,15 @@ _SIZES = {MIXED: ((48, 64), (80, 96)), LONG: ((560, 288), (592, 320)), EQUAL: ((
 
 
 async def rehearse(
-    trained: Sequence[RoleGroup], config: LearnerConfig, access: RoleAccess, num_samples: int, vocabulary: int,
-    is_needed: Callable[[], bool],
+    trained: Sequence[RoleGroup], config: LearnerConfig, access: RoleAccess, num_samples: int, max_tokens: int,
+    vocabulary: int, is_needed: Callable[[], bool],
 ) -> int:  # fmt: skip
     """Compile what a step runs on the roles of ours that are trained, form by form. Returns the number of batches.
 
-    It ends early if `is_needed` says no before a batch: there is something to train on. Weights, optimizers and random
-    numbers stay as they are."""
+    Forms with sequences beyond `max_tokens`, which no step will meet, are left out. It ends early if `is_needed` says
+    no before a batch: there is something to train on. Weights, optimizers and random numbers stay as they are."""
     done = 0
-    for form, second in _forms(num_samples > 1 and "policy" in access.prefix_sharing):
+    for form, second in _forms(num_samples > 1 and "policy" in access.prefix_sharing, max_tokens):
         if not is_needed():
             break
         await gather_all(*(_rehearse(role, config, access, form, second, num_samples, vocabulary) for role in trained))
@@ -40,11 +40,12 @@ async def rehearse(
     return done
 
 
-def _forms(shares_prefixes: bool) -> Iterator[tuple[str, int]]:
+def _forms(shares_prefixes: bool, max_tokens: int) -> Iterator[tuple[str, int]]:
     """The forms of batches, the most frequent one first, each with the number of its batch."""
     for form in (MIXED, LONG) if shares_prefixes else (MIXED, EQUAL):
-        yield form, 0
-        yield form, 1
+        if max(map(sum, _SIZES[form])) <= max_tokens:
+            yield form, 0
+            yield form, 1
 
 
 async def _rehearse(

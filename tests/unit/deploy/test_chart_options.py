@@ -235,6 +235,28 @@ def test_gateways_read_samples_from_the_learners_volume_if_every_node_can_mount_
     assert "learner-runs" not in volumes and samples_dir is None
 
 
+def test_compiled_code_is_on_a_volume_that_outlives_the_pods(tmp_path: Path) -> None:
+    """Without a claim of its own it is in the folder of all runs, which every pod that compiles mounts."""
+    compiling = {"rollout": "server", "learner": "learner", "ray": "ranks"}
+
+    def cached(*options: str) -> tuple[Path, list[tuple[str, list[str]]]]:
+        manifests = render(*options, values="standalone")
+        pods = [(name, template["spec"]) for name, template in pod_templates(manifests)]
+        mounts = [
+            (name, [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]])
+            for name, spec in pods
+            if any(part in name for part in compiling) and "head" not in name
+        ]
+        return run_config(manifests, tmp_path).cache_folder, mounts
+
+    folder, mounts = cached()
+    assert folder == Path("/runs/_cache") and len(mounts) >= 3
+    assert all("/runs" in paths for _, paths in mounts), mounts
+    folder, mounts = cached("--set=storage.cache.existingClaim=kernels")
+    assert folder == Path("/cache")
+    assert all("/cache" in paths for _, paths in mounts), mounts
+
+
 def test_a_certificate_of_a_public_authority_names_no_part_of_the_cluster() -> None:
     public = render(*OPTIONS, "--set=certManager.publicNamesOnly=true,gateway.tls.enabled=true")
     assert one(public, "Certificate")["spec"]["dnsNames"] == ["penstock.example.org"]

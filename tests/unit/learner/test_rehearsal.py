@@ -42,7 +42,7 @@ def state_of(step: TrainingStep) -> dict[str, Any]:
 async def test_a_rehearsal_changes_nothing(tiny_models: dict[str, Path], learner: dict[str, Any]) -> None:
     step = make_step(tiny_models, **learner)
     before, random = state_of(step), torch.get_rng_state()
-    assert await step.rehearse(2, 16, lambda: True) == 4
+    assert await step.rehearse(2, 4096, 16, lambda: True) == 4
     after = state_of(step)
     ranks: list[Any] = [step.roles[name] for name in step.access.trained]
     assert all(parameter.grad is None for role in ranks for parameter in role.rank.model.parameters())
@@ -54,7 +54,7 @@ async def test_a_rehearsal_changes_nothing(tiny_models: dict[str, Path], learner
 async def test_a_step_after_a_rehearsal_is_the_same_step(tiny_models: dict[str, Path]) -> None:
     groups = [make_group(number) for number in (1, 2)]
     plain, rehearsed = make_step(tiny_models), make_step(tiny_models)
-    await rehearsed.rehearse(2, 16, lambda: True)
+    await rehearsed.rehearse(2, 4096, 16, lambda: True)
     first, second = await plain.run(groups, 1, 0, 0.0), await rehearsed.run(groups, 1, 0, 0.0)
     for name in ("loss", "grad_norm", "entropy"):
         assert first[name] == second[name], name
@@ -63,7 +63,14 @@ async def test_a_step_after_a_rehearsal_is_the_same_step(tiny_models: dict[str, 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 async def test_it_ends_when_there_is_something_to_train_on(tiny_models: dict[str, Path], number: int) -> None:
-    assert await make_step(tiny_models).rehearse(2, 16, times(number)) == number
+    assert await make_step(tiny_models).rehearse(2, 4096, 16, times(number)) == number
+
+
+async def test_sequences_that_no_engine_makes_are_not_rehearsed(tiny_models: dict[str, Path]) -> None:
+    assert await make_step(tiny_models).rehearse(2, 81, 16, lambda: True) == 2, (
+        "only those of equal length are so short"
+    )
+    assert await make_step(tiny_models).rehearse(2, 64, 16, lambda: True) == 0
 
 
 @pytest.mark.parametrize("form", [MIXED, LONG, EQUAL])

@@ -138,7 +138,7 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     assert (metrics["reward_part/format"], metrics["reward_part/an_swer_"]) == (0.75, 3)
     prometheus = LearnerMetrics(CollectorRegistry(), "standalone")
     names = {f"reward_part/{letter}": 1.0 for letter in "abcdefghijklmnopqrst"}
-    prometheus.record_step(metrics | dict.fromkeys(("wait_s", "gather_s", "step_s"), 0.0) | names, {})
+    prometheus.record_step(metrics | dict.fromkeys(("wait_s", "gather_s", "step_s", "compute_s"), 0.0) | names, {})
     assert prometheus.registry.get_sample_value("penstock_reward_part_mean", {"part": "format"}) == 0.75
     assert prometheus.registry.get_sample_value("penstock_reward_std") == metrics["reward_std"]
     series = [s for family in prometheus.registry.collect() for s in family.samples if "part" in s.labels]

@@ -1,0 +1,54 @@
+"""What bench/simulate.py is calibrated by, and its limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCH))
+    import simulate
+
+    yield simulate
+    for name in set(sys.modules) - before:
+        if str(BENCH) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+def test_it_keeps_to_closed_forms_and_to_the_measured_steps(bench: Any) -> None:
+    assert [bar.name for bar in (*bench.check_limits(), *bench.check_fit()) if not bar.ok] == []
+
+
+def test_the_third_measurement_is_predicted_and_not_fitted(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, model, size, context, measured_s = bench.MEASURED_STEPS[2]
+    slower = (name, model, size, context, lambda: 2 * measured_s())
+    before = bench.Decoding.fitted()
+    monkeypatch.setattr(bench, "MEASURED_STEPS", (*bench.MEASURED_STEPS[:2], slower))
+    assert bench.Decoding.fitted() == before
+    assert [bar.ok for bar in bench.check_fit()] == [True, True, False]
+
+
+def test_both_sides_have_the_same_gpus_engine_and_data(bench: Any) -> None:
+    for setting in bench.SETTINGS:
+        synchronous, divided = bench.fleet_of(setting, 64, 64, 0), bench.fleet_of(setting, 48, 16, 2)
+        for name in ("samples_at_once", "mean_tokens", "max_tokens", "num_samples", "groups_per_step", "seed"):
+            assert getattr(synchronous, name) == getattr(divided, name), name
+        assert synchronous.step_s_of(100) == divided.step_s_of(100)
+        assert divided.train_s_of(1e6) >= 2 * synchronous.train_s_of(1e6), "a quarter of the GPUs trains"
+
+
+def test_an_ideal_engine_is_faster_and_what_is_varied_differs(bench: Any) -> None:
+    setting = bench.SETTINGS[0]
+    ideal = bench.fleet_of(replace(setting, has_ideal_engine=True), 64, 64, 0)
+    assert ideal.step_s_of(64) < bench.fleet_of(setting, 64, 64, 0).step_s_of(64)
+    assert len({setting, *bench.variants_of(setting).values()}) == 4

@@ -27,6 +27,9 @@ BENCHES = {
     "codec": ("Encoding of groups", "make bench-codec", "compared with JSON"),
     "weights": ("The weight push, CPU", "make bench-weights", "compared with a memory copy, a TCP stream and a load"),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a broadcast, a copy and a load"),
+    "delta_push": (
+        "Deltas", "bench/gpu/delta_push.py", "pushes of a 7B model after a step, compared with pushes of all its bytes",
+    ),
     "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
     "loading": ("Loading", "make bench-loading", "peaks of memory with four ranks, and with whole models in each"),
@@ -87,6 +90,7 @@ BENCHES = {
 """Title, command and subject of each file of results."""
 FIGURES = {
     "async_sync": "",
+    "delta_push": "",
     "learner_ranks": "",
     "loop_gpu": "",
     "sglang_gpu": "",

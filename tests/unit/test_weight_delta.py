@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import WeightPushFailed
 from penstock_learner.weights import delta_encoding
-from penstock_learner.weights.delta_encoding import encode
+from penstock_learner.weights.delta_encoding import encode, encode_with_torch
 from penstock_rollout.weights import delta_decoding
 from penstock_rollout.weights.delta_decoding import apply
 
@@ -39,6 +39,24 @@ def test_applying_a_delta_gives_the_bucket(num_items: int, item_bytes: int, chan
     assert torch.equal(base, bucket)
 
 
+@given(st.integers(1, 300), ITEM_BYTES, st.floats(0, 0.3), st.integers(0, 2**32))
+def test_the_encoder_for_gpus_gives_the_same_bytes(num_items: int, item_bytes: int, changed: float, seed: int) -> None:
+    base, bucket = buckets(num_items * 16, item_bytes, changed, seed)
+    wire, of_torch = encode(base, bucket, item_bytes), encode_with_torch(base, bucket, item_bytes)
+    assert (wire is None) == (of_torch is None)
+    if wire is not None and of_torch is not None:
+        assert torch.equal(wire, of_torch)
+
+
+@pytest.mark.parametrize("changed", [0.0, 0.00001, 0.001, 0.01, 0.2])
+def test_the_encoder_for_gpus_gives_the_same_bytes_in_chunks(changed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, bucket = buckets(400_000, 2, changed, 5)
+    monkeypatch.setattr(delta_encoding, "CHUNK_WORDS", 777)
+    wire, of_torch = encode(base, bucket, 2), encode_with_torch(base, bucket, 2)
+    assert wire is not None and of_torch is not None
+    assert torch.equal(wire, of_torch)
+
+
 @pytest.mark.parametrize("position", [0, 1, 254, 255, 256, 510, 511, 65_534, 65_535, 65_536, 131_071, 399_999])
 def test_changes_at_the_limits_of_a_gap_are_restored(position: int) -> None:
     base, bucket = buckets(400_000, 2, 0.0, 1)
@@ -51,7 +69,7 @@ def test_changes_at_the_limits_of_a_gap_are_restored(position: int) -> None:
 
 
 def test_buckets_of_many_chunks_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_encoding, "CHUNK_WORDS", 100)
+    monkeypatch.setattr(delta_encoding, "CACHED_WORDS", 100)
     monkeypatch.setattr(delta_decoding, "CHUNK_ITEMS", 7)
     base, bucket = buckets(4096, 2, 0.05, 3)
     wire = encode(base, bucket, 2)

@@ -21,6 +21,7 @@ from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_diges
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
+from penstock_learner.weights import delta_shipment
 from penstock_learner.weights.memory import SharedMemory
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push_report import PushReport
@@ -339,6 +340,25 @@ def test_a_member_whose_delta_was_aborted_gets_whole_buckets(transport: str, tmp
     assert_committed(report, one)
     assert report.num_bytes == whole, "the second attempt sends no delta"
     assert one.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+def test_without_memory_for_a_delta_the_buckets_are_sent_whole(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(delta_shipment, "encode", no_memory)
+    config = config_of(tmp_path, "gloo", delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    member = start(config)
+    stage(publisher, 1, changed=0.02)
+    whole = publisher.push(1, targets(member))
+    digest = stage(publisher, 2, keep=(1,), changed=0.02)
+    report = publisher.push(2, targets(member), base_version=1)
+    assert_committed(report, member)
+    assert report.num_bytes == whole.num_bytes
+    assert member.loads[-1] == (2, [digest])
 
 
 def test_a_member_that_missed_a_version_gets_whole_buckets(tmp_path: Path, start: Start) -> None:

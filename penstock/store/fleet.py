@@ -90,10 +90,7 @@ class Fleet:
 
     async def leave(self, server_id: str) -> None:
         """Forget a server, with its breaker and its quarantine."""
-        await guarded(self.client.hdel(self.keys.breakers, server_id))
-        await guarded(self.client.hdel(self.keys.quarantined, server_id))
-        await guarded(self.client.hdel(self.keys.server_states, server_id))
-        await guarded(self.client.hdel(self.keys.servers, server_id))
+        await self._call("leave_server", server_id)
 
     async def forget_silent(self, max_silence_s: float, term: int) -> dict[str, float]:
         """Forget the servers that sent no heartbeat for `max_silence_s`. Returns the silence of each in seconds. Raises
@@ -112,6 +109,13 @@ class Fleet:
             fields["state"] = states.get(server_id, b"JOINING").decode()
             servers.append(read_known_fields(ServerRecord, fields))
         return servers
+
+    async def num_servers(self) -> int:
+        return int(await guarded(self.client.hlen(self.keys.servers)))
+
+    async def num_changes(self) -> int:
+        """How often a server joined, left or changed its state. Reports of a server that is known do not count."""
+        return int(await guarded(self.client.hget(self.keys.counters, "fleet_changes")) or 0)
 
     async def quarantined(self) -> frozenset[str]:
         """Servers whose samples must not be used: see penstock.store.quarantine."""

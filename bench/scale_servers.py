@@ -31,7 +31,6 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient, connect
-from penstock.store.run_control import RunControl
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
@@ -155,7 +154,7 @@ class Servers:
         self.listeners.append(listener)  # it ends when nobody holds it
         belonging = FleetMembership(
             config, server_id, engine, fleet, PolicyRegistry(self.client, run),  # type: ignore[arg-type]
-            RunControl(self.client, run), member, self.metrics,
+            member, self.metrics,
         )  # fmt: skip
         await belonging.join(f"127.0.0.1:{port}")
         maker = PausingMaker(server_id, engine, self.generate_s)

@@ -69,7 +69,7 @@ bench-async: setup-dev  ## asynchronous against synchronous training (24 minutes
 	$(VENV)/bin/python bench/async_sync.py $(ARGS)
 
 bench-%: setup-dev
-	$(VENV)/bin/python bench/$*.py
+	$(VENV)/bin/python bench/$*.py $(ARGS)
 
 setup:
 	@deploy/python/setup.sh run

@@ -104,8 +104,8 @@ def earlier(name: str, measurements: list[Measurement], bars: list[Bar]) -> tupl
     return kept, judged
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
-    """Print both tables, write results/NAME.json, and return whether every bar is met."""
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
+    """Print both tables, write NAME.json into the folder, and return whether every bar is met."""
     console = Console()
     table = Table(title=title)
     for column in ("contender", "median", "spread", "unit"):
@@ -120,7 +120,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         sign = "≤" if bar.at_most else "≥"
         judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
     console.print(judged)
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     result = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "measurements": [
@@ -136,5 +136,5 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         ],  # fmt: skip
         "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     return all(bar.ok for bar in bars)

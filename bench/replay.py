@@ -280,6 +280,9 @@ def size_bars(label: str, measured: dict[str, Measurement]) -> list[Bar]:
         ),
         Bar(f"{label}: whole cycle / ray.util.queue", median_ratio(by["whole cycle"], by["ray.util.queue"]), 1.0),
     ]
+    if label == "16 KB":
+        # Half a cycle of a small group is calls, not bytes: the goal on the way to 0.8.
+        bars.insert(2, Bar(f"{label}: whole cycle / (SET + GET), small groups", bars[1].value, 0.60))
     if label in goals:
         bars.insert(0, Bar(f"{label}: append / SET", median_ratio(by["append"], set_limit), goals[label]))
     return bars

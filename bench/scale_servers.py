@@ -1,8 +1,9 @@
 """A process of bench/scale.py: many rollout servers without a model.
 
-Each has what a rollout server has towards the others: its membership, its listener for weight pushes, and its producer
-with the loops for leases, heartbeats, appends and the outbox. Only the engine is missing: a group is ready after a
-pause. The servers of one process share their connections, except those on which they wait for prompts.
+Each has what a rollout server has towards the others: its membership, its listener for weight pushes and generate
+calls, and its producer with the loops for leases, heartbeats, appends and the outbox. Only the engine is missing: a
+group is ready after a pause, and a generate call is answered at once. The servers of one process share their
+connections, except those on which they wait for prompts.
 
 It reads commands from its input, one a line, and answers each with a line of JSON.
 """
@@ -12,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.replay.contract import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.fleet import Fleet, Reported, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient, connect
-from penstock.store.run_control import RunControl
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.engines.engine import CommitReport, EngineStats
 from penstock_rollout.fleet import membership
@@ -43,8 +42,9 @@ from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.groups import producer
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
+from scale_clients import p99
 
-NUM_SAMPLES, NUM_TOKENS = 8, 64
+NUM_SAMPLES, NUM_TOKENS, NUM_ANSWERED = 8, 64, 8
 
 
 class NoEngine:
@@ -110,17 +110,39 @@ class TimedQueue(RedisReplayQueue):
 
 
 class TimedFleet(Fleet):
-    """Records how long reports take."""
+    """Records how long reports take, and holds them back while the cost of something else is measured."""
 
-    def __init__(self, client: RedisClient, run: str, times_s: list[float]) -> None:
+    def __init__(self, client: RedisClient, run: str, times_s: list[float], may_report: asyncio.Event) -> None:
         super().__init__(client, run)
         self.times_s = times_s
+        self.may_report = may_report
 
-    async def report(self, record: ServerRecord) -> Any:
+    async def report(self, record: ServerRecord) -> Reported:
+        await self.may_report.wait()
         started = time.perf_counter()
         answer = await super().report(record)
         self.times_s.append(time.perf_counter() - started)
         return answer
+
+
+class Answers(generate_pb2_grpc.GenerateServiceServicer):
+    """Answers every generate call with one chunk."""
+
+    def __init__(self, server_id: str, engine: NoEngine) -> None:
+        self.server_id = server_id
+        self.engine = engine
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        tokens = np.arange(NUM_ANSWERED, dtype=np.int32)
+        yield generate_pb2.GenerateChunk(
+            text="42", token_ids=tokens.tobytes(), log_probs=np.zeros(NUM_ANSWERED, np.float32).tobytes(),
+            segments=[
+                groups_pb2.VersionSegment(start=0, end=NUM_ANSWERED, policy_version=self.engine.policy_version)
+            ],
+            finish_reason=groups_pb2.Trajectory.STOP, prompt_token_ids=tokens.tobytes(), server_id=self.server_id,
+        )  # fmt: skip
 
 
 class Servers:
@@ -136,8 +158,10 @@ class Servers:
         self.metrics = RolloutMetrics(CollectorRegistry())
         self.listeners: list[grpc.aio.Server] = []
         self.may_lease = False
+        self.may_report = asyncio.Event()
 
     async def run(self) -> None:
+        self.may_report.set()
         async with asyncio.TaskGroup() as tasks:
             for number in self.numbers:
                 await self._start(f"server-{number:04}", tasks)
@@ -146,16 +170,17 @@ class Servers:
 
     async def _start(self, server_id: str, tasks: asyncio.TaskGroup) -> None:
         config, run, engine = self.config, self.config.run, NoEngine()
-        fleet = TimedFleet(self.client, run, self.times_s["report"])
+        fleet = TimedFleet(self.client, run, self.times_s["report"], self.may_report)
         member = WeightMember(run, engine, self.metrics, fleet.term)  # type: ignore[arg-type]
         listener = make_listener(ClusterKey.of(config))
         weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(Answers(server_id, engine), listener)
         port = listener.add_insecure_port("127.0.0.1:0")
         await listener.start()
         self.listeners.append(listener)  # it ends when nobody holds it
         belonging = FleetMembership(
             config, server_id, engine, fleet, PolicyRegistry(self.client, run),  # type: ignore[arg-type]
-            RunControl(self.client, run), member, self.metrics,
+            member, self.metrics,
         )  # fmt: skip
         await belonging.join(f"127.0.0.1:{port}")
         maker = PausingMaker(server_id, engine, self.generate_s)
@@ -172,25 +197,26 @@ class Servers:
             tasks.create_task(loop)
 
     async def _answer(self) -> None:
-        """Answer each line of the input with the p99 of the calls since the last one. `lease` and `hold` also say
-        whether the servers lease prompts."""
+        """Answer each line of the input with the p99 of the calls since the last one. `lease` lets the servers report
+        and lease prompts, `hold` lets them report, and `silence` lets them answer calls only."""
         while line := await asyncio.to_thread(sys.stdin.readline):
             self.may_lease = line.strip() == "lease"
-            answer = {name: _p99(times) for name, times in self.times_s.items()}
+            if line.strip() == "silence":
+                self.may_report.clear()
+            else:
+                self.may_report.set()
+            answer = {name: p99(times) for name, times in self.times_s.items()}
             for times in self.times_s.values():
                 times.clear()
             await asyncio.to_thread(print, json.dumps(answer), flush=True)
         sys.exit(0)
 
 
-def _p99(times_s: list[float]) -> float:
-    return statistics.quantiles(times_s, n=100)[98] if len(times_s) > 1 else 0.0
-
-
 async def main() -> None:
     path, first, count, places, generate_s, slower = sys.argv[1:]
     membership.REPORT_S *= float(slower)
     producer.WAIT_S *= float(slower)
+    producer.NOT_READY_POLL_S = 1.0  # nobody waits for it here, and it would take much of a core
     config = load_config(Path(path))
     await Servers(config, int(first), int(count), int(places), float(generate_s)).run()
 

@@ -7,7 +7,7 @@ large bytes pass neither through Lua nor through the event loop: they go over `R
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -18,11 +18,13 @@ from penstock.config.service import ReplayConfig
 from penstock.replay.contract import AppendOutcome, FinishedGroup
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, RedisClusterClient
-from penstock.store.scripts import QUEUE
+from penstock.store.scripts import QUEUE, read_record
 
 APPENDED_BYTES = 2**20
 FETCHED_GROUPS = 16
 """Size of one exchange. Larger ones do not fit Redis' caches, which makes it slower, and keep other clients waiting."""
+FETCHED_AHEAD_BYTES = 4 * 2**20
+"""Payloads of so many bytes are fetched together with the groups' ids."""
 
 
 class GroupPayloads:
@@ -50,24 +52,47 @@ class GroupPayloads:
                 lambda client: _append_at_once(client, (self._transaction(part, limits) for part in parts))
             )
 
+    async def take(self, *arguments: Any) -> tuple[dict[int, int], dict[int, bytes]]:
+        """Run take.lua. Returns the attempts of the groups that were taken, and their payloads if these are small.
+
+        Both are one turn of the event loop and of the thread: with small groups, turns cost more than the bytes. If the
+        payloads cannot be fetched, the call fails as one whose answer was lost, and the next one takes the same."""
+        script = QUEUE.load("take")
+
+        def exchange(client: Any) -> tuple[dict[int, int], dict[int, bytes]]:
+            try:
+                answer = client.evalsha(script.sha, 1, self.keys.prefix, *arguments)
+            except NoScriptError:
+                answer = client.eval(script.text, 1, self.keys.prefix, *arguments)
+            taken = read_record(answer)
+            ids, attempts = (map(int, taken[name].split()) for name in ("prompt_ids", "attempts"))
+            attempts_of = dict(zip(ids, attempts, strict=True))
+            if taken["num_bytes"] > FETCHED_AHEAD_BYTES:
+                return attempts_of, {}
+            return attempts_of, self._fetched(client, self.keys_of(attempts_of))
+
+        return await self.client.payloads.run(exchange)
+
     async def fetch(self, keys: dict[int, str]) -> dict[int, bytes]:
         """The payloads that exist, by prompt id; `keys` has the key of each."""
-        if not keys:
-            return {}
+        return await self.client.payloads.run(lambda client: self._fetched(client, keys)) if keys else {}
+
+    def keys_of(self, attempts: Mapping[int, int]) -> dict[int, str]:
+        """The key of the payload of each prompt, whose attempts these are."""
+        prefix = self.keys.group("")
+        return {prompt_id: f"{prefix}{prompt_id}:{attempt}" for prompt_id, attempt in attempts.items()}
+
+    def _fetched(self, client: redis.Redis, keys: dict[int, str]) -> dict[int, bytes]:
         names = list(keys.values())
         parts = [names[start : start + FETCHED_GROUPS] for start in range(0, len(names), FETCHED_GROUPS)]
-        is_cluster = isinstance(self.client, RedisClusterClient)
-
-        def exchange(client: redis.Redis) -> list[Any]:
-            if is_cluster:
-                return [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+        if isinstance(self.client, RedisClusterClient):
+            found = [payload for part in parts for payload in cast("list[Any]", client.mget(part))]
+        else:
             # Redis writes one answer while the answer before it is being read.
             pipeline = client.pipeline(transaction=False)
             for part in parts:
                 pipeline.mget(part)
-            return [payload for answer in pipeline.execute() for payload in answer]
-
-        found = await self.client.payloads.run(exchange)
+            found = [payload for answer in pipeline.execute() for payload in answer]
         return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
 
     def _transaction(

@@ -55,6 +55,8 @@ class RedisReplayQueue:
         self.payloads = GroupPayloads(client, self.keys)
         self._attempts: dict[int, int] = {}
         """Attempts of the groups that were taken and not yet fetched. For any other group, Redis is asked."""
+        self._fetched_ahead: dict[int, bytes] = {}
+        """Payloads that came with the newest take, until they are fetched or dropped."""
         self._manifests: dict[int, list[int]] = {}
         """Ids in the open manifests, as far as this learner knows them."""
         self._seen: dict[str, bytes] = {}
@@ -285,9 +287,7 @@ class RedisReplayQueue:
     async def take(self, step: int, max_groups: int) -> list[int]:
         known = self._manifests.setdefault(step, [])
         limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
-        answer = read_record(await self._call("take", self.term, step, *limits, *known))
-        prompt_ids, attempts = (map(int, answer[name].split()) for name in ("prompt_ids", "attempts"))
-        taken = dict(zip(prompt_ids, attempts, strict=True))
+        taken, self._fetched_ahead = await self.payloads.take(self.term, step, *limits, *known)
         self._attempts |= taken
         known += taken
         return list(taken)
@@ -297,13 +297,12 @@ class RedisReplayQueue:
         await self._wait(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        attempts, prefix = self._attempts, self.keys.group("")
-        keys = {
-            prompt_id: f"{prefix}{prompt_id}:{attempts.pop(prompt_id)}"
-            for prompt_id in prompt_ids
-            if prompt_id in attempts
-        }
-        payloads = await self.payloads.fetch(keys)
+        known, ahead = self._attempts, self._fetched_ahead
+        attempts = {prompt_id: known.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in known}
+        payloads = {prompt_id: ahead.pop(prompt_id) for prompt_id in attempts if prompt_id in ahead}
+        if len(payloads) < len(attempts):
+            others = {prompt_id: attempt for prompt_id, attempt in attempts.items() if prompt_id not in payloads}
+            payloads |= await self.payloads.fetch(self.payloads.keys_of(others))
         # A learner before this one took these, or their attempt has changed.
         unknown = [prompt_id for prompt_id in prompt_ids if prompt_id not in payloads]
         if unknown:
@@ -321,6 +320,8 @@ class RedisReplayQueue:
 
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         committed: int = await self._call("commit", self.term, step, oldest_step, " ".join(map(str, prompt_ids)))
+        if self._fetched_ahead:
+            self._forget_fetched(prompt_ids)
         self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
         return committed
 
@@ -336,7 +337,7 @@ class RedisReplayQueue:
         num_missing: int = await self._call("go_back", self.term, checkpoint, step, *prompt_ids)
         if num_missing:
             raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
-        self._manifests, self._attempts = {}, {}
+        self._manifests, self._attempts, self._fetched_ahead = {}, {}, {}
 
     async def expire(self, prompt_id: int, reason: str = "stale") -> None:
         await self._drop("expire", prompt_id, reason)
@@ -358,10 +359,15 @@ class RedisReplayQueue:
 
     async def _drop(self, how: str, prompt_id: int, reason: str) -> None:
         """Remove a group, also from the manifests: the prompt may be taken again, and is then news to this learner."""
+        self._forget_fetched([prompt_id])
         await self._call(how, self.term, prompt_id, reason)
         for ids in self._manifests.values():
             if prompt_id in ids:
                 ids.remove(prompt_id)
+
+    def _forget_fetched(self, prompt_ids: Sequence[int]) -> None:
+        for prompt_id in prompt_ids:
+            self._fetched_ahead.pop(prompt_id, None)
 
     @property
     def _lease_ttl_ms(self) -> int:

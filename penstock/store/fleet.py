@@ -21,7 +21,7 @@ import redis.asyncio as redis
 from penstock.records import read_known_fields
 from penstock.store.keys import RunKeys
 from penstock.store.redis_errors import guarded
-from penstock.store.scripts import STORE, read_rows
+from penstock.store.scripts import STORE, read_record, read_rows
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
 SERVING_STATES: tuple[ServerState, ...] = ("READY", "LOADING")
@@ -60,6 +60,16 @@ class ServerRecord:
     """Time since its last heartbeat when the record was read, by Redis' clock."""
 
 
+@dataclass(frozen=True)
+class Reported:
+    """What a server learns from its heartbeat."""
+
+    state: ServerState | None
+    """None once the server was removed, EVICTED when it must reload."""
+    held_version: int | None
+    """The version that the whole run is held at, or else the one that this server is pinned to."""
+
+
 class Fleet:
     """Registry of the rollout servers of one run."""
 
@@ -71,12 +81,13 @@ class Fleet:
         await self.report(record)
         await self.set_state(record.server_id, "JOINING")
 
-    async def report(self, record: ServerRecord) -> ServerState | None:
-        """Store a server's heartbeat and return its state: None once it was removed, EVICTED when it must reload."""
+    async def report(self, record: ServerRecord) -> Reported:
+        """Store a server's heartbeat. It is one call, because every server makes it twice a second."""
         fields = asdict(record)
         del fields["state"], fields["heartbeat_age_ms"]
-        state = await self._call("report_server", record.server_id, json.dumps(fields))
-        return cast("ServerState", state.decode()) if state else None
+        answer = read_record(await self._call("report_server", record.server_id, json.dumps(fields)))
+        state, held = answer["state"], answer["held_version"]
+        return Reported(cast("ServerState", state.decode()) if state else None, int(held) if held else None)
 
     async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
         """Move a server to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer
@@ -90,10 +101,7 @@ class Fleet:
 
     async def leave(self, server_id: str) -> None:
         """Forget a server, with its breaker and its quarantine."""
-        await guarded(self.client.hdel(self.keys.breakers, server_id))
-        await guarded(self.client.hdel(self.keys.quarantined, server_id))
-        await guarded(self.client.hdel(self.keys.server_states, server_id))
-        await guarded(self.client.hdel(self.keys.servers, server_id))
+        await self._call("leave_server", server_id)
 
     async def forget_silent(self, max_silence_s: float, term: int) -> dict[str, float]:
         """Forget the servers that sent no heartbeat for `max_silence_s`. Returns the silence of each in seconds. Raises
@@ -112,6 +120,13 @@ class Fleet:
             fields["state"] = states.get(server_id, b"JOINING").decode()
             servers.append(read_known_fields(ServerRecord, fields))
         return servers
+
+    async def num_servers(self) -> int:
+        return int(await guarded(self.client.hlen(self.keys.servers)))
+
+    async def num_changes(self) -> int:
+        """How often a server joined, left or changed its state. Reports of a server that is known do not count."""
+        return int(await guarded(self.client.hget(self.keys.counters, "fleet_changes")) or 0)
 
     async def quarantined(self) -> frozenset[str]:
         """Servers whose samples must not be used: see penstock.store.quarantine."""

@@ -41,7 +41,6 @@ from penstock.store.notices import Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
-from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
@@ -99,8 +98,8 @@ class RolloutServer:
         fleet = Fleet(self.client, config.run)
         self.weight_member = WeightMember(config.run, self.engine, self.metrics, fleet.term)
         self.membership = FleetMembership(
-            config, server_id, self.engine, fleet, PolicyRegistry(self.client, config.run),
-            RunControl(self.client, config.run), self.weight_member, self.metrics,
+            config, server_id, self.engine, fleet, PolicyRegistry(self.client, config.run), self.weight_member,
+            self.metrics,
             partial(self.phases.enter, server_id, "serving"),
         )  # fmt: skip
         queue = RedisReplayQueue(self.client, config.run, config.replay)

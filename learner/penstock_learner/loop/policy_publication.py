@@ -30,6 +30,7 @@ from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
 from penstock.replay.contract import GroupConsumer
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.store.fleet_view import FleetView
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
@@ -42,6 +43,8 @@ from penstock_learner.weights.senders.sender import PushTarget
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
+MAX_VIEW_AGE_S = 5.0
+"""How often the whole fleet is read although nothing in it has changed."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 2.0, 15.0
 """Time until a server that failed in a push is tried again, after the first failure and at most."""
 
@@ -80,6 +83,7 @@ class PolicyPublication:
         self.policy = policy
         self.term = term
         self.metrics = metrics
+        self.view = FleetView(fleet, MAX_VIEW_AGE_S)
         self.control = RunControl(fleet.client, config.run)
         self.policies = PolicyRegistry(fleet.client, config.run)
         self.tracing = tracing or Tracing()
@@ -137,7 +141,7 @@ class PolicyPublication:
 
         The deadline covers two publications, each with its push and its snapshot: the one that runs, and the newest
         offer behind it."""
-        num_servers = len(await self.fleet.servers())
+        num_servers = await self.fleet.num_servers()
         timeout_s = 2 * (self._push_timeout_s(num_servers) + self.config.learner.rank_timeout_s)
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -185,12 +189,22 @@ class PolicyPublication:
                 continue  # the running push serves STALE servers too
             if by_snapshot and self.current in self._kept:
                 continue  # servers load the snapshot themselves
+            if await self._is_fleet_settled():
+                continue
             stale = await self._followers(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
             failed = [server for server in behind if server.server_id in self._failures]
             others = [server for server in behind if server not in failed] if self._pushing is None else []
             for servers in ([others] if others else []) + [[server] for server in failed]:
                 await self._catch_up(servers, transport)
+
+    async def _is_fleet_settled(self) -> bool:
+        """Whether no server is STALE, and no serving one is silent, without a look at each of them.
+
+        A server that becomes STALE changes the view at once. None becomes silent before the reading says so."""
+        reading = await self.view.look()
+        is_stale = any(server.state == "STALE" for server in reading.servers)
+        return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
 
     async def _load_quarantined(self, transport: str | None) -> None:
         """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem

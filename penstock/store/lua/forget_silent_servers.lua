@@ -6,7 +6,7 @@ local records, now, values = redis.call('HGETALL', SERVERS), now_ms(), {}
 for i = 1, #records, 2 do
   local silence_ms = now - tonumber(cjson.decode(records[i + 1]).heartbeat_ms)
   if silence_ms > tonumber(ARGV[2]) then
-    for _, key in ipairs({SERVERS, SERVER_STATES, BREAKERS, QUARANTINED}) do redis.call('HDEL', key, records[i]) end
+    forget_server(records[i])
     values[#values + 1], values[#values + 2] = records[i], silence_ms
   end
 end

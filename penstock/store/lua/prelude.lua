@@ -42,3 +42,13 @@ local function drop_all_saved(ids)
   if redis.call('EXISTS', SAVED_BYTES) == 0 then return end
   for _, id in ipairs(ids) do drop_saved(id) end
 end
+
+-- Notes that servers joined, left or changed their state: see penstock/store/fleet_view.py.
+local function note_fleet_change()
+  count('fleet_changes', 1)
+end
+
+local function forget_server(server)
+  for _, key in ipairs({SERVERS, SERVER_STATES, BREAKERS, QUARANTINED}) do redis.call('HDEL', key, server) end
+  note_fleet_change()
+end

@@ -1,6 +1,8 @@
--- ARGV: server, its record (a JSON object). Stores the record with the time of this heartbeat, and returns the server's
--- state, or false once it has none.
+-- ARGV: server, its record (a JSON object). Stores the record with the time of this heartbeat. Returns the server's
+-- state, or nothing once it has none, and the version that the run, or else the server, is held at.
 run_when_full()
 local heartbeat = string.format(', "heartbeat_ms": %.0f}', now_ms())
-redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat)
-return redis.call('HGET', SERVER_STATES, ARGV[1])
+local is_new = redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat) == 1
+if is_new then note_fleet_change() end
+local held = redis.call('HGET', COUNTERS, 'held_version') or redis.call('HGET', POLICY_PINS, ARGV[1])
+return {'state', redis.call('HGET', SERVER_STATES, ARGV[1]), 'held_version', held}

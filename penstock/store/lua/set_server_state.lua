@@ -12,4 +12,5 @@ for i = 3, #ARGV do
     num_set = num_set + 1
   end
 end
+if num_set > 0 then note_fleet_change() end
 return num_set

@@ -21,9 +21,8 @@ from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
 from penstock.logs import bind
 from penstock.process_endpoint import Readiness
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
+from penstock.store.fleet import SERVING_STATES, Fleet, Reported, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock.weights.transports import host_id
 from penstock_rollout.engines.engine import Engine
@@ -43,7 +42,7 @@ class FleetMembership:
 
     def __init__(
         self, config: RunConfig, server_id: str, engine: Engine, fleet: Fleet, policies: PolicyRegistry,
-        control: RunControl, weight_member: WeightMember, metrics: RolloutMetrics,
+        weight_member: WeightMember, metrics: RolloutMetrics,
         on_first_serving: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self.config = config
@@ -51,7 +50,6 @@ class FleetMembership:
         self.engine = engine
         self.fleet = fleet
         self.policies = policies
-        self.control = control
         self.weight_member = weight_member
         self.metrics = metrics
         self.on_first_serving = on_first_serving
@@ -98,8 +96,8 @@ class FleetMembership:
         """Send heartbeats to the fleet, and act on the state that the registry returns."""
         while True:
             try:
-                recorded = await self.fleet.report(self._record(num_running(), num_scoring()))
-                self._enter(await self._next_state(recorded))
+                reported = await self.fleet.report(self._record(num_running(), num_scoring()))
+                self._enter(await self._next_state(reported))
                 if self.on_first_serving is not None and self.state in SERVING_STATES:
                     await self.on_first_serving()
                     self.on_first_serving = None
@@ -122,11 +120,11 @@ class FleetMembership:
             self._stopped_serving_at = time.monotonic()
         self.state = state
 
-    async def _next_state(self, recorded: ServerState | None) -> ServerState:
+    async def _next_state(self, reported: Reported) -> ServerState:
         """Make the state changes that the module's docstring draws. Returns the new state."""
-        state = recorded or "JOINING"
+        state = reported.state or "JOINING"
         was_held = self.held_version is not None
-        self.held_version = held = await self._read_held_version()
+        self.held_version = held = reported.held_version
         if state in ("JOINING", "EVICTED") or (
             state in SERVING_STATES and await self._serves_wrong_version(held, was_held)
         ):
@@ -137,11 +135,6 @@ class FleetMembership:
             if self.engine.policy_version == wanted.policy_version:
                 state = await self._move("READY")
         return state
-
-    async def _read_held_version(self) -> int | None:
-        """The version that the whole run is held at, or else the one that this server is pinned to."""
-        held = (await self.control.orders()).held_version
-        return await self.policies.pinned_version(self.server_id) if held is None else held
 
     async def _serves_wrong_version(self, held: int | None, was_held: bool) -> bool:
         """Whether a serving server has to load another version by itself. Other servers are updated by pushes."""

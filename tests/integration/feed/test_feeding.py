@@ -297,7 +297,7 @@ class Server:
 
     async def turn(self, limit: int = 1) -> None:
         record = ServerRecord(self.server_id, "127.0.0.1:1", "torch", policy_version=self.version)
-        if await self.fleet.report(record) is None:
+        if (await self.fleet.report(record)).state is None:
             await self.fleet.set_state(self.server_id, "READY")
         for lease in await self.queue.lease(self.server_id, limit):
             evaluation_id = decode_prompt(lease.payload).evaluation_id

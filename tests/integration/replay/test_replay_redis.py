@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import redis
 
-from penstock.errors import Fenced
+from penstock.errors import Fenced, Unavailable
 from penstock.replay import group_payloads
 from penstock.replay.contract import FinishedGroup
+from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.scripts import QUEUE, ScriptFolder
@@ -69,6 +71,61 @@ async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, e
     kept = {key.decode().removeprefix(queue.keys.prefix) for key in await queue.client.keys(f"{queue.keys.prefix}*")}
     assert not {name for name in kept if name.startswith("group:")}
     assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}
+
+
+async def taken(queue: RedisReplayQueue, payloads: list[bytes]) -> list[int]:
+    """The ids of groups that a new learner has just taken."""
+    queue.config = queue.config.model_copy(update={"max_staleness": 100})
+    await queue.take_term(0)
+    await queue.submit([b"p"] * len(payloads), [0] * len(payloads), "")
+    for lease, payload in zip(await queue.lease("s", len(payloads)), payloads, strict=True):
+        await queue.append(lease, payload, 0)
+    return await queue.take(1, len(payloads))
+
+
+async def mgets(queue: RedisReplayQueue) -> int:
+    return int((await queue.client.info("commandstats")).get("cmdstat_mget", {"calls": 0})["calls"])
+
+
+async def test_small_groups_come_with_the_take_and_large_ones_when_they_are_fetched(
+    queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_payloads, "FETCHED_AHEAD_BYTES", 20)
+    for payloads, fetched_later in (([b"0123456789", b"9876543210"], 0), ([b"0123456789", b"98765432100"], 1)):
+        await queue.client.flushdb()
+        prompt_ids = await taken(queue, payloads)
+        before = await mgets(queue)
+        assert [delivery.payload for delivery in await queue.fetch(prompt_ids)] == payloads
+        assert await mgets(queue) - before == fetched_later
+        assert [delivery.payload for delivery in await queue.fetch(prompt_ids)] == payloads, "they are still queued"
+
+
+@pytest.mark.parametrize("end", ["commit", "expire", "discard", "dead_letter"])
+async def test_a_group_that_ended_after_its_take_is_not_fetched(queue: RedisReplayQueue, end: str) -> None:
+    first, second = await taken(queue, [b"a", b"b"])
+    if end == "commit":
+        await queue.commit(0, [first])
+    else:
+        await getattr(queue, end)(first, "reason")
+    assert [delivery.prompt_id for delivery in await queue.fetch([first, second])] == [second]
+
+
+async def test_a_take_whose_payloads_could_not_be_fetched_is_answered_again(
+    queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups are in the step's manifest, and no other take of this learner knows them."""
+
+    def breaks(*_: object) -> dict[int, bytes]:
+        raise redis.ConnectionError("the connection was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupPayloads, "_fetched", breaks)
+        with pytest.raises(Unavailable):
+            await taken(queue, [b"a", b"b"])
+    prompt_ids = await queue.take(1, 1)
+    assert len(prompt_ids) == 2
+    assert [delivery.payload for delivery in await queue.fetch(prompt_ids)] == [b"a", b"b"]
+    assert await queue.take(1, 2) == []
 
 
 async def test_the_order_of_take_may_change_while_groups_are_queued(queue: RedisReplayQueue) -> None:

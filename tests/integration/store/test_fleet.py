@@ -9,8 +9,10 @@ import redis.asyncio as redis
 
 from penstock.errors import Fenced
 from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.fleet import Fleet, Reported, ServerRecord
 from penstock.store.notices import Notices
+from penstock.store.policies import PolicyRegistry
+from penstock.store.run_control import RunControl
 from penstock_learner.loop.silent_servers import FORGOTTEN_AFTER_S, SilentServers
 
 
@@ -27,7 +29,7 @@ async def test_a_learner_whose_term_has_passed_moves_no_server(
         await fleet.set_state("a", "EVICTED", old)
     assert [server.state for server in await fleet.servers()] == ["READY"]
     await fleet.set_state("a", "EVICTED", new)
-    assert await fleet.report(ServerRecord("a", "127.0.0.1:1", "torch")) == "EVICTED"
+    assert await fleet.report(ServerRecord("a", "127.0.0.1:1", "torch")) == Reported("EVICTED", None)
     assert await fleet.term() == new
 
 
@@ -40,6 +42,21 @@ async def test_a_learner_does_not_bring_back_a_server_that_has_left(
     await fleet.set_state("a", "READY", term)
     assert await fleet.servers() == []
     assert await redis_client.hgetall("penstock:{test}:server_states") == {}
+
+
+async def test_a_report_answers_with_the_version_that_the_run_or_the_server_is_held_at(
+    redis_client: redis.Redis,
+) -> None:
+    fleet, control = Fleet(redis_client, "test"), RunControl(redis_client, "test")
+    server = ServerRecord("a", "127.0.0.1:1", "torch")
+    await fleet.join(server)
+    assert await fleet.report(server) == Reported("JOINING", None)
+    await PolicyRegistry(redis_client, "test").pin("a", 0)
+    assert await fleet.report(server) == Reported("JOINING", 0)
+    await control.hold(4)
+    assert await fleet.report(server) == Reported("JOINING", 4)
+    await control.release()
+    assert await fleet.report(server) == Reported("JOINING", 0)
 
 
 async def test_many_servers_move_in_one_call_and_those_that_left_do_not(
@@ -75,7 +92,7 @@ async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_bac
     [notice] = await notices.newest_first()
     assert (notice.kind, notice.count) == ("server_lost", 1)
     assert notice.text.startswith("dead sent no heartbeat for 15 min and has left the list of servers")
-    assert await fleet.report(dead) is None, "it sees that it was forgotten, and joins again"
+    assert (await fleet.report(dead)).state is None, "it sees that it was forgotten, and joins again"
     await fleet.join(dead)
     await SilentServers(fleet, notices, term).forget()
     assert await notices.newest_first() == []

@@ -59,7 +59,7 @@ async def report(fleet: Fleet, target: PushTarget, engine: Engine, publication: 
     """Report a server to the fleet and follow its state, as FleetMembership does."""
     record = ServerRecord(target.server_id, target.address, "torch", transports=target.transports)
     while True:
-        state = await fleet.report(replace(record, policy_version=engine.policy_version))
+        state = (await fleet.report(replace(record, policy_version=engine.policy_version))).state
         if state in (None, "JOINING", "EVICTED"):
             await fleet.set_state(target.server_id, "STALE")
         elif state == "STALE" and engine.policy_version == (publication.current or 0):

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import load_overrides
 from penstock.errors import NotFound, WeightPushFailed
-from penstock.store.fleet import ServerState
-from penstock.store.run_control import Orders
+from penstock.store.fleet import Reported, ServerState
 from penstock.v1 import policies_pb2
 from penstock_rollout.fleet import membership as membership_module
 from penstock_rollout.fleet.membership import FleetMembership
@@ -21,7 +20,7 @@ from penstock_rollout.metrics import RolloutMetrics
 
 
 class Registry:
-    """The fleet, the policies and the orders of a run, in memory. Every published version has a snapshot."""
+    """The fleet and the policies of a run, in memory. Every published version has a snapshot."""
 
     def __init__(self) -> None:
         self.moves: list[ServerState] = []
@@ -38,12 +37,6 @@ class Registry:
             raise NotFound("nothing is published")
         return policies_pb2.Policy(policy_version=version, snapshot_path=f"/snapshots/{version}")
 
-    async def pinned_version(self, server_id: str) -> int | None:
-        return self.pinned
-
-    async def orders(self) -> Orders:
-        return Orders(held_version=self.held)
-
 
 class Engine:
     policy_version = 0
@@ -59,9 +52,7 @@ class Server:
         engine: Any = self.engine
         metrics = RolloutMetrics(CollectorRegistry())
         self.weight_member = WeightMember("test", engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
-        self.membership = FleetMembership(
-            config, "rollout-0", engine, registry, registry, registry, self.weight_member, metrics
-        )
+        self.membership = FleetMembership(config, "rollout-0", engine, registry, registry, self.weight_member, metrics)
         self.loaded: list[int] = []
         self.refuses = False
 
@@ -74,7 +65,8 @@ class Server:
         monkeypatch.setattr(membership_module, "load_snapshot", load_snapshot)
 
     async def report(self, recorded: ServerState | None) -> ServerState:
-        return await self.membership._next_state(recorded)
+        held = self.registry.pinned if self.registry.held is None else self.registry.held
+        return await self.membership._next_state(Reported(recorded, held))
 
 
 async def test_a_server_joins_with_the_model_folder_before_anything_is_published(

@@ -30,8 +30,6 @@ from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_services.gateway.sessions.traffic import SessionTraffic
 
 MAX_STOP_TEXTS = 4
-MAX_TRIES = 3
-"""How many servers are tried until one answers."""
 
 
 class GenerateHandlers:
@@ -94,13 +92,6 @@ class GenerateHandlers:
             prompt_ids=ids, replayed=closing.state == "answered", is_waiting=closing.state == "joined"
         )
 
-    async def served_versions(self) -> dict[int, list[str]]:
-        """Ids of the servers that would answer, by version."""
-        versions: dict[int, list[str]] = {}
-        for server in await self.choice.ready():
-            versions.setdefault(server.policy_version, []).append(server.server_id)
-        return versions
-
     async def _answer(
         self, request: generate_pb2.GenerateRequest, servers: list[ServerRecord], session: SessionCall | None
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
@@ -108,7 +99,7 @@ class GenerateHandlers:
         whole = generate_pb2.GenerateChunk()
         running = self.choice.running
         failure: PenstockError = Unavailable("no rollout server answers")
-        for server in servers[:MAX_TRIES]:
+        for server in servers:
             running[server.server_id] += 1
             try:
                 async for chunk in self._call(server, request):

@@ -94,7 +94,7 @@ async def _models(served: ServedRuns) -> list[Json]:
     started = [created.run for created in await served.created.list() if created.state == "STARTED"]
     models: list[Json] = []
     for name in (own, *(run for run in started if run != own)):
-        versions = await (await served.find(name)).generation.served_versions()
+        versions = await (await served.find(name)).generation.choice.served_versions()
         models.append({"id": name, "policy_version": max(versions, default=None), "server_ids": []})
         models += [
             {"id": f"{name}@{version}", "policy_version": version, "server_ids": server_ids}

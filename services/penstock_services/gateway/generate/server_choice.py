@@ -11,15 +11,24 @@ its earlier calls, because that has the keys and values of the conversation cach
 from __future__ import annotations
 
 import asyncio
+import heapq
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock.config.run import RunConfig
-from penstock.errors import Conflict, ModelNotFound, Unavailable
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
+from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2
+from penstock_services.gateway.generate.ready_servers import ReadyServers, ReadyServersView
+
+MAX_TRIES = 3
+"""How many servers are tried until one answers."""
+MAX_COMPARED = 64
+"""Of more servers, as many are drawn, and the least busy of these is chosen. So a call costs the same in a fleet of
+1,000, and the load stays even."""
 
 
 class ServerChoice:
@@ -27,9 +36,8 @@ class ServerChoice:
 
     def __init__(self, config: RunConfig, fleet: Fleet, policies: PolicyRegistry, control: RunControl) -> None:
         self.config = config
-        self.fleet = fleet
         self.policies = policies
-        self.control = control
+        self.view = ReadyServersView(config, fleet, control)
         self.running: Counter[str] = Counter()
         self._chosen: Counter[str] = Counter()
         """How often each server was the first choice. Servers that are equally busy take turns."""
@@ -37,66 +45,75 @@ class ServerChoice:
     async def choose(
         self, key_name: str, request: generate_pb2.GenerateRequest, known: Sequence[str]
     ) -> tuple[int | None, list[ServerRecord]]:
-        """The version that the call must be answered with, if any, and the servers to try, in order. `known` are the
-        servers that have answered the session, the best one first."""
-        ready, pins = await asyncio.gather(self.ready(), self.policies.pins())
+        """The version that the call must be answered with, if any, and up to MAX_TRIES servers to try, in order.
+        `known` are the servers that have answered the session, the best one first."""
+        ready, pins = await asyncio.gather(self.view.look(), self.policies.pins())
         version = _version_for(key_name, request, pins)
-        fit = self._fit(ready, version, pins, is_named=request.HasField("policy_version"))
-        servers = self._with_known_first(fit, known)
+        fit = _fit(ready, version, pins)
+        if not fit:  # a server may have reported the version since the fleet was read
+            ready = await self.view.read()
+            fit = _fit(ready, version, pins)
+        if not fit:
+            raise _why_none_fits(ready, version, is_named=request.HasField("policy_version"))
+        compared = fit if len(fit) <= MAX_COMPARED else random.sample(fit, MAX_COMPARED)
+        servers = heapq.nsmallest(MAX_TRIES, compared, key=self._busyness)
+        if known and self.config.gateway.sessions.sticky:
+            newest = max(server.policy_version for server in fit) if pins else max(ready.by_version)
+            mine = [ready.by_id[server_id] for server_id in known if server_id in ready.by_id]
+            servers = self._with_known_first(servers, _fitting(mine, version, pins), newest)
         self._chosen[servers[0].server_id] += 1
         return version, servers
 
-    async def ready(self) -> list[ServerRecord]:
-        """Servers that answer calls."""
-        silence_ms = 1000 * self.config.replay.lease_ttl_s
-        drained, quarantined, servers = await asyncio.gather(
-            self.control.drained(), self.fleet.quarantined(), self.fleet.servers()
-        )
-        return [
-            server
-            for server in servers
-            if server.state in SERVING_STATES and server.heartbeat_age_ms <= silence_ms
-            and server.server_id not in drained | quarantined
-        ]  # fmt: skip
-
-    def _fit(
-        self, ready: Sequence[ServerRecord], version: int | None, pins: Mapping[str, int], *, is_named: bool
-    ) -> list[ServerRecord]:
-        """Servers that may answer, the least busy first. `is_named` says that the call itself names the version."""
-        if not ready:
-            raise Unavailable("no rollout server is ready; see the run's servers")
-        fit = [
-            server
-            for server in ready
-            if server.policy_version == version or (version is None and server.server_id not in pins)
-        ]
-        if not fit and version is None:
-            raise Unavailable("every rollout server that is ready is pinned to a version; unpin one, or name a version")
-        if not fit:
-            served = sorted({server.policy_version for server in ready})
-            if is_named:
-                raise ModelNotFound(f"no server serves version {version}, only {served}; name one of these")
-            raise Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
-        return sorted(fit, key=self._busyness)
+    async def served_versions(self) -> dict[int, list[str]]:
+        """Ids of the servers that would answer, by version."""
+        ready = await self.view.read()
+        return {version: [server.server_id for server in servers] for version, servers in ready.by_version.items()}
 
     def _busyness(self, server: ServerRecord) -> tuple[int, int, int]:
-        return self.running[server.server_id], server.running_groups, self._chosen[server.server_id]
+        server_id = server.server_id
+        return self.running.get(server_id, 0), server.running_groups, self._chosen.get(server_id, 0)
 
-    def _with_known_first(self, fit: list[ServerRecord], known: Sequence[str]) -> list[ServerRecord]:
-        """The servers, with the one first that has most of the session cached, if it may keep the session."""
-        limits = self.config.gateway.sessions
-        if not limits.sticky:
-            return fit
-        fewest = min(self.running[server.server_id] for server in fit)
-        newest = max(server.policy_version for server in fit)
-        keeping = {
-            server.server_id: server
-            for server in fit
-            if self.running[server.server_id] - fewest <= limits.max_extra_calls
-            and newest - server.policy_version <= self.config.replay.max_staleness
-        }
-        kept = next((keeping[server_id] for server_id in known if server_id in keeping), None)
-        return fit if kept is None else [kept, *(server for server in fit if server is not kept)]
+    def _with_known_first(
+        self, servers: list[ServerRecord], known: Sequence[ServerRecord], newest: int
+    ) -> list[ServerRecord]:
+        """The servers, with the one first that has most of the session cached, if it may keep the session. `newest` is
+        the newest version that a server could answer with."""
+        fewest = self.running.get(servers[0].server_id, 0)
+        for server in known:
+            extra_calls = self.running.get(server.server_id, 0) - fewest
+            is_too_old = newest - server.policy_version > self.config.replay.max_staleness
+            if extra_calls <= self.config.gateway.sessions.max_extra_calls and not is_too_old:
+                return [server, *(other for other in servers if other is not server)][:MAX_TRIES]
+        return servers
+
+
+def _fit(ready: ReadyServers, version: int | None, pins: Mapping[str, int]) -> Sequence[ServerRecord]:
+    """All servers that may answer a call for the version."""
+    if version is not None:
+        return ready.by_version.get(version, [])
+    return _fitting(ready.servers, version, pins) if pins else ready.servers
+
+
+def _fitting(servers: Sequence[ServerRecord], version: int | None, pins: Mapping[str, int]) -> list[ServerRecord]:
+    """Those of the servers that may answer a call for the version. A pinned one answers only calls that name its
+    version."""
+    return [
+        server
+        for server in servers
+        if server.policy_version == version or (version is None and server.server_id not in pins)
+    ]
+
+
+def _why_none_fits(ready: ReadyServers, version: int | None, *, is_named: bool) -> PenstockError:
+    """`is_named` says that the call itself names the version."""
+    if not ready.servers:
+        return Unavailable("no rollout server is ready; see the run's servers")
+    if version is None:
+        return Unavailable("every rollout server that is ready is pinned to a version; unpin one, or name a version")
+    served = sorted(ready.by_version)
+    if is_named:
+        return ModelNotFound(f"no server serves version {version}, only {served}; name one of these")
+    return Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
 
 
 def _version_for(key_name: str, request: generate_pb2.GenerateRequest, pins: Mapping[str, int]) -> int | None:

@@ -38,6 +38,10 @@ BENCHES = {
     ),
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
+    "constrained_check_cpu": (
+        "Constrained output, CPU", "bench/gpu/constrained_check.py", "vLLM, compared with a masked forward pass",
+    ),
+    "constrained_check_gpu": ("Constrained output, GPU", "bench/gpu/constrained_check.py", "the same"),
     "sglang_gpu": ("SGLang", "bench/gpu/sglang_speed.py", "compared with bare SGLang, 256 requests at once"),
     "prefixes": ("Shared prefixes in training", "bench/gpu/prefixes.py", "compared with the same step without sharing"),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),

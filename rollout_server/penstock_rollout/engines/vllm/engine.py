@@ -30,6 +30,7 @@ from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
+from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
 
@@ -117,11 +118,6 @@ class VllmEngine:
         await self.check_health()
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        if request.constraint is not None:
-            # vLLM 0.32 on a CPU failed such requests with an EngineGenerateError whose cause is not known yet.
-            raise InvalidInput(
-                "response_format", "or a forced, strict or single tool call cannot be used with the vllm engine yet"
-            )
         running = self._running[request.request_id] = _Running(self._policy_version)
         try:
             while True:
@@ -146,10 +142,11 @@ class VllmEngine:
 
         salt = f"{running.version}.{self._num_loads}"
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
+        params = sampling_params(request, self._stop_ids)
         num_tokens = 0
         self._stamps.begin(request.request_id)
         try:
-            async with aclosing(self._llm.generate(prompt, self._params(request), request.request_id)) as outputs:
+            async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
                 async for output in outputs:
                     if running.superseded:
                         return
@@ -157,33 +154,16 @@ class VllmEngine:
                     num_tokens += len(chunk.token_ids)
                     yield chunk
         except (VLLMValidationError, ValueError) as error:
-            raise InvalidInput("prompt_token_ids", str(error).splitlines()[0]) from error
+            raise InvalidInput(self._refused_field(request), str(error).splitlines()[0]) from error
         except (EngineDeadError, EngineGenerateError) as error:
+            if isinstance(error.__cause__, ImportError) and request.constraint is not None:
+                raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
 
-    def _params(self, request: GenerateRequest) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = request.sampling
-        chunks: dict[str, Any] = {}
-        if request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval"):
-            chunks["stream_interval"] = request.min_chunk_tokens  # without it, each token is a chunk
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM reads -1 as "no seed"
-            ignore_eos=True,
-            stop_token_ids=[] if sampling.ignore_eos else self._stop_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            **chunks,
-        )
+    def _refused_field(self, request: GenerateRequest) -> str:
+        """The field that vLLM refuses. It checks the constraint before the prompt, and its errors do not say which."""
+        fits = len(request.prompt_token_ids) < self._config.max_model_len
+        return "response_format" if request.constraint is not None and fits else "prompt_token_ids"
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)

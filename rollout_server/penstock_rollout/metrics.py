@@ -69,6 +69,9 @@ class RolloutMetrics:
         self.saved_tokens = Counter(
             name("rollout_saved_tokens"), "Tokens of unfinished groups that were saved in Redis.", registry=registry
         )
+        self.peer_samples = Counter(
+            name("rollout_peer_samples"), "Samples that were sent to another server.", ["outcome"], registry=registry
+        )
         self.continued_tokens = Counter(
             name("rollout_continued_tokens"), "Tokens that another lease had saved and this one continued.",
             registry=registry,
@@ -88,6 +91,8 @@ class RolloutMetrics:
         )  # fmt: skip
         self.paused.labels("weights")
         self.recovery_seconds.labels("rollout")
+        for outcome in ("answered", "failed"):
+            self.peer_samples.labels(outcome)
         for reason in ("stale", "lost"):
             self.regenerated_tokens.labels(reason)
         for kind in REWARD_ERRORS:

@@ -41,6 +41,10 @@ BENCHES = {
     ),
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
+    "constrained_check_cpu": (
+        "Constrained output, CPU", "bench/gpu/constrained_check.py", "vLLM, compared with a masked forward pass",
+    ),
+    "constrained_check_gpu": ("Constrained output, GPU", "bench/gpu/constrained_check.py", "the same"),
     "sglang_gpu": ("SGLang", "bench/gpu/sglang_speed.py", "compared with bare SGLang, 256 requests at once"),
     "prefixes": ("Shared prefixes in training", "bench/gpu/prefixes.py", "compared with the same step without sharing"),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
@@ -76,6 +80,7 @@ BENCHES = {
     "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
     "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
+    "spread": ("Groups on two servers", "make bench-spread", "compared with a server that keeps its groups to itself"),
     "attention_forms": (
         "Windows, caps and sinks",
         "bench/gpu/attention_forms.py",

@@ -79,6 +79,10 @@ class RolloutConfig(Config):
     """Number of tokens of a sample after which the new ones are saved in Redis. If the server dies, is drained or is
     preempted, another server continues the sample from there. Finished samples of unfinished groups are saved at once.
     Up to a quarter of `replay.capacity_bytes` is used. 0: nothing is saved, and a lost group is generated again."""
+    spread_groups: bool = False
+    """Whether a group with more samples than `engine.max_num_seqs` may use free rows of other servers for those beyond
+    it. It is faster only for such groups. Servers then call each other's internal port, which the chart opens between
+    them."""
     prompt_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a server gives up on a prompt and returns it to the queue. This counts as one failure
     (`replay.max_attempts`)."""

@@ -113,13 +113,24 @@ class Fleet:
         records = await guarded(self.client.hgetall(self.keys.servers))
         states = await guarded(self.client.hgetall(self.keys.server_states))
         now_ms = await self._now_ms()
-        servers = []
-        for server_id, text in sorted(records.items()):
-            fields = json.loads(text)
-            fields["heartbeat_age_ms"] = max(0, now_ms - fields["heartbeat_ms"])
-            fields["state"] = states.get(server_id, b"JOINING").decode()
-            servers.append(read_known_fields(ServerRecord, fields))
-        return servers
+        return [_read(json.loads(text), states.get(server_id), now_ms) for server_id, text in sorted(records.items())]
+
+    async def peers(self, server_id: str) -> list[ServerRecord]:
+        """The other servers that take work: neither drained nor in quarantine. Uses only commands that a rollout
+        server's Redis user may call."""
+        records = [json.loads(text) for text in await guarded(self.client.hvals(self.keys.servers))]
+        names = sorted(record["server_id"] for record in records if record["server_id"] != server_id)
+        if not names:
+            return []
+        states = await guarded(self.client.hmget(self.keys.server_states, names))
+        quarantined = await guarded(self.client.hmget(self.keys.quarantined, names))
+        drained = [await guarded(self.client.sismember(self.keys.drained, name)) for name in names]
+        now_ms, known = await self._now_ms(), {record["server_id"]: record for record in records}
+        return [
+            _read(known[name], state, now_ms)
+            for name, state, is_kept, is_drained in zip(names, states, quarantined, drained, strict=True)
+            if is_kept is None and not is_drained
+        ]
 
     async def num_servers(self) -> int:
         return int(await guarded(self.client.hlen(self.keys.servers)))
@@ -142,3 +153,10 @@ class Fleet:
     async def _now_ms(self) -> int:
         seconds, microseconds = await guarded(self.client.time())
         return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRecord:
+    """A stored record, with its state and the age of its heartbeat."""
+    fields["heartbeat_age_ms"] = max(0, now_ms - fields["heartbeat_ms"])
+    fields["state"] = (state or b"JOINING").decode()
+    return read_known_fields(ServerRecord, fields)

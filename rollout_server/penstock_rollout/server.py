@@ -50,6 +50,7 @@ from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.peer_rows import PeerRows
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
@@ -106,10 +107,15 @@ class RolloutServer:
         self.saver = TokenSaver(
             queue, self.engine, server_id, self.metrics, rollout.save_every_tokens, config.replay.max_staleness
         )  # fmt: skip
+        self.peers = PeerRows(
+            config.run, server_id, fleet, ClusterKey.of(config), self.metrics, rollout.engine.max_num_seqs,
+            rollout.prompt_timeout_s,
+        )  # fmt: skip
         maker = GroupMaker(
             config.run, server_id, self.engine, tokenization, self.scorer, self.metrics, self.agents,
             greedy_baseline=config.learner.algorithm.advantage.has_baseline, tracing=self.tracing,
             saver=self.saver,
+            peers=self.peers if rollout.spread_groups and not config.learner.router.replay else None,
         )  # fmt: skip
         self.producer = Producer(
             queue, server_id, maker, rollout, config.replay,
@@ -133,6 +139,7 @@ class RolloutServer:
             leaving = Leaving(self.client, self.config.run, self.server_id)
             await closing.enter_async_context(leaving.holding(self.stopping))
             closing.push_async_callback(self.scorer.close)
+            closing.push_async_callback(self.peers.close)
             closing.push_async_callback(self.agents.close)
             closing.push_async_callback(self.engine.stop)
             closing.push_async_callback(self.listener.stop, grace=CLOSE_S)

@@ -179,7 +179,9 @@ class SglangEngine:
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
         if request.constraint is not None:
-            raise InvalidInput("response_format", "cannot be used with the sglang engine; use torch")
+            raise InvalidInput(
+                "response_format", "or a constrained tool call cannot be used with the sglang engine; use vllm or torch"
+            )
         if request.sampling.min_p:
             raise InvalidInput(
                 "sampling.min_p", "SGLang reports no log-probs under min_p; use top_k, or another engine"

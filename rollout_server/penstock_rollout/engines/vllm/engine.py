@@ -31,6 +31,7 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.generating_time import GeneratingTime
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
+from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, SchedulerLoad, create_llm, engine_arguments
 from penstock_rollout.weights.stage import kept_version_of
@@ -124,11 +125,6 @@ class VllmEngine:
         await self.check_health()
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        if request.constraint is not None:
-            # vLLM 0.32 on a CPU failed such requests with an EngineGenerateError whose cause is not known yet.
-            raise InvalidInput(
-                "response_format", "or a forced, strict or single tool call cannot be used with the vllm engine yet"
-            )
         running = self._running[request.request_id] = _Running(self._policy_version)
         self._generating.begin()
         try:
@@ -155,10 +151,11 @@ class VllmEngine:
 
         salt = f"{running.version}.{self._num_loads}"
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
+        params = sampling_params(request, self._stop_ids)
         num_tokens = 0
         self._stamps.begin(request.request_id)
         try:
-            async with aclosing(self._llm.generate(prompt, self._params(request), request.request_id)) as outputs:
+            async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
                 async for output in outputs:
                     if running.superseded:
                         return
@@ -166,8 +163,10 @@ class VllmEngine:
                     num_tokens += len(chunk.token_ids)
                     yield chunk
         except (VLLMValidationError, ValueError) as error:
-            raise InvalidInput("prompt_token_ids", str(error).splitlines()[0]) from error
+            raise InvalidInput(self._refused_field(request), str(error).splitlines()[0]) from error
         except (EngineDeadError, EngineGenerateError) as error:
+            if isinstance(error.__cause__, ImportError) and request.constraint is not None:
+                raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
 
     def _params(self, request: GenerateRequest) -> Any:
@@ -195,6 +194,10 @@ class VllmEngine:
             extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
             **chunks,
         )
+    def _refused_field(self, request: GenerateRequest) -> str:
+        """The field that vLLM refuses. It checks the constraint before the prompt, and its errors do not say which."""
+        fits = len(request.prompt_token_ids) < self._config.max_model_len
+        return "response_format" if request.constraint is not None and fits else "prompt_token_ids"
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)

@@ -83,7 +83,9 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
         "model": str(model_path),
         "dtype": dtype,
         "seed": seed,
-        "skip_tokenizer_init": True,
+        # Only constrained output needs the tokenizer, which is why a folder may do without.
+        "skip_tokenizer_init": not (model_path / "tokenizer_config.json").exists(),
+        "structured_outputs_config": {"backend": "xgrammar"},
         "use_tqdm_on_load": False,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -112,10 +114,14 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
     slower. vLLM overwrites that variable while it creates its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:
+        # Not as a dict: vLLM sets its attributes if `extra` names a reasoning parser.
+        constraints = StructuredOutputsConfig(**arguments["structured_outputs_config"])
+        arguments = arguments | {"structured_outputs_config": constraints}
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses rollout.engine: {_first_sentence(error)}; correct it") from error

@@ -2,8 +2,7 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
-BENCHES := codec replay weights checkpoints loading rollout gateway agents metrics durable scale simulate
-BENCHES := codec replay weights checkpoints loading rollout gateway agents metrics durable spread scale
+BENCHES := codec replay weights checkpoints loading rollout gateway agents metrics durable spread scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 

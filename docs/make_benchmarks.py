@@ -68,6 +68,7 @@ BENCHES = {
     ),
     "trl_demo": (
         "The demo's task, CPU", "make bench-trl_demo", "time to a held-out score, compared with TRL's GRPOTrainer",
+    ),
     "simulate": (
         "Asynchronous training, simulated",
         "make bench-simulate",

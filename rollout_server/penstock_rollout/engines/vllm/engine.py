@@ -33,7 +33,7 @@ from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
-from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
 from penstock_rollout.weights.stage import kept_version_of
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ LOAD_TIMEOUT_S = 600.0
 STAGE_POLL_S = 0.005
 """How often the stage of a worker is polled. A call must not block the worker, which decodes between calls."""
 STOP_TIMEOUT_S = 10.0
-MAX_CHUNK_TOKENS = 16
-"""Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -169,31 +167,6 @@ class VllmEngine:
                 raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
 
-    def _params(self, request: GenerateRequest) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = request.sampling
-        chunks: dict[str, Any] = {}
-        chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
-        if request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval"):
-            chunks["stream_interval"] = request.min_chunk_tokens  # without it, each token is a chunk
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM reads -1 as "no seed"
-            ignore_eos=True,
-            stop_token_ids=[] if sampling.ignore_eos else self._stop_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
-            **chunks,
-        )
     def _refused_field(self, request: GenerateRequest) -> str:
         """The field that vLLM refuses. It checks the constraint before the prompt, and its errors do not say which."""
         fits = len(request.prompt_token_ids) < self._config.max_model_len

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from penstock_rollout.engines.engine import GenerateRequest, OutputConstraint
+from penstock_rollout.engines.vllm.start import CHUNK_TOKENS
+
+MAX_CHUNK_TOKENS = 16
+"""Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
 
 
 def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
@@ -15,6 +19,7 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
+    chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
     chunks: dict[str, Any] = {}
     if request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval"):
         chunks["stream_interval"] = request.min_chunk_tokens  # without it, each token is a chunk
@@ -32,6 +37,7 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
         structured_outputs=None if request.constraint is None else _structured_outputs(request.constraint),
         **chunks,
     )

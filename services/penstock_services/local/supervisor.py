@@ -55,7 +55,7 @@ async def supervise(config: RunConfig) -> bool:
         for poll in itertools.count():
             if stopping.is_set() or run.learner_finished:
                 break
-            await _check(run, display)
+            await check_and_say(run, display)
             has_said_plan = has_said_plan or _say_plan(run, display)
             if poll % STATUS_POLLS == 0:
                 buried.check(await news.say())
@@ -90,7 +90,8 @@ class BuriedDataset:
             raise InvalidInput(str(self.file), reason)
 
 
-async def _check(run: LocalRun, display: LineDisplay) -> None:
+async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
+    """Raise ProcessDied if a process whose death ends the run has died. Its name is said before the others stop."""
     try:
         await run.check()
     except ProcessDied as error:

@@ -44,7 +44,7 @@ CASES = {"one group of 64": (1, 64), "four groups of 32": (4, 32)}
 """Number of groups, and samples of each."""
 MOST = {"one group of 64": 0.7, "four groups of 32": 1.1}
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-READY_S, GROUPS_S = 180.0, 300.0
+READY_S, GROUPS_S = 600.0, 600.0
 SETTLE_S = 1.5
 """Between two rounds: the servers report that they are idle."""
 

@@ -50,7 +50,7 @@ from tests.engine_answers import Answer
 
 DEADLINE_S = 140.0
 NUM_ANSWERS = 16
-MAX_SHARE_OF_UNMASKED = 0.05
+MAX_SHARE_OF_UNMASKED = 0.02
 MAX_TOKENS = 400
 SAMPLINGS = (Sampling(max_tokens=MAX_TOKENS), Sampling(0.7, max_tokens=MAX_TOKENS, seed=3))
 TOOLS = (

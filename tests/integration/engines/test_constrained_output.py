@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput
 from penstock.trajectory import Sampling
-from penstock_rollout.engines.engine import Engine, GenerateRequest, OutputConstraint
+from penstock_rollout.engines.engine import Engine, GenerateRequest, OutputConstraint, TokenChunk
 from tests.constrained_answers import (
     CONSTRAINTS,
     Reference,
@@ -23,7 +24,8 @@ from tests.constrained_answers import (
     json_of,
     write_model_with_text,
 )
-from tests.served_engines import MAX_MODEL_LEN, TOLERANCE, make_engine
+from tests.engine_answers import Answer
+from tests.served_engines import MAX_MODEL_LEN, TOLERANCE, Served, hold_decoding, make_engine
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -52,7 +54,8 @@ async def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         pytest.importorskip("vllm")
     folder: Path = tmp_path_factory.mktemp("model")
     model = write_model_with_text(folder)
-    engine = make_engine(EngineConfig(name=request.param, max_model_len=MAX_MODEL_LEN, max_num_seqs=16), folder)
+    config = EngineConfig(name=request.param, max_model_len=MAX_MODEL_LEN, max_num_seqs=16, keep_kv_cache=False)
+    engine = make_engine(config, folder)
     await engine.start(policy_version=5)
     yield Started(engine, Reference(model, folder, any_whitespace=request.param == "vllm"))
     await engine.stop()
@@ -102,3 +105,32 @@ async def test_what_xgrammar_does_not_know_is_refused_by_name(started: Started) 
             await constrained(started.engine, "refused", PROMPT, Sampling(max_tokens=16), constraint)
     answer = await constrained(started.engine, "next", PROMPT, Sampling(max_tokens=8), CONSTRAINTS["json_schema"])
     assert len(answer.token_ids) == 8
+
+
+async def test_a_constraint_holds_across_an_update_in_flight(started: Started) -> None:
+    """The last test: it changes the weights. KV is computed again, so the log-probs of both versions are exact."""
+    schema = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 60, "maxItems": 60}
+    constraint, begun = OutputConstraint("json_schema", json.dumps(schema)), asyncio.Event()
+    old, served = started.reference, Served(started.engine, started.reference.model)
+
+    async def answer() -> Answer:
+        chunks: list[TokenChunk] = []
+        request = GenerateRequest("across", PROMPT, Sampling(max_tokens=480), stream=True, constraint=constraint)
+        async for chunk in started.engine.generate(request):
+            chunks.append(chunk)
+            if len(chunks) == 5:
+                await hold_decoding(started.engine)
+                begun.set()
+        return Answer.of(PROMPT, chunks)
+
+    answering = asyncio.create_task(answer())
+    await asyncio.wait_for(begun.wait(), 60)
+    await served.update(served.next_model())
+    found = await asyncio.wait_for(answering, 60)
+    flip = found.versions.index(6)
+    assert found.versions == (5,) * flip + (6,) * (len(found.versions) - flip) and flip >= 5
+    if found.finish_reason == "stop":
+        assert len(json.loads(started.text(found.token_ids))) == 60
+    new = replace(old, model=served.model)
+    expected = torch.cat([old.log_probs(found, constraint, 1.0)[:flip], new.log_probs(found, constraint, 1.0)[flip:]])
+    torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=TOLERANCE, rtol=0)

@@ -280,8 +280,8 @@ class LearnerConfig(Config):
     """Share of the layers whose activations are recomputed in the backward pass instead of kept. 1 needs the least
     memory; 0 is up to a third faster."""
     compile: bool = False
-    """Compile each layer and the log-probs with `torch.compile`. Faster on a GPU. The learner compiles while the servers
-    start and generate the first batch, and keeps the result in `cache_dir`."""
+    """Compile each layer and the log-probs with `torch.compile`. Faster on a GPU. The learner compiles while the
+    servers start and generate the first batch, and keeps the result in `cache_dir`."""
     activation_memory: float = Field(default=1.0, ge=0, le=1)
     """With `compile`: share of activations that is kept in layers which `activation_checkpointing` does not recompute.
     Below 1, the activations that are cheapest to recompute are dropped first."""

@@ -215,7 +215,19 @@ class LearnerHalf:
             self.record(metrics, correction.statistics)
 
     def record(self, metrics: dict[str, float], statistics: corrections.CorrectionStatistics) -> None:
-        names = ("step_s", "loss", "kl_loss", "kl_reference", "clip_ratio_low", "clip_ratio_high", "skipped", "entropy")
+        names = (
+            "step_s",
+            "compute_s",
+            "overhead_ratio",
+            "idle_ratio",
+            "loss",
+            "kl_loss",
+            "kl_reference",
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "skipped",
+            "entropy",
+        )
         metrics |= dict.fromkeys((*names, *(f"{phase}_s" for phase in PHASES)), 0.1)
         metrics |= {"kl_behaviour": statistics.mean_kl, "effective_sample_ratio": statistics.effective_sample_ratio}
         self.metrics.record_step(metrics, mean_rewards(self.groups, self.rewards))

@@ -73,8 +73,10 @@ BENCHES = {
         "Asynchronous training, simulated",
         "make bench-simulate",
         "speedup over synchronous training on as many GPUs, with lengths of a long tail, beside published figures. "
-        "Speeds are those measured on one H200; bench/simulate.py says what is published and what is assumed, and "
-        "varies what is assumed",
+        "Speeds are those measured on one H200; bench/simulate.py says what is published and what is assumed. The "
+        "mean length is assumed, and decides: `whatever is assumed` is the smallest speedup with half and twice the "
+        "mean length, and with an engine that is limited by its memory alone. The simulator itself is compared with "
+        "closed forms, and with the asynchronous step that verl published, predicted from its synchronous one",
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),

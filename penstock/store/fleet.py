@@ -136,7 +136,7 @@ class Fleet:
         return int(await guarded(self.client.hlen(self.keys.servers)))
 
     async def num_changes(self) -> int:
-        """How often a server joined, left or changed its state. Reports of a server that is known do not count."""
+        """How often a server joined, left, or changed its state or version."""
         return int(await guarded(self.client.hget(self.keys.counters, "fleet_changes")) or 0)
 
     async def quarantined(self) -> frozenset[str]:

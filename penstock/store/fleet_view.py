@@ -1,10 +1,10 @@
 """The fleet as it was read a moment ago, for callers that look at a large fleet many times a second.
 
 Reading the fleet costs time for every server. A view reads one number of Redis instead, which counts the servers that
-joined, left or changed their state, and reads the fleet again only if
+joined, left, or changed their state or version, and reads the fleet again only if
 
-    the number has changed              so a view never shows a server in a state that it has left
-    the reading is `max_age_s` old      so loads, versions and heartbeats are at most that old
+    the number has changed              so a view never shows a state or a version that a server has left
+    the reading is `max_age_s` old      so loads and heartbeats are at most that old
 
 The second bound also covers a Redis that went back to an earlier number, and servers of a Penstock that does not count.
 """

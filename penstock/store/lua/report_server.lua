@@ -2,7 +2,9 @@
 -- state, or nothing once it has none, and the version that the run, or else the server, is held at.
 run_when_full()
 local heartbeat = string.format(', "heartbeat_ms": %.0f}', now_ms())
-local is_new = redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat) == 1
-if is_new then note_fleet_change() end
+local VERSION = '"policy_version": (%-?%d+)'
+local before = redis.call('HGET', SERVERS, ARGV[1])
+redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat)
+if not before or string.match(before, VERSION) ~= string.match(ARGV[2], VERSION) then note_fleet_change() end
 local held = redis.call('HGET', COUNTERS, 'held_version') or redis.call('HGET', POLICY_PINS, ARGV[1])
 return {'state', redis.call('HGET', SERVER_STATES, ARGV[1]), 'held_version', held}

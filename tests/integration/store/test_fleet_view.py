@@ -53,12 +53,14 @@ async def test_a_view_reads_the_fleet_once_while_servers_only_report(redis_clien
     view = FleetView(fleet, FOREVER_S)
     await fleet.join(SERVER)
     first = await view.look()
-    for version in range(5):
-        await fleet.report(replace(SERVER, policy_version=version))
+    for load in range(5):
+        await fleet.report(replace(SERVER, running_groups=load))
         assert await view.look() is first
     assert fleet.num_reads == 1
-    assert [server.policy_version for server in (await view.read()).servers] == [4]
+    assert [server.running_groups for server in (await view.read()).servers] == [4]
     assert fleet.num_reads == 2
+    await fleet.report(replace(SERVER, policy_version=8))
+    assert [server.policy_version for server in (await view.look()).servers] == [8]
 
 
 async def test_a_view_is_not_older_than_its_bound(redis_client: redis.Redis) -> None:
@@ -66,8 +68,8 @@ async def test_a_view_is_not_older_than_its_bound(redis_client: redis.Redis) -> 
     view = FleetView(fleet, 0.0)
     await fleet.join(SERVER)
     await view.look()
-    await fleet.report(replace(SERVER, policy_version=7))
-    assert [server.policy_version for server in (await view.look()).servers] == [7]
+    await fleet.report(replace(SERVER, running_groups=7))
+    assert [server.running_groups for server in (await view.look()).servers] == [7]
 
 
 async def test_callers_that_look_at_the_same_time_share_a_reading(redis_client: redis.Redis) -> None:

@@ -13,7 +13,7 @@ from penstock.store.fleet_view import FleetReading, FleetView
 from penstock.store.run_control import RunControl
 
 MAX_VIEW_AGE_S = 2.0
-"""How old the loads and versions may be by which a server is chosen. Servers report them twice a second."""
+"""How old the loads may be by which a server is chosen. Servers report them twice a second."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ReadyServers:
 class ReadyServersView:
     """Which servers answer calls.
 
-    Drains, quarantines and changes of states count at once: every look asks Redis for them. A server that has died is
+    Drains, quarantines, states and versions count at once: every look asks Redis for them. A server that has died is
     left out once it has been silent for `replay.lease_ttl_s`."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, control: RunControl) -> None:
@@ -46,12 +46,12 @@ class ReadyServersView:
         self._last: tuple[FleetReading, frozenset[str], ReadyServers] | None = None
 
     async def look(self) -> ReadyServers:
-        """Servers that answer calls now. Their loads and versions may be MAX_VIEW_AGE_S older than in Redis."""
+        """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis."""
         ready = await self._arrange(self.view.look())
         return ready if time.monotonic() < ready.first_silent_at else await self.read()
 
     async def read(self) -> ReadyServers:
-        """The same, with loads and versions as they are in Redis."""
+        """The same, with loads as they are in Redis."""
         return await self._arrange(self.view.read())
 
     async def _arrange(self, looking: Awaitable[FleetReading]) -> ReadyServers:

@@ -50,7 +50,7 @@ class ServerChoice:
         ready, pins = await asyncio.gather(self.view.look(), self.policies.pins())
         version = _version_for(key_name, request, pins)
         fit = _fit(ready, version, pins)
-        if not fit:  # a server may have reported the version since the fleet was read
+        if not fit:  # a server of a Penstock that does not count its changes may have reported the version
             ready = await self.view.read()
             fit = _fit(ready, version, pins)
         if not fit:

@@ -30,11 +30,14 @@ TASK = (
 )
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc")
 CONFINED = [
+    "--as=2000000000", "--cpu=30", "--fsize=100000000", "--core=0", "bwrap",
     *(word for folder in SYSTEM_FOLDERS for word in ("--ro-bind-try", folder, folder)),
     "--unshare-all", "--die-with-parent", "--new-session", "--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev",
     "--clearenv", "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin",
 ]  # fmt: skip
-"""Arguments of bubblewrap: commands see the system, and change the repository alone. They have no network."""
+"""Arguments of prlimit, which limits memory, CPU time and files, and of bubblewrap, which it starts: commands see the
+system, and change the repository alone. They have no network. Penstock's own sandbox for rewards and tools sets the
+same bounds, but gives every program a new folder, and an agent needs the one that its last command left."""
 TEST_FILE = "hidden_test.py"
 
 
@@ -42,7 +45,7 @@ def attempt(task: Attempt) -> float:
     """Let the agent repair the repository. The reward is 1 if the hidden test passes."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), task.payload["files"])
-        environment = BubblewrapEnvironment(cwd=folder, wrapper_args=CONFINED, timeout=30)
+        environment = BubblewrapEnvironment(cwd=folder, executable="prlimit", wrapper_args=CONFINED, timeout=30)
         agent = DefaultAgent(
             model_of(task), environment, system_template=SYSTEM, instance_template=TASK, step_limit=12, cost_limit=0
         )

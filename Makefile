@@ -15,7 +15,7 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 	@$(VENV)/bin/penstock demo $(ARGS)
 
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
-FORKING_TESTS := tests/integration/engines/test_engine_conformance.py tests/integration/engines/test_engine_load.py
+FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py)
 
 IGNORED := $(addprefix --ignore=,$(FORKING_TESTS))
 PYTEST_BESIDE := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IGNORED)

@@ -28,7 +28,7 @@ settings.load_profile("penstock")
 
 
 pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures", "talking_fixtures")
-STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py")
+STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py")
 SLOW_FILES = (
     "test_learner_crashes.py",
     "test_learner_run.py",

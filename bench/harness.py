@@ -104,8 +104,8 @@ def earlier(name: str, measurements: list[Measurement], bars: list[Bar]) -> tupl
     return kept, judged
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
-    """Print both tables, write NAME.json into the folder, and return whether every bar is met."""
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path | None = None) -> bool:
+    """Print both tables, write NAME.json into the folder (results/), and return whether every bar is met."""
     console = Console()
     table = Table(title=title)
     for column in ("contender", "median", "spread", "unit"):
@@ -120,6 +120,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         sign = "≤" if bar.at_most else "≥"
         judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
     console.print(judged)
+    folder = folder or RESULTS
     folder.mkdir(exist_ok=True)
     result = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}",

@@ -34,7 +34,9 @@ class NoWeights:
         self.calls = MemberCalls(config)
         self.term = 0
 
-    async def call_all(self, method: str, *arguments: Any) -> None: ...
+    async def call_all(self, method: str, *arguments: Any) -> list[float]:
+        """A rank that has computed for no time."""
+        return [0.0]
 
     async def call_beside(
         self, lane: str, method: str, policy_version: int, targets: Sequence[PushTarget], *_: Any, timeout_s: float

@@ -13,7 +13,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 
 WRONG_VALUES = ("abc", -1, -1.5, [1], {"x": 1}, None, float("nan"), "", ["a", "b", "c", "d"])
-PYDANTIC = ("Input", "valid ", "pydantic", "Value error", "Field required", "type=", "class ", "instance", "parse")
+PYDANTIC = ("Input", "valid ", "pydantic", "Value error", "Field required", "type=", "class ", "instance", "to parse")
 
 
 def config_with(path: str, value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ as long. All variants of a seed run after one another, in reverse order for ever
 weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The
 time to 0.9 is interpolated between two scores.
 
-A run takes 75 to 105 s on two quiet cores, all nine of a seed about 12 minutes. Every finished run is kept in
+A run takes 90 to 140 s on two quiet cores, all nine of a seed about 17 minutes. Every finished run is kept in
 results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew.
 """
 
@@ -147,9 +147,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
     parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4, 8], help="max_staleness, with commas")
     parser.add_argument("--correction", choices=["yes", "no", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--score-every", type=int, default=5, help="steps between two scores")
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--score-every", type=int, default=10, help="steps between two scores")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--engine", default="torch", choices=["torch", "vllm"])
     parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()

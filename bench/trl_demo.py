@@ -61,8 +61,8 @@ def figures(name: str, rows: list[dict[str, Any]]) -> list[Measurement]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter with TRL 1.16.0 and datasets")
     arguments = parser.parse_args()
     if subprocess.run(

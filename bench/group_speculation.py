@@ -38,7 +38,7 @@ class Row:
 
     prompt: list[int]
     noise: torch.Tensor
-    """Of each token: the logarithm of a race of exponentials, [MAX_TOKENS, vocabulary]."""
+    """It has the logarithm of a race of exponentials for each token: [MAX_TOKENS, vocabulary]."""
     response: list[int] = field(default_factory=list)
     is_finished: bool = False
 

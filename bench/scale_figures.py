@@ -23,7 +23,7 @@ class Costs:
     gateway_s: float = 0.0
     learner_s: float = 0.0
     servers_s: float = 0.0
-    """Of the processes that simulate the servers. Where it comes near that of all cores, `wall_s` measures them."""
+    """The processes that simulate the servers took it. If it comes near that of all cores, `wall_s` measures them."""
     wall_s: float = 1.0
 
     def minus(self, before: Costs) -> Costs:

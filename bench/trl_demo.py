@@ -44,9 +44,9 @@ def measure_trl(python: str, variant: Variant) -> dict[str, Any]:
         return row | {"scores": score_snapshots(Path(folder) / "snapshots")}
 
 
-def figures(name: str, rows: list[dict[str, Any]]) -> list[Measurement]:
+def figures(name: str, rows: list[dict[str, Any]], times: list[float | None]) -> list[Measurement]:
     found = {
-        f"time to {SCORE_GOAL}": [seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for row in rows],
+        f"time to {SCORE_GOAL}": times,
         "step": [row["ended_s"][-1] / len(row["ended_s"]) for row in rows],
         "score at the end": [row["scores"][-1][1] for row in rows],
     }
@@ -79,7 +79,7 @@ def main() -> int:
         name: [seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for row in found] for name, found in rows.items()
     }
     ratios = [trl / ours for ours, trl in zip(times[OURS], times[TRL], strict=True) if ours and trl]
-    measurements = [*figures(OURS, rows[OURS]), *figures(TRL, rows[TRL])]
+    measurements = [figure for name, found in rows.items() for figure in figures(name, found, times[name])]
     bars = [
         Bar(f"{name}: runs that reach {SCORE_GOAL}", sum(map(bool, found)) / len(found), 1)
         for name, found in times.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,20 +10,14 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench_modules import imported_bench
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def bench() -> Iterator[ModuleType]:
     """The benchmark, which does not stay imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    import async_sync
-
-    yield async_sync
-    for name in set(sys.modules) - before:
-        if str(BENCH) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    with imported_bench("async_sync") as [module]:
+        yield module
 
 
 def row(bound: int, seed: int, step_s: float, scores: list[tuple[int, float]], is_corrected: bool = True) -> Any:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench_modules import imported_bench
+
 P99_S = {"lease": 0.001, "report": 0.002, "submit": 0.003, "generate": 0.004}
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def figures() -> Iterator[ModuleType]:
     """The module, which does not stay imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    import scale_figures
-
-    yield scale_figures
-    for name in set(sys.modules) - before:
-        if str(BENCH) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    with imported_bench("scale_figures") as [module]:
+        yield module
 
 
 def base(figures: ModuleType) -> Any:

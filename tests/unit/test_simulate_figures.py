@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench_modules import imported_bench
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    import simulate
-
-    yield simulate
-    for name in set(sys.modules) - before:
-        if str(BENCH) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
+def bench() -> Iterator[Any]:
+    with imported_bench("simulate") as [module]:
+        yield module
 
 
 def test_it_keeps_to_closed_forms_and_to_the_measured_steps(bench: Any) -> None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench_modules import imported_bench
 
 
 @pytest.fixture
 def bench_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The modules of the benchmark, with results in a temporary folder. None of them stays imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.syspath_prepend(str(BENCH / "gpu"))
     monkeypatch.setenv("PENSTOCK_BENCH_WRITE", f"part={tmp_path / 'part.json'}")
-    yield
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(BENCH) in str(sys.modules[name].__file__):
-            del sys.modules[name]
+    with imported_bench():
+        yield
 
 
 def log_of(seconds: list[float], **settings: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,9 @@ long their deadline is. The member's network thread answers pings, so a busy mem
 
 CLOSE_TIMEOUT_S = 10.0
 
+_Answered = tuple[dict[str, Any], dict[str, str]]
+"""The answers, and one line for each member that failed, by the server's id."""
+
 
 class MemberCalls:
     """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed.
@@ -42,18 +45,21 @@ class MemberCalls:
     def announce(
         self, members: Sequence[PushTarget], requests: Sequence[weights_pb2.AnnounceRequest]
     ) -> tuple[dict[str, weights_pb2.AnnounceResponse], dict[str, str]]:
-        return self._call_all(members, lambda stub: stub.Announce, requests, self.config.ready_timeout_s, "announce")
+        timeout_s = self.config.ready_timeout_s
+        return self._wait(self._call_all(members, lambda stub: stub.Announce, requests, timeout_s, "announce"))
 
     def commit(
         self, members: Sequence[PushTarget], request: weights_pb2.CommitRequest
     ) -> tuple[dict[str, weights_pb2.CommitResponse], dict[str, str]]:
         requests = [request] * len(members)
-        return self._call_all(members, lambda stub: stub.Commit, requests, request.deadline_s, "commit")
+        timeout_s = request.deadline_s
+        return self._wait(self._call_all(members, lambda stub: stub.Commit, requests, timeout_s, "commit"))
 
     def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
         """Return the members that did not answer."""
         requests = [request] * len(members)
-        return self._call_all(members, lambda stub: stub.Abort, requests, self.config.ready_timeout_s, "abort")[1]
+        timeout_s = self.config.ready_timeout_s
+        return self._wait(self._call_all(members, lambda stub: stub.Abort, requests, timeout_s, "abort"))[1]
 
     def close(self) -> None:
         """Close the channels. A later call opens them again."""
@@ -63,25 +69,18 @@ class MemberCalls:
             asyncio.run_coroutine_threadsafe(self._close_channels(), loop).result(CLOSE_TIMEOUT_S)
             loop.call_soon_threadsafe(loop.stop)
 
-    def _call_all(
-        self,
-        members: Sequence[PushTarget],
-        method: Callable[[Any], Any],
-        requests: Sequence[Any],
-        timeout_s: float,
-        phase: str,
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        calls = self._await_all(members, method, requests, timeout_s, phase)
+    def _wait(self, calls: Coroutine[Any, Any, _Answered]) -> _Answered:
+        """Make the calls in the thread of the channels, and wait here until they have ended."""
         return asyncio.run_coroutine_threadsafe(calls, self._open()).result()
 
-    async def _await_all(
+    async def _call_all(
         self,
         members: Sequence[PushTarget],
         method: Callable[[Any], Any],
         requests: Sequence[Any],
         timeout_s: float,
         phase: str,
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    ) -> _Answered:
         """Start all calls, then wait for each. They end at their own deadline, so no wait is longer."""
         metadata = self.key.metadata()
         calls = [

@@ -105,7 +105,6 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
         )
     events = [event for output in outputs for event in output.events or ()]
     last.events = events or None
-    last.prefill_stats = first.prefill_stats
     experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
     last.routed_experts = np.concatenate(experts) if experts else None
     return last

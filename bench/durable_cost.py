@@ -60,7 +60,9 @@ class CostRounds:
         maker = GroupMaker("cost", "server", engine, tokenization, scorer, metrics, agents, saver=saver)
         rollout = RolloutConfig(adaptive_concurrency=AdaptiveConcurrencyConfig(enabled=False))
         producer = Producer(queue, "server", maker, rollout, replay, metrics, may_lease=lambda: True, saver=saver)
-        loops = [asyncio.create_task(loop) for loop in (producer.lease_loop(), saver.save_loop())]
+        loops = [
+            asyncio.create_task(loop) for loop in (producer.lease_loop(), producer.heartbeat_loop(), saver.save_loop())
+        ]
         sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
         prompt = Prompt(token_ids=(5, 6, 7), sampling=sampling, num_samples=NUM_SAMPLES)
         started, cpu_started = time.monotonic(), time.process_time()

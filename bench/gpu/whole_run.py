@@ -9,10 +9,12 @@ vLLM in its own process (`colocate`) and generates and trains in turns. Both com
 more for their correction.
 
 Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
-turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `trl-rows32-0.5b` trains 32
-sequences at a time, `trl-recomputed-0.5b` recomputes activations. The bars compare our plain part with the best of
-TRL's. It needs vLLM, Ray, Redis, what penstock needs, TRL and datasets. `--engine torch` with the parts
-`ours-tiny,trl-tiny` tries the script without a GPU.
+turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
+trains in turns (`max_staleness` 0), `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes
+activations. The bars compare our plain part with the best of TRL's. What overlap gives is a synchronous step over a
+plain one; its ideal is what it would be if the longer of generation and training took the whole step. It needs vLLM,
+Ray, Redis, what penstock needs, TRL and datasets. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script
+without a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from learner_models import SHAPES
@@ -45,6 +48,7 @@ ROWS = {"tiny": 4, "0.5b": 64, "1.5b": 32}
 """Sequences in a forward and backward pass of TRL."""
 MICRO_BATCH_TOKENS = 16384
 RATIO = "ours / TRL"
+SYNC, OVERLAP = "sync", "overlap"
 
 
 def bench(part: str, arguments: argparse.Namespace) -> Results:
@@ -80,10 +84,11 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_ours import run_ours, settings_of
+    from whole_run_ours import MAX_STALENESS, run_ours, settings_of
 
     correction = "bypass" if "bypass" in variants else "decoupled"
-    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS)
+    staleness = 0 if SYNC in variants else MAX_STALENESS
+    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, staleness)
     return run_ours(task, settings, folder, started_at, until, with_mps="mps" in variants)
 
 
@@ -108,7 +113,8 @@ def compare() -> bool:
     """Add the ratios of the models that both have run to the saved results. Returns whether every bar is met."""
     from whole_run_steps import RATE
 
-    results = earlier_results(NAME, [RATIO])
+    results = earlier_results(NAME, [RATIO, OVERLAP])
+    results.measurements += overlap(results.measurements)
     rates = {m.name.partition(": ")[0]: m for m in results.measurements if m.name.endswith(f": {RATE}")}
     for model in SHAPES:
         ours = rates.get(f"ours-{model}")
@@ -119,6 +125,27 @@ def compare() -> bool:
         results.measurements.append(Measurement(f"{RATIO}: {model}, response tokens a second", "×", [ratio]))
         results.bars.append(Bar(f"{RATIO}: {model}, response tokens a second", ratio, GOAL))
     return report(NAME, TITLE, results.measurements, results.bars)
+
+
+def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """What it gives to generate beside training, for the models that ran both ways. Without overlap a step waits for
+    its groups first, so its waiting is the generation."""
+    medians = {each.name: each.median for each in measurements}
+    figures = []
+    for model in SHAPES:
+        plain, sync, wait = (
+            medians.get(f"ours-{name}")
+            for name in (f"{model}: step", f"{SYNC}-{model}: step", f"{SYNC}-{model}: step: wait")
+        )
+        if plain is None or sync is None or wait is None:
+            continue
+        ideal = sync / max(wait, sync - wait)
+        figures += [
+            Measurement(f"{OVERLAP}: {model}, synchronous step / step", "×", [sync / plain]),
+            Measurement(f"{OVERLAP}: {model}, ideal", "×", [ideal]),
+            Measurement(f"{OVERLAP}: {model}, of its ideal", "", [sync / plain / ideal]),
+        ]
+    return figures
 
 
 def main() -> int:

@@ -38,7 +38,13 @@ POLL_S = 0.05
 
 
 def settings_of(
-    task: Task, model: Path, folder: Path, engine: str, correction: str, micro_batch_tokens: int
+    task: Task,
+    model: Path,
+    folder: Path,
+    engine: str,
+    correction: str,
+    micro_batch_tokens: int,
+    max_staleness: int = MAX_STALENESS,
 ) -> dict[str, Any]:
     """A run as a user would configure it for one GPU. Twice as many samples as a step has are decoded at once: the
     groups of the next steps are generated beside those of this one."""
@@ -53,7 +59,7 @@ def settings_of(
             "file": str(folder / "prompts.jsonl"), "epochs": 0, "num_samples": task.num_samples,
             "max_tokens": task.response_tokens, "ignore_eos": True, "data_source": DATA_SOURCE,
         },
-        "replay": {"groups_per_step": task.num_prompts, "max_staleness": MAX_STALENESS},
+        "replay": {"groups_per_step": task.num_prompts, "max_staleness": max_staleness},
         "rollout": {
             "num_servers": 1,
             "max_concurrent_groups": 2 * task.num_prompts,
@@ -94,7 +100,7 @@ def run_ours(
     config.write_text(yaml.safe_dump(settings))
     log = folder / "up.log"
     with GpuSamples() as gpu, _mps(folder, with_mps) as environment, log.open("w") as output:
-        steps = StepLog(task, gpu, started_at)
+        steps = StepLog(task, gpu, started_at, is_judged=settings["replay"]["max_staleness"] > 0)
         command = [sys.executable, "-c", UP, "up", str(config)]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
         try:

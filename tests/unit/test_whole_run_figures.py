@@ -124,9 +124,11 @@ def test_the_shares_are_judged_at_the_model_that_the_goal_names(bench_modules: N
     steps.learner_times = [LearnerTimes(between_s=0, step_s=10, wait_s=0, compute_s=8.8)] * 5
     assert {bar.name for bar in steps.finish().bars} == {"steps that were trained"}
     steps.task = replace(steps.task, model="1.5b")
-    assert {bar.name: bar.ok for bar in steps.finish().bars} == {
-        OVERHEAD: False, SERVER_IDLE: True, "steps that were trained": True,
-    }  # fmt: skip
+    assert {bar.name: bar.ok for bar in steps.finish().bars} == {OVERHEAD: False, "steps that were trained": True}
+    steps.task = replace(steps.task, model="0.5b")
+    assert {bar.name: bar.ok for bar in steps.finish().bars} == {SERVER_IDLE: True, "steps that were trained": True}
+    steps.is_judged = False
+    assert {bar.name for bar in steps.finish().bars} == {"steps that were trained"}
 
 
 def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(bench_modules: None, tmp_path: Path) -> None:
@@ -167,3 +169,21 @@ def test_the_engines_own_times_are_read(bench_modules: None, tmp_path: Path) -> 
         "Graph capturing": 9.0,
         "init engine (profile, create kv cache, warmup model)": 35.02,
     }
+
+
+def test_overlap_is_a_synchronous_step_over_a_plain_one_and_its_ideal_the_longer_half(bench_modules: None) -> None:
+    from whole_run import overlap
+
+    from harness import Measurement
+
+    steps = {
+        "ours-0.5b: step": 3.0,
+        "ours-sync-0.5b: step": 5.0,
+        "ours-sync-0.5b: step: wait": 2.5,
+        "ours-1.5b: step": 1,
+    }
+    figures = {each.name: each.median for each in overlap([Measurement(name, "s", [s]) for name, s in steps.items()])}
+    assert figures["overlap: 0.5b, synchronous step / step"] == pytest.approx(5 / 3)
+    assert figures["overlap: 0.5b, ideal"] == 2
+    assert figures["overlap: 0.5b, of its ideal"] == pytest.approx(5 / 6)
+    assert not any("1.5b" in name for name in figures), "a model that ran one way has no figure"

@@ -3,9 +3,9 @@
     PYTHONPATH=.:learner:bench python bench/gpu/learner.py [--models 0.5b,1.5b,7b] [--no-compile]
 
 It needs torch, transformers and pydantic, and TRL for TRL's figures. It runs one process with one rank per model,
-without Ray. MFU is relative to the speed of a large bfloat16 product in the same run. Recomputation does not count as
-work. Memory is the peak of a step beyond parameters, gradients and Adam's state. `--models tiny` runs on any machine,
-to try the script.
+without Ray. MFU is relative to the speed of a large bfloat16 product in the same run, and once more relative to what
+the GPU's maker states (`NOMINAL_FLOPS`). Recomputation does not count as work. Memory is the peak of a step beyond
+parameters, gradients and Adam's state. `--models tiny` runs on any machine, to try the script.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
 MASTERS = ("bfloat16", "float32")
 NUM_STEPS = 3
+NOMINAL_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+"""FLOP/s of dense bfloat16 products that the makers' data sheets state (SXM forms), by a part of the device's name."""
 
 
 def bench_model(name: str, compiled: bool) -> Results:
@@ -156,6 +158,9 @@ class _ModelBench:
         self.results.add(f"{label}, equal lengths", "tokens/s", *rates)
         median = sorted(rates)[len(rates) // 2]
         self.results.add(f"{label}, MFU", "of the product", self._mfu(median))
+        if nominal := nominal_flops(self.device):
+            share = self._mfu(median) * self.peak_flops / nominal
+            self.results.add(f"{label}, nominal MFU", f"of {nominal / 1e12:.0f} TFLOP/s", share)
         return median
 
     def _mixed(self, label: str, contender: Any) -> list[float]:
@@ -177,6 +182,14 @@ class _ModelBench:
 
     def _mfu(self, tokens_per_second: float) -> float:
         return self.shape.flops_per_token(self.shape.length) * tokens_per_second / self.peak_flops
+
+
+def nominal_flops(device: Any) -> float | None:
+    """The maker's figure for the GPU, or None if it is not known here."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for part, flops in NOMINAL_FLOPS.items() if part in name), None)
 
 
 def main() -> int:

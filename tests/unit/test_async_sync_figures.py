@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +88,17 @@ def test_runs_with_other_settings_are_not_compared(bench: ModuleType) -> None:
     short["variant"]["num_steps"] = 5
     other = row(4, 2, 1, [(0, 0.4), (10, 0.95)], is_corrected=False)
     assert bench.comparable([short, other], long) == [other, long]
+
+
+def test_runs_of_other_machines_are_added_and_replace_those_of_the_same_settings(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, here, there = [(0, 0.4), (10, 0.95)], tmp_path / "async_sync.jsonl", tmp_path / "there.jsonl"
+    here.write_text("".join(json.dumps(row(bound, 1, 2.0, scores)) + "\n" for bound in (0, 1)))
+    there.write_text("".join(json.dumps(row(bound, 1, 1.0, scores)) + "\n" for bound in (1, 2)))
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "report", lambda *_: True)
+    monkeypatch.setattr("sys.argv", ["async_sync.py", "--merge", str(there)])
+    assert bench.main() == 0
+    kept = [json.loads(line) for line in here.read_text().splitlines()]
+    assert [(each["variant"]["max_staleness"], each["ended_s"][0]) for each in kept] == [(0, 2.0), (1, 1.0), (2, 1.0)]

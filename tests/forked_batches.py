@@ -33,6 +33,20 @@ def equal_batch(length: int, vocabulary: int = 60) -> Any:
     return _batch_of(random, sequences, [length] * 8, [index // 4 for index in range(8)])
 
 
+def short_batch(vocabulary: int = 60) -> Any:
+    """Four groups of eight samples with prompts of 6 tokens and answers of 1 to 4. Many answers are equal."""
+    random = np.random.default_rng(1)
+    prompts = random.integers(3, vocabulary, (4, 6))
+    answers = [np.append(random.integers(3, 6, random.integers(0, 4)), 1) for _ in range(32)]
+    sequences = [np.concatenate([prompts[index // 8], answer]) for index, answer in enumerate(answers)]
+    return _batch_of(random, sequences, [6] * 32, [index // 8 for index in range(32)])
+
+
+def batch_of_sequences(sequences: list[Any], *, prompt_lengths: list[int], group_ids: list[int]) -> Any:
+    """A `SequenceBatch` of these sequences."""
+    return _batch_of(np.random.default_rng(1), sequences, prompt_lengths, group_ids)
+
+
 def _batch_of(random: Any, sequences: list[Any], prompt_lengths: list[int], group_ids: list[int]) -> Any:
     from penstock_learner.batches.sequence_batch import SequenceBatch
 

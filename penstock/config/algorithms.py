@@ -175,8 +175,9 @@ class CorrectionConfig(Config):
     """`bypass` uses the behaviour policy as the proximal policy. `decoupled` computes the proximal policy and weights
     the loss by proximal / behaviour. `none` computes the proximal policy and does not weight the loss."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """How `decoupled` and `none` get the proximal policy: `recomputed` by a forward pass at the start of the step, or
-    `interpolated` as a log-linear mix of the behaviour and the current policy."""
+    """How `decoupled` and `none` get the proximal policy: `recomputed` by a forward pass of the weights before the
+    step, or `interpolated` as a log-linear mix of the behaviour and the current policy. A step of a single update needs
+    no pass of its own for it."""
     interpolation: float = Field(default=0.5, ge=0, le=1)
     """Share of the current policy in the interpolation: 0 is the behaviour policy, 1 is the current policy."""
     weight: WeightName | None = None
@@ -204,6 +205,11 @@ class CorrectionConfig(Config):
         if self.rejection_low >= self.rejection_high:
             raise ValueError("rejection_low must be below rejection_high")
         return self
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the proximal policy is the policy before the step, and so is computed from its weights."""
+        return self.mode != "bypass" and self.proximal == "recomputed"
 
     @property
     def weight_name(self) -> WeightName:

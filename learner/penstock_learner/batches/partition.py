@@ -58,6 +58,9 @@ class _SharedPartition:
         self.starts = np.cumsum(batch.lengths) - batch.lengths
 
     def split(self, num_ranks: int, max_tokens: int) -> list[RankShard]:
+        if num_ranks == 1 and self.tree.num_stored <= max_tokens:
+            everything = list(range(self.batch.num_sequences))
+            return [replace(_shard(self.batch, [everything]), shares_prefixes=True, num_shared=self.tree.num_shared)]
         by_group: dict[int, list[int]] = {}
         for sequence, group in enumerate(self.batch.group_ids.tolist()):
             by_group.setdefault(group, []).append(sequence)

@@ -9,6 +9,7 @@ their prompt, and the paths of a session share more. The tree stores every such 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,7 +19,14 @@ from numpy.typing import NDArray
 from penstock_learner.batches.sequence_batch import SequenceBatch
 
 SHORTEST = 16
-"""A beginning of fewer tokens is not shared: a segment costs more than it saves."""
+"""A beginning of fewer tokens is not shared by long sequences: a segment costs more than it saves."""
+WORTH_SHARE = 8
+"""A beginning of at least this part (an eighth) of a short sequence is shared, however few tokens it has."""
+
+
+def shortest_shared(length: int) -> int:
+    """The fewest tokens that a sequence of `length` tokens shares with another one, from where they last forked."""
+    return max(1, min(SHORTEST, length // WORTH_SHARE))
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,14 @@ class PrefixTree:
         experts is replayed, if that is the same too."""
         roots: dict[int, _Segment] = {}
         starts = np.cumsum(batch.lengths) - batch.lengths
-        last = [
-            _insert(batch, roots.setdefault(group, _Segment(None, 0, 0, 0)), start, length)
-            for group, start, length in zip(
-                batch.group_ids.tolist(), starts.tolist(), batch.lengths.tolist(), strict=True
-            )
-        ]
+        found: dict[tuple[int, bytes], _Segment] = {}
+        last = []
+        for group, start, length in zip(batch.group_ids.tolist(), starts.tolist(), batch.lengths.tolist(), strict=True):
+            whole = (group, _content(batch, start, length))
+            if whole not in found:
+                root = roots.setdefault(group, _Segment(None, 0, 0, 0))
+                found[whole] = _insert(batch, root, start, length)
+            last.append(found[whole])
         segments = [segment for root in roots.values() for segment in _below(root)]
         offsets = np.cumsum([0, *(segment.size for segment in segments)])
         for index, segment in enumerate(segments):
@@ -64,11 +74,12 @@ class PrefixTree:
         for index in range(len(segments) - 1, -1, -1):
             if parents[index] >= 0:
                 ends[parents[index]] = max(ends[parents[index]], ends[index])
-        places = np.zeros(len(batch.token_ids), dtype=np.int64)
-        for start, segment in zip(starts.tolist(), last, strict=True):
-            for each in _upwards(segment):
-                first = start + each.begin
-                places[first : first + each.size] = np.arange(offsets[each.index], offsets[each.index + 1])
+        own = [np.arange(*ends_of) for ends_of in itertools.pairwise(offsets.tolist())]
+        paths = {
+            segment.index: np.concatenate([own[each.index] for each in _upwards(segment)][::-1])
+            for segment in found.values()
+        }
+        places = np.concatenate([paths[segment.index] for segment in last])
         stored = np.concatenate([np.arange(each.first, each.first + each.size) for each in segments])
         positions = np.concatenate([np.arange(each.begin, each.begin + each.size) for each in segments])
         return cls(stored, places, positions, np.bincount(places), offsets, parents, ends)
@@ -78,9 +89,14 @@ class PrefixTree:
         return len(self.stored)
 
     @property
+    def num_shared(self) -> int:
+        """Tokens of the batch that need not be computed."""
+        return len(self.places) - len(self.stored)
+
+    @property
     def saved_share(self) -> float:
         """The share of the batch's tokens that need not be computed."""
-        return 1 - len(self.stored) / len(self.places)
+        return self.num_shared / len(self.places)
 
 
 @dataclass(eq=False)
@@ -98,7 +114,8 @@ class _Segment:
     """Its place among all segments. That of a root stays -1."""
 
     def split(self, size: int) -> _Segment:
-        """Cut off the first `size` tokens as a segment of their own, which this one continues."""
+        """Cut off the first `size` tokens as a segment of their own, which this one continues. So it stays the last
+        segment of the sequences that end with it."""
         assert self.parent is not None
         upper = _Segment(self.parent, self.first, self.begin, size, [self])
         self.parent.children[self.parent.children.index(self)] = upper
@@ -108,12 +125,12 @@ class _Segment:
 
 def _insert(batch: SequenceBatch, root: _Segment, start: int, length: int) -> _Segment:
     """Add the sequence that begins at token `start` of the batch. Returns its last segment."""
-    at, position = root, 0
+    at, position, shortest = root, 0, shortest_shared(length)
     while position < length:
         rest = length - position
         alike = [_num_alike(batch, child.first, start + position, min(child.size, rest)) for child in at.children]
         most = max(alike, default=0)
-        if most < SHORTEST:
+        if most < shortest:
             break
         child = at.children[alike.index(most)]
         at = child if most == child.size else child.split(most)
@@ -125,8 +142,16 @@ def _insert(batch: SequenceBatch, root: _Segment, start: int, length: int) -> _S
     return own
 
 
+def _content(batch: SequenceBatch, start: int, length: int) -> bytes:
+    """All that makes a sequence the same computation as another one."""
+    tokens = batch.token_ids[start : start + length].tobytes()
+    return tokens if batch.routed_experts is None else tokens + batch.routed_experts[start : start + length].tobytes()
+
+
 def _num_alike(batch: SequenceBatch, one: int, other: int, at_most: int) -> int:
     """How many tokens from `one` on are the same as those from `other` on."""
+    if batch.token_ids[one] != batch.token_ids[other]:  # most forks differ here
+        return 0
     differ = batch.token_ids[one : one + at_most] != batch.token_ids[other : other + at_most]
     if batch.routed_experts is not None:
         experts = batch.routed_experts

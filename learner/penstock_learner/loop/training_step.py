@@ -28,6 +28,7 @@ from penstock_learner.steps.rehearsal import rehearse
 from penstock_learner.steps.roles import Calls, RoleAccess, Roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
 from penstock_learner.steps.update_metrics import metrics_of_updates, ratio_counts
+from penstock_learner.steps.updates import proximal_log_probs
 
 
 class TrainingStep:
@@ -102,7 +103,7 @@ class TrainingStep:
         await computing  # its error counts, even if the step caught it
         ended = time.monotonic()
         self._observe(roles.calls, step)
-        self.recomputed, self.rewards = batch.old_log_probs, batch.rewards
+        self.recomputed, self.rewards = proximal_log_probs(batch, roles.calls.updates), batch.rewards
         metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
         metrics |= sample_metrics(groups) | reward_part_means(groups)
         metrics |= metrics_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)

@@ -55,6 +55,8 @@ class _MicroReport:
     correction: CorrectionStatistics
     mismatch: Mismatch
     routing: _Routing | None
+    log_probs: Tensor
+    """[T] log-probs of the response tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class PolicyUpdate:
             taken,
             nonfinite,
             _router_report([report.routing for report in reports if report.routing is not None]),
+            self._own_proximal(part, reports),
         )
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
@@ -185,7 +188,9 @@ class PolicyUpdate:
         versions = to_device(micro.unmixed_versions, self.device)
         mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
         sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy.detach(), mask).sum()])
-        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch, routing)
+        return _MicroReport(
+            sums, outputs.statistics, correction.statistics, mismatch, routing, log_probs.detach().float()
+        )
 
     def _routing(self, micro: SequenceBatch, denominators: Denominators) -> _Routing | None:
         """How the forward pass that just ended used the experts. None for a dense model."""
@@ -195,13 +200,20 @@ class PolicyUpdate:
         return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
-        """Log-probs of the proximal policy under the configured correction mode."""
+        """Log-probs of the proximal policy under the configured correction mode.
+
+        No micro-batch has them if the step has a single update: its weights are those of the proximal policy."""
         config = self.learner.algorithm.correction
         if config.mode == "bypass":
             return behaviour
         if config.proximal == "interpolated":
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
-        return required_to_device(micro.old_log_probs, self.device)
+        return log_probs.detach() if micro.old_log_probs is None else to_device(micro.old_log_probs, self.device)
+
+    def _own_proximal(self, part: RankShard, reports: Sequence[_MicroReport]) -> NDArray[np.float32] | None:
+        """The proximal policy's log-probs, if the controller did not give them and they were computed here."""
+        is_own = self.learner.algorithm.correction.recomputes and part.micro_batches[0].old_log_probs is None
+        return torch.cat([report.log_probs for report in reports]).cpu().numpy() if is_own else None
 
 
 def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:

@@ -46,6 +46,8 @@ class UpdateReport:
     """Indices of the micro-batches whose loss was not finite."""
     routers: RouterReport | None = None
     """What the routers of a mixture of experts did. None if they are not watched."""
+    proximal: NDArray[np.float32] | None = None
+    """[T] log-probs of this rank's micro-batches before the step, concatenated, if the update computed them itself."""
 
 
 @dataclass(frozen=True)

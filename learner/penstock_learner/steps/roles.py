@@ -40,6 +40,12 @@ class Update:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.batch.loss_mask))
 
+    def is_of(self, batch: SequenceBatch) -> bool:
+        """Whether it trained all sequences of the batch, in the same order."""
+        return np.array_equal(self.batch.lengths, batch.lengths) and np.array_equal(
+            self.batch.token_ids, batch.token_ids
+        )
+
 
 @dataclass
 class Calls:
@@ -133,6 +139,7 @@ class Role:
         shards, num_sharing = self._access.shards(self.name, self._group.num_ranks, batch)
         calls = [(shard, *others) for shard in shards for _ in range(num_sharing)]
         if declared.join == "reports":
+            self._require_proximal(method, batch)
             self._calls.update_started = self._calls.update_started or time.monotonic()
         results = (await self._call_ranks(method, calls))[::num_sharing]
         if declared.join in ("tokens", "sequences"):
@@ -144,6 +151,18 @@ class Role:
         update = Update(self.name, batch, shards, results)
         self._calls.updates.append(update)
         return update
+
+    def _require_proximal(self, method: str, batch: SequenceBatch) -> None:
+        """Raise ConfigError if a later update of the policy lacks the log-probs from before the first one, which
+        computes its own."""
+        is_later = any(update.role == self.name for update in self._calls.updates)
+        is_beside = self._calls.running.count(f"{self.name}.{method}") > 1
+        recomputes = self.name == "policy" and self._access.config.algorithm.correction.recomputes
+        if recomputes and batch.old_log_probs is None and (is_later or is_beside):
+            raise ConfigError(
+                f"{self.name}.{method} was called more than once in a step, with a batch without old_log_probs; "
+                f"compute them by {self.name}.log_probs before the first update"
+            )
 
     def _check_sizes(self, method: str, unit: str, results: Sequence[Any], shards: Sequence[RankShard]) -> None:
         """Raise ConfigError if a rank has not returned one number for each token or sequence of its micro-batches."""

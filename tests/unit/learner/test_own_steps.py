@@ -163,6 +163,8 @@ async def step(batch, roles, context):
         await step.run(GROUPS, 1, 0, 0.0)
 
 
+ADVANTAGES = "batch = with_advantages(batch, context.algorithm, 0.0)\n    "
+LATER_UPDATE = "policy.update was called more than once in a step, with a batch without old_log_probs; compute them"
 STEPS_THAT_FAIL = {
     "x = batch['nothing']\n    return batch, {}": r"own.py:step failed: ValueError: the batch has no field 'nothing'",
     "await update_policy(roles.policy, [batch], context)": "the batch has no field 'advantages'",
@@ -174,6 +176,9 @@ STEPS_THAT_FAIL = {
     "roles.teacher": "the run has no role 'teacher'; its roles are: policy",
     "assert len(await roles.policy.log_probs(batch.select([]))) == 0\n    raise KeyError('later')": "KeyError: 'later'",
     "await roles.policy.gather_weights(batch)": "has no method 'gather_weights' for steps; its methods are: log_probs",
+    f"{ADVANTAGES}for _ in range(2):\n        await update_policy(roles.policy, [batch], context)": LATER_UPDATE,
+    f"{ADVANTAGES}await gather_all(*(update_policy(roles.policy, [batch], context) for _ in range(2)))": LATER_UPDATE,
+    f"{ADVANTAGES}await update_policy(roles.policy, batch.split(2), context)": "the batch has no field 'old_log_probs'",
     "asyncio.ensure_future(roles.policy.log_probs(batch))\n    await asyncio.sleep(0)\n    return batch, {}": (
         "returned while policy.log_probs was running; await every call"
     ),

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forked_batches import forked_batch
+from forked_batches import batch_of_sequences, forked_batch, short_batch
 from penstock_learner.batches.partition import partition, unpermute
-from penstock_learner.batches.prefix_tree import SHORTEST, PrefixTree
+from penstock_learner.batches.prefix_tree import SHORTEST, PrefixTree, shortest_shared
 from penstock_learner.batches.sequence_batch import SequenceBatch
 
 
@@ -112,3 +112,38 @@ def test_a_batch_that_shares_little_is_split_as_before() -> None:
     (shard,) = partition(batch, 1, 60, shares_prefixes=True)
     (alone,) = partition(batch, 1, 60)
     assert not shard.shares_prefixes and shard.sequences == alone.sequences
+
+
+def test_short_samples_share_every_token_that_they_begin_with() -> None:
+    batch = short_batch()
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    beginnings = {
+        (group, batch.token_ids[start : start + end].tobytes())
+        for group, start, length in zip(batch.group_ids.tolist(), starts.tolist(), batch.lengths.tolist(), strict=True)
+        for end in range(1, length + 1)
+    }
+    assert batch.lengths.max() < 16 and shortest_shared(int(batch.lengths.max())) == 1
+    assert PrefixTree.of(batch).num_stored == len(beginnings) < 0.5 * len(batch.token_ids)
+
+
+def test_long_sequences_share_only_beginnings_that_are_worth_a_segment() -> None:
+    for alike in (SHORTEST - 1, SHORTEST):
+        sequences = [np.concatenate([np.zeros(alike, np.int64), np.full(200, token)]) for token in (1, 2)]
+        tree = PrefixTree.of(batch_of_sequences(sequences, prompt_lengths=[1, 1], group_ids=[0, 0]))
+        assert (len(tree.places) - tree.num_stored == alike) == (alike == SHORTEST)
+
+
+def test_equal_sequences_are_stored_once_whatever_their_rest_is() -> None:
+    """The second sequence ends a few tokens before the first, and the third is equal to it."""
+    whole = np.arange(300)
+    batch = batch_of_sequences([whole, whole[:295], whole[:295]], prompt_lengths=[1] * 3, group_ids=[0] * 3)
+    assert PrefixTree.of(batch).num_stored == 300
+
+
+def test_one_rank_whose_batch_fits_gets_it_whole() -> None:
+    batch = short_batch()
+    tree = PrefixTree.of(batch)
+    (shard,) = partition(batch, 1, tree.num_stored, shares_prefixes=True)
+    assert shard.sequences == [list(range(batch.num_sequences))] and shard.num_shared == tree.num_shared
+    (split,) = partition(batch, 1, tree.num_stored - 1, shares_prefixes=True)
+    assert len(split.micro_batches) > 1

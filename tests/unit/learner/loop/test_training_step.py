@@ -7,7 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -249,6 +249,53 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
     whole = await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)
     assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
     assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
+
+
+async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: dict[str, Path]) -> None:
+    """Without a pass of its own, the weights and the numbers are those of a step that has one."""
+    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"correction": {"cap": 0.3}}}
+    groups = groups_of("a", "b")
+    step = make_step(tiny_models, **learner)
+    policy: Any = step.roles["policy"]
+    (whole,) = partition(batch_of(groups), 1, 10**6)
+    before = policy.rank.log_probs(whole)
+    policy.rank.log_probs = None  # a call would fail
+    metrics = await step.run(groups, 1, 0, 0.0)
+    assert step.recomputed is not None
+    np.testing.assert_allclose(step.recomputed, before, atol=1e-6)
+    given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
+    expected = train_by_parts(tiny_models, given, [list(range(8))], **learner)
+    for name, weight in expected.model.named_parameters():
+        torch.testing.assert_close(policy.rank.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+    assert metrics["approx_kl"] == 0 and metrics["importance_weight_max"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "recomputes"),
+    [
+        ({}, False),
+        ({"minibatches_per_step": 2}, True),
+        ({"epochs_per_step": 2}, True),
+        ({"algorithm": {"kl": {"placement": "reward"}}}, True),
+        ({"minibatches_per_step": 2, "algorithm": {"correction": {"mode": "bypass"}}}, False),
+        ({"minibatches_per_step": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}, False),
+    ],
+)
+def test_the_proximal_policy_has_a_pass_of_its_own_where_the_weights_change_in_between(
+    changed: dict[str, Any], recomputes: bool
+) -> None:
+    context: Any = StepContext(LearnerConfig.model_validate(changed), [], 1, 0, 0.0, cast(Any, None))
+    assert context.recomputes_log_probs == recomputes
+
+
+async def test_samples_that_are_left_out_or_reordered_have_no_log_probs_to_show(tiny_models: dict[str, Path]) -> None:
+    shuffled = make_step(tiny_models, shuffle_minibatches=True)
+    await shuffled.run(groups_of("a", "b"), 1, 0, 0.0)
+    group = make_group(1, num_samples=3)
+    greedy = replace(group.trajectories[0], is_baseline=True)
+    with_greedy = make_step(tiny_models)
+    await with_greedy.run([replace(group, trajectories=(*group.trajectories[1:], greedy))], 1, 0, 0.0)
+    assert shuffled.recomputed is None and with_greedy.recomputed is None
 
 
 async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:

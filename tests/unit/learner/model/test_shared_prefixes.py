@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_architectures import FAST
 
-from forked_batches import forked_batch
+from forked_batches import forked_batch, short_batch
 from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.config.loading import validate
 from penstock_learner.batches.prefix_tree import PrefixTree
@@ -62,6 +62,13 @@ def _assert_same(model: CausalLM, batch: SequenceBatch) -> None:
 def test_log_probs_and_gradients_are_those_without_sharing(name: str, tmp_path: Path) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     batch = forked_batch()
+    assert PrefixTree.of(batch).saved_share > 0.5
+    _assert_same(load_model(tmp_path, torch.float32, chunk_tokens=16), batch)
+
+
+def test_short_samples_that_share_most_of_their_tokens_give_the_same(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    batch = short_batch()
     assert PrefixTree.of(batch).saved_share > 0.5
     _assert_same(load_model(tmp_path, torch.float32, chunk_tokens=16), batch)
 

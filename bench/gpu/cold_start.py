@@ -1,13 +1,22 @@
-"""Measures how long a run takes from `penstock up` to the end of its first step, with empty caches and with kept ones.
+"""Measures how long a run takes from `penstock up` to the end of its first step, and what it spends the time on.
 
-    PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/cold_start.py [--parts cold,warm]
+    PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/cold_start.py [--parts imports,before,cold,warm]
 
-Both parts start the same run on one GPU, in a new folder: a random 0.5B Qwen2, one vLLM server and one compiled learner
-rank, 8 prompts of 8 samples a step. `cold` begins with an empty `cache_dir`, and `warm` with what `cold` left there.
-Everything else is the same: the packages are imported once before, so that neither part reads them from the disk first.
-The time of every phase of every process is recorded as soon as the phase ends, and vLLM's own lines about times with
-it. Both parts take 5 minutes at most. `--engine torch --model tiny --compile` tries the script without a
-GPU.
+All starts are of the same run on one GPU, in a new folder: a random 0.5B Qwen2, one vLLM server and one compiled
+learner rank, 8 prompts of 8 samples a step.
+
+| part      | what it measures                                                                                     |
+|-----------|------------------------------------------------------------------------------------------------------|
+| `imports` | importing vLLM for the first time on this machine, and again                                         |
+| `before`  | a start with an empty `cache_dir`, where vLLM's processes import one after another (no standby)      |
+| `cold`    | a start with an empty `cache_dir`                                                                    |
+| `warm`    | a start with the `cache_dir` that `cold` has left                                                    |
+
+Packages are imported once before the first start, so that no start reads them from the disk first, or compiles them.
+The time of every phase of every process is recorded as soon as the phase ends, and the times of vLLM's own lines with
+it. Each part has its own deadline, and its figures are saved even if it misses that. All parts take about 7 minutes,
+and 10 at most; `--parts cold,warm` takes 4. `--engine torch --model tiny --compile` tries the script without a GPU, and
+so does `--cpu --model tiny` with vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ from typing import Any
 
 import yaml
 from learner_models import SHAPES
-from parts import STARTED_AT, earlier_results, run_parts, save
+from parts import WRITE_TO, earlier_results, run_parts, save
 from weights_results import Results, say
 from whole_run import MICRO_BATCH_TOKENS, model_folder
 from whole_run_ours import UP, print_logs, settings_of, step_rows, stop
@@ -37,23 +46,38 @@ from harness import Bar, Measurement, report
 from penstock.client import SyncPenstockClient
 from penstock.compiled_code import VARIABLES
 from penstock.errors import PenstockError
+from penstock_rollout.engines.vllm.standby import SWITCH
 
 NAME = "cold_start"
 TITLE = "from `penstock up` to the first step, on one GPU"
-ENDS_S = {"cold": 205.0, "warm": 280.0}
-"""Seconds after the start of the benchmark at which the run of a part is given up. What `cold` leaves is for `warm`."""
-TIMEOUTS_S = {"cold": 225.0, "warm": 295.0}
-GOAL = 0.5
+TIMEOUTS_S = {"imports": 110.0, "before": 195.0, "cold": 165.0, "warm": 115.0}
+STOP_S = 20.0
+"""How long before its timeout a part gives up its run, to stop it and save the figures."""
+GOALS = {("warm", "before"): 0.5, ("warm", "cold"): 0.5, ("cold", "before"): 0.8}
+"""What the time of the first part may be of that of the second."""
 FIRST_STEP = "start to the end of the first step"
-RATIO = "warm / cold"
-IMPORTS = {"vllm": "import vllm.v1.engine.async_llm, ray, transformers", "torch": "import ray, transformers"}
-IMPORT_S = 60.0
+IMPORTS = {"vllm": "import vllm.v1.engine.core, ray, transformers", "torch": "import ray, transformers"}
+MEASURED = "import resource; {}; r = resource.getrusage(resource.RUSAGE_SELF); print(r.ru_utime + r.ru_stime)"
+IMPORT_S = 90.0
 POLL_S = 0.25
+_EVENTS = {
+    "Initializing a V1 LLM engine": "EngineCore begins",
+    "Starting to load model": "EngineCore loads the model",
+    "Model loading took": "the model is loaded",
+    "Dynamo bytecode transform time": "torch.compile has traced the model",
+    "torch.compile takes": "torch.compile has ended",
+    "GPU KV cache size": "memory is measured",
+    "Graph capturing finished": "CUDA graphs are captured",
+    "init engine": "EngineCore is ready",
+}
+"""Lines of vLLM's log, and what their times tell."""
+_STAMPED = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d) \[[\w.]+:\d+\] (.*)")
 _TIMED = re.compile(
     r"(?:^|\] )([A-Za-z][^\n\[\]:]{3,80}?)(?: took| takes| finished in|:) (\d+(?:\.\d+)?) ?s(?:ecs?|econds?)?\b",
     re.MULTILINE,
 )
 """Lines of vLLM such as `Loading weights took 1.52 seconds`."""
+_IMPORTED = re.compile(r"process imported vLLM in (\d+\.\d+) s; waited for (\d+\.\d+) s")
 
 
 @dataclass
@@ -67,6 +91,8 @@ class Timeline:
     """When the first step had ended."""
     of_engine: dict[str, float] = field(default_factory=dict)
     """Seconds that vLLM says its parts took."""
+    events: dict[str, float] = field(default_factory=dict)
+    """When vLLM wrote the lines of _EVENTS, to the second."""
 
     def follow(self, parts: Any) -> None:
         """Take over the phases of a status of the run."""
@@ -90,46 +116,88 @@ class Timeline:
             for (name, begin), end in zip(phases, ends, strict=True):
                 if end is not None and end >= begin:
                     results.measurements.append(Measurement(f"{component}: {name}", "s", [end - begin]))
+        for name, seconds in self.events.items():
+            results.measurements.append(Measurement(f"after the start, {name}", "s", [seconds]))
         for name, seconds in self.of_engine.items():
             results.measurements.append(Measurement(f"vLLM: {name}", "s", [seconds]))
         if self.ended_s is not None:
             results.measurements.append(Measurement(FIRST_STEP, "s", [self.ended_s]))
         return results
 
+    def print_shares(self) -> None:
+        """Print each process's phases as shares of the whole start. Processes run beside each other."""
+        if self.ended_s is None:
+            return
+        for component in self.phases:
+            for measurement in self.results().measurements:
+                if measurement.name.startswith(f"{component}: "):
+                    say(f"{measurement.median / self.ended_s:6.1%} {measurement.median:6.1f} s {measurement.name}")
+
 
 def bench(part: str, arguments: argparse.Namespace) -> Results:
-    """Start the run once. Its errors are printed whole: there may be no second attempt."""
-    until = float(os.environ[STARTED_AT]) + ENDS_S[part]
-    # A step beyond the first keeps the learner up while the first one is recorded.
-    task = Task(arguments.model, num_prompts=8, response_tokens=64, num_steps=2, num_warm=1)
+    """Run a part. Errors are printed whole: there may be no second attempt."""
+    until = time.time() + TIMEOUTS_S[part] - STOP_S
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # packages are compiled once, as in an image
     for variable in VARIABLES:
         os.environ.pop(variable, None)
-    cache = Path(tempfile.gettempdir()) / "penstock-cold-start-cache"
-    with tempfile.TemporaryDirectory(prefix="cold-start-", ignore_cleanup_errors=True) as folder:
-        try:
-            model = _prepare(arguments)
-            if part == "cold":
-                shutil.rmtree(cache, ignore_errors=True)
-            settings = settings_of(task, model, Path(folder), arguments.engine, "decoupled", MICRO_BATCH_TOKENS)
-            settings["learner"]["compile"] |= arguments.compile
-            return _start(task, settings | {"cache_dir": str(cache)}, Path(folder), until)
-        except BaseException:
-            traceback.print_exc()
-            raise
-
-
-def _prepare(arguments: argparse.Namespace) -> Path:
-    """Make the model, and import beside it what the processes will import."""
-    importing = subprocess.Popen([sys.executable, "-c", IMPORTS[arguments.engine]])
+    if arguments.engine == "vllm":
+        os.environ[SWITCH] = "0" if part == "before" else "1"
+    if arguments.cpu:
+        os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     try:
-        return model_folder(arguments.model)
+        return _imports(arguments, until) if part == "imports" else _run(part, arguments, until)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def _imports(arguments: argparse.Namespace, until: float) -> Results:
+    results = Results()
+    for name in ("first", "again"):
+        started = time.time()
+        command = [sys.executable, "-c", MEASURED.format(IMPORTS[arguments.engine])]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=until - started)
+        results.add(f"{name}: importing {arguments.engine}", "s", time.time() - started)
+        results.add(f"{name}: CPU time of it", "s", float(done.stdout.split()[-1]))
+        save(results)
+    return results
+
+
+def _run(part: str, arguments: argparse.Namespace, until: float) -> Results:
+    # A step beyond the first keeps the learner up while the first one is recorded.
+    task = Task(arguments.model, num_prompts=8, response_tokens=64, num_steps=2, num_warm=1)
+    caches = Path(tempfile.gettempdir())
+    cache = caches / ("penstock-cold-start-before" if part == "before" else "penstock-cold-start-cache")
+    with tempfile.TemporaryDirectory(prefix="cold-start-", ignore_cleanup_errors=True) as folder:
+        model = model_folder(arguments.model)
+        if part != "warm":
+            shutil.rmtree(cache, ignore_errors=True)
+        settings = settings_of(task, model, Path(folder), arguments.engine, "decoupled", MICRO_BATCH_TOKENS)
+        settings["learner"]["compile"] |= arguments.compile
+        if arguments.cpu:
+            settings["model"]["dtype"] = "float32"
+            settings["rollout"]["engine"]["extra"] = {}
+            settings["learner"] |= {"compile": False, "master_dtype": "float32"}
+            settings["learner"]["policy"]["gpus_per_rank"] = 0
+        return _start(task, settings | {"cache_dir": str(cache)}, Path(folder), until)
+
+
+def prepare(arguments: argparse.Namespace, parts: list[str]) -> None:
+    """Make the model, and import beside it what the processes will import, before the first start is timed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    importing = None
+    if "imports" not in parts:
+        importing = subprocess.Popen([sys.executable, "-c", IMPORTS[arguments.engine]], env=environment)
+    try:
+        model_folder(arguments.model)
     finally:
-        try:
-            importing.wait(IMPORT_S)
-        except subprocess.TimeoutExpired:
-            importing.kill()
+        if importing is not None:
+            try:
+                importing.wait(IMPORT_S)
+            except subprocess.TimeoutExpired:
+                importing.kill()
 
 
 def _start(task: Task, settings: dict[str, Any], folder: Path, until: float) -> Results:
@@ -146,7 +214,9 @@ def _start(task: Task, settings: dict[str, Any], folder: Path, until: float) -> 
             if timeline.ended_s is None:
                 print_logs(folder, log)
     _read_engine_log(timeline, run / "logs" / "rollout-0.log")
+    timeline.print_shares()
     results = timeline.results()
+    save(results)
     results.bar("the first step was trained", float(timeline.ended_s is not None), 1)
     size = sum(path.stat().st_size for path in Path(settings["cache_dir"]).rglob("*") if path.is_file())
     results.add("size of the cache", "MB", size / 1e6)
@@ -182,31 +252,45 @@ def _read_engine_log(timeline: Timeline, log: Path) -> None:
     text = log.read_text(errors="replace") if log.exists() else ""
     for name, seconds in _TIMED.findall(text):
         timeline.of_engine[" ".join(name.split())] = float(seconds)
+    if said := _IMPORTED.search(text):
+        timeline.of_engine["EngineCore's process imports"] = float(said[1])
+        timeline.of_engine["the server waits for that"] = float(said[2])
+    year = time.localtime(timeline.started_at).tm_year
+    for month, day, hour, minute, second, line in _STAMPED.findall(text):
+        at = time.mktime((year, int(month), int(day), int(hour), int(minute), int(second), 0, 0, -1))
+        for words, event in _EVENTS.items():
+            if line.startswith(words):
+                timeline.events.setdefault(event, at - timeline.started_at)
 
 
 def compare() -> bool:
-    """Add the ratio of both parts to the saved results. Returns whether every bar is met."""
-    results = earlier_results(NAME, [RATIO])
+    """Add the ratios of the parts to the saved results. Returns whether every bar is met."""
+    names = [f"{part} / {other}" for part, other in GOALS]
+    results = earlier_results(NAME, names)
     totals = {m.name.partition(": ")[0]: m.median for m in results.measurements if m.name.endswith(f": {FIRST_STEP}")}
-    if totals.keys() >= {"cold", "warm"}:
-        ratio = totals["warm"] / totals["cold"]
-        results.measurements.append(Measurement(f"{RATIO}: {FIRST_STEP}", "×", [ratio]))
-        results.bars.append(Bar(f"{RATIO}: {FIRST_STEP}", ratio, GOAL, at_most=True))
+    for (part, other), goal in GOALS.items():
+        if part in totals and other in totals:
+            name, ratio = f"{part} / {other}: {FIRST_STEP}", totals[part] / totals[other]
+            results.measurements.append(Measurement(name, "×", [ratio]))
+            results.bars.append(Bar(name, ratio, goal, at_most=True))
     return report(NAME, TITLE, results.measurements, results.bars)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default="cold,warm")
+    parser.add_argument("--parts", default=",".join(TIMEOUTS_S))
     parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
     parser.add_argument("--model", default="0.5b", choices=sorted(SHAPES))
     parser.add_argument("--compile", action="store_true", help="compile the learner without a GPU too")
+    parser.add_argument("--cpu", action="store_true", help="vLLM without a GPU, started as on one")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in TIMEOUTS_S]:
-        parser.error(f"unknown part {unknown[0]}: give cold, warm or cold,warm")
+        parser.error(f"unknown part {unknown[0]}: give some of {', '.join(TIMEOUTS_S)}")
+    if WRITE_TO not in os.environ:
+        prepare(arguments, parts)
     ended_well = run_parts(NAME, TITLE, parts, TIMEOUTS_S, lambda part: bench(part, arguments))
-    if "PENSTOCK_BENCH_WRITE" in os.environ:
+    if WRITE_TO in os.environ:
         return 0
     return 0 if compare() and ended_well else 1
 

@@ -33,7 +33,8 @@ HEALTHCHECK --start-period=600s --interval=10s --timeout=5s \
 ENTRYPOINT ["penstock"]
 CMD ["rollout", "--config", "/etc/penstock/run.yaml"]
 
-# The versions of the engine, torch and transformers stay those of vLLM's image.
+# The versions of the engine, torch and transformers stay those of vLLM's image. Packages that it has not compiled would be
+# compiled at every start, by a user who may not keep the result.
 FROM ${VLLM} AS gpu
 COPY --from=wheel /wheels /wheels
 COPY deploy/python/requirements-cuda.txt /requirements-cuda.txt
@@ -45,6 +46,7 @@ RUN python3 -m pip freeze | grep -E '^(torch|torchvision|torchaudio|vllm|transfo
   && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[rollout,agents,cuda,objectstore]" \
   && python3 -m pip install --no-cache-dir --no-deps -r /requirements-cuda.txt \
   && rm -rf /wheels \
+  && { python3 -m compileall -q -j 0 "$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true; } \
   && useradd --uid 10001 --create-home penstock && install -d -o penstock -g penstock /runs
 ENV PYTHONUNBUFFERED=1 PENSTOCK_LOG=json
 USER 10001

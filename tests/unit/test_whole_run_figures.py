@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def test_the_shares_are_judged_at_the_model_that_the_goal_names(bench_modules: N
     assert {bar.name for bar in steps.finish().bars} == {"steps that were trained"}
 
 
-def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(bench_modules: None, tmp_path: Path) -> None:
+def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(
+    bench_modules: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from cold_start import FIRST_STEP, Timeline
 
     from penstock.client.responses import Part, Phase
@@ -147,6 +150,33 @@ def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(bench_module
     timeline.ended_s = 20.0
     figures = rates(timeline.results())
     assert figures["learner: loading"] == [5] and figures["learner: training"] == [8] and figures[FIRST_STEP] == [20]
+    timeline.print_shares()
+    said = [" ".join(line.split("]")[1].split()) for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert said == [
+        "15.0% 3.0 s learner: before its first phase",
+        "20.0% 4.0 s learner: importing",
+        "25.0% 5.0 s learner: loading",
+        "40.0% 8.0 s learner: training",
+    ]
+
+
+def test_parts_are_compared_with_a_bar_for_each_pair(
+    bench_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cold_start
+    from weights_results import Results
+
+    from harness import Bar, Measurement
+
+    seconds = {"before": 100.0, "cold": 70.0, "warm": 40.0}
+    measured = [Measurement(f"{part}: {cold_start.FIRST_STEP}", "s", [value]) for part, value in seconds.items()]
+    monkeypatch.setattr(cold_start, "earlier_results", lambda *_: Results(measured))
+    reported: list[Bar] = []
+    monkeypatch.setattr(cold_start, "report", lambda _name, _title, _measured, bars: reported.extend(bars))
+    cold_start.compare()
+    assert {bar.name.partition(":")[0]: (bar.value, bar.ok) for bar in reported} == {
+        "warm / before": (0.4, True), "warm / cold": (40 / 70, False), "cold / before": (0.7, True),
+    }  # fmt: skip
 
 
 def test_the_engines_own_times_are_read(bench_modules: None, tmp_path: Path) -> None:
@@ -154,15 +184,26 @@ def test_the_engines_own_times_are_read(bench_modules: None, tmp_path: Path) -> 
 
     log = tmp_path / "rollout-0.log"
     log.write_text(
-        "INFO 11-17 [default_loader.py:267] Loading weights took 1.52 seconds\n"
-        "INFO 11-17 [backends.py:559] Dynamo bytecode transform time: 3.1 s\n"
-        "INFO 11-17 [monitor.py:34] torch.compile takes 21.40 s in total\n"
-        "INFO 11-17 [gpu_model_runner.py:2] Graph capturing finished in 9 secs, took 0.48 GiB\n"
-        "INFO 11-17 [core.py:210] init engine (profile, create kv cache, warmup model) took 35.02 seconds\n"
+        "00:00:01 INFO start: EngineCore's process imported vLLM in 12.3 s; waited for 0.4 s of it\n"
+        "(EngineCore pid=7) INFO 11-17 06:00:20 [core.py:98] Initializing a V1 LLM engine (v0.26.0) with config\n"
+        "INFO 11-17 06:00:31 [default_loader.py:267] Loading weights took 1.52 seconds\n"
+        "INFO 11-17 06:00:35 [backends.py:559] Dynamo bytecode transform time: 3.1 s\n"
+        "INFO 11-17 06:00:58 [monitor.py:34] torch.compile takes 21.40 s in total\n"
+        "INFO 11-17 06:01:09 [gpu_model_runner.py:2] Graph capturing finished in 9 secs, took 0.48 GiB\n"
+        "INFO 11-17 06:01:10 [core.py:210] init engine (profile, create kv cache, warmup model) took 35.02 seconds\n"
     )
-    timeline = Timeline(started_at=0.0)
+    timeline = Timeline(started_at=time.mktime((2026, 11, 17, 6, 0, 0, 0, 0, -1)))
     _read_engine_log(timeline, log)
+    assert timeline.events == {
+        "EngineCore begins": 20,
+        "torch.compile has traced the model": 35,
+        "torch.compile has ended": 58,
+        "CUDA graphs are captured": 69,
+        "EngineCore is ready": 70,
+    }
     assert timeline.of_engine == {
+        "EngineCore's process imports": 12.3,
+        "the server waits for that": 0.4,
         "Loading weights": 1.52,
         "Dynamo bytecode transform time": 3.1,
         "torch.compile": 21.4,

@@ -12,7 +12,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.engines.vllm.start import is_cpu_build
+from penstock_rollout.engines.vllm.start import is_cpu_build, start_standby
 
 logger = logging.getLogger(__name__)
 _NOT_UPDATED_BY_VLLM = ("gpt_oss",)
@@ -82,9 +82,10 @@ def create_engine(
     if config.quantization is not None and (name != "vllm" or is_cpu_build()):
         raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
     if name == "vllm":
+        standby = start_standby(config, model_path)  # before anything else is imported
         from penstock_rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(config, model_path, dtype, seed, report_experts=report_experts)
+        return VllmEngine(config, model_path, dtype, seed, report_experts=report_experts, standby=standby)
     if name == "sglang":
         from penstock_rollout.engines.sglang.engine import SglangEngine
 

@@ -33,6 +33,7 @@ from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
+from penstock_rollout.engines.vllm.standby import Standby
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
 from penstock_rollout.weights.stage import kept_version_of
 
@@ -66,13 +67,21 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        dtype: str,
+        seed: int,
+        *,
+        report_experts: bool = False,
+        standby: Standby | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         if report_experts:
             self._arguments["enable_return_routed_experts"] = True
+        self._standby = standby
         self._load = SchedulerLoad()
         self._policy_version = -1
         self._num_loads = 0
@@ -111,7 +120,7 @@ class VllmEngine:
     async def start(self, policy_version: int) -> None:
         self._stop_ids = list(stop_token_ids(self._model_path))
         self._shapes = tensor_shapes(self._model_path)
-        self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load)
+        self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load, self._standby)
         self._stamps = create_stamps(self._llm)
         await self._core(self._llm.get_supported_tasks())
         await self._core(self._stamps.set_version(policy_version))
@@ -291,6 +300,8 @@ class VllmEngine:
             raise Unavailable("vLLM's EngineCore has died; restart the rollout server")
 
     async def stop(self) -> None:
+        if self._standby is not None:
+            self._standby.close()
         if self._llm is None:
             return
         self._broken = "it was stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ from pydantic import ValidationError
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
+from penstock.weights.folder_tensors import read_json
+from penstock_rollout.engines.vllm.standby import SWITCH, Standby
 
 CPU_KV_CACHE_BYTES = 64 << 20
 
@@ -106,18 +109,32 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
     return arguments | config.extra
 
 
-def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
+def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
+    """Start a process that will become EngineCore. Returns None where it would gain nothing, or must not be used.
+
+    On CPU, EngineCore is forked from a process that has imported vLLM. VLLM_WORKER_MULTIPROC_METHOD=fork asks for the
+    same on CUDA. A process that `rollout.engine.extra` binds to a NUMA node is started by a program of vLLM's."""
+    is_wanted = os.environ.get(SWITCH, "0" if is_cpu_build() else "1") == "1"
+    is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
+    if not is_wanted or is_forked or config.extra.get("numa_bind"):
+        return None
+    return Standby.start(read_json(model_path / "config.json").get("architectures") or [])
+
+
+def create_llm(arguments: dict[str, Any], load: SchedulerLoad, standby: Standby | None = None) -> Any:
     """Create the AsyncLLM. Blocks until EngineCore has loaded the model.
 
-    On CPU the child process is forked, so it need not import vLLM again. Call this before the process computes with
-    several OpenMP threads, which do not survive a fork. VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is
-    slower. vLLM overwrites that variable while it creates its config, so it is set again afterwards."""
+    With `standby`, that process becomes EngineCore. Without it, the child process is forked on CPU, so it need not
+    import vLLM again. Call this before the process computes with several OpenMP threads, which do not survive a fork.
+    VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is slower. vLLM overwrites that variable while it creates
+    its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    starting = standby.becoming_engine_core() if standby and standby.is_ready() else contextlib.nullcontext()
     try:
         # Not as a dict: vLLM sets its attributes if `extra` names a reasoning parser.
         constraints = StructuredOutputsConfig(**arguments["structured_outputs_config"])
@@ -132,7 +149,8 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad) -> Any:
         name = "ChunkedAsyncScheduler" if scheduler.async_scheduling else "ChunkedScheduler"
         scheduler.scheduler_cls = f"{_SCHEDULER}.{name}"
     try:
-        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
+        with starting:
+            return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
     except RuntimeError as error:
         raise Unavailable(
             f"vLLM did not start ({_first_sentence(error)}); its own lines in the log say why, often too little memory"

@@ -1,20 +1,22 @@
-"""Compares whole GRPO runs on one GPU: ours, and TRL's GRPOTrainer with vLLM, on the same model, prompts and lengths.
+"""Compares whole GRPO runs on one GPU: ours, TRL's GRPOTrainer and verl, all with vLLM, on the same model and prompts.
 
     PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/whole_run.py [--parts ours-0.5b,trl-0.5b]
 
-Both train a random Qwen2 in bfloat16 with AdamW for 15 steps of 32 prompts with 8 samples each, without recomputation,
+All train a random Qwen2 in bfloat16 with AdamW for 15 steps of 32 prompts with 8 samples each, without recomputation,
 with the same rule as reward. The first 3 steps are left out. Ours is `penstock up` with one vLLM server and one learner
 rank, which share the GPU and run beside each other; weights go from one to the other inside it (cuda_ipc). TRL runs
-vLLM in its own process (`colocate`) and generates and trains in turns. Both compute the log-probs of the samples once
-more for their correction.
+vLLM in its own process (`colocate`), verl beside its trainer; both generate and train in turns. All correct for the
+difference between the engine's log-probs and their own, for which TRL and verl compute those of the samples once more;
+ours takes them from the pass of the update.
 
 Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
 turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
 trains in turns (`max_staleness` 0), `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes
-activations. The bars compare our plain part with the best of TRL's. What overlap gives is a synchronous step over a
-plain one; its ideal is what it would be if the longer of generation and training took the whole step. It needs vLLM,
-Ray, Redis, what penstock needs, TRL and datasets. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script
-without a GPU.
+activations; those of verl are listed in whole_run_verl.py. The bars compare our plain part with the best of each peer.
+What overlap gives is a synchronous step over a plain one; its ideal is what it would be if the longer of generation and
+training took the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for the parts of TRL.
+The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL. `--engine torch` with the parts
+`ours-tiny,trl-tiny` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ MODEL_S = 90.0
 ROWS = {"tiny": 4, "0.5b": 64, "1.5b": 32}
 """Sequences in a forward and backward pass of TRL."""
 MICRO_BATCH_TOKENS = 16384
-RATIO = "ours / TRL"
+PEERS = {"trl": "TRL", "verl": "verl"}
 SYNC, OVERLAP = "sync", "overlap"
 
 
@@ -61,7 +63,7 @@ def bench(part: str, arguments: argparse.Namespace) -> Results:
         try:
             model = model_folder(name)
             say(f"{part}: starting")
-            run = _ours if who == "ours" else _trl
+            run = {"ours": _ours, "trl": _trl, "verl": _verl}[who]
             return run(task, model, Path(folder), arguments.engine, time.time(), until, variants)
         except BaseException:
             traceback.print_exc()
@@ -102,6 +104,20 @@ def _trl(
     return run_trl(task, model, settings, started_at, until)
 
 
+def _verl(
+    task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
+) -> Results:
+    from whole_run_verl import VARIANTS, run_verl, settings_of
+
+    if engine != "vllm":
+        raise SystemExit("verl trains on GPUs only: run its parts with --engine vllm")
+    if unknown := set(variants) - set(VARIANTS):
+        raise SystemExit(f"unknown variants {', '.join(sorted(unknown))}: verl has {', '.join(VARIANTS)}")
+    prompts = folder / "prompts.parquet"
+    settings = settings_of(task, model, prompts, MICRO_BATCH_TOKENS, variants)
+    return run_verl(task, settings, prompts, started_at, until)
+
+
 def _task_of(arguments: argparse.Namespace, model: str) -> Task:
     return Task(
         model, arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.tokens, arguments.steps,
@@ -110,20 +126,23 @@ def _task_of(arguments: argparse.Namespace, model: str) -> Task:
 
 
 def compare() -> bool:
-    """Add the ratios of the models that both have run to the saved results. Returns whether every bar is met."""
+    """Add the ratios to each peer, of the models that both have run, to the saved results. Returns whether every bar is
+    met. A peer is represented by its fastest variant."""
     from whole_run_steps import RATE
 
-    results = earlier_results(NAME, [RATIO, OVERLAP])
+    ratios = {who: f"ours / {peer}" for who, peer in PEERS.items()}
+    results = earlier_results(NAME, [*ratios.values(), OVERLAP])
     results.measurements += overlap(results.measurements)
     rates = {m.name.partition(": ")[0]: m for m in results.measurements if m.name.endswith(f": {RATE}")}
-    for model in SHAPES:
-        ours = rates.get(f"ours-{model}")
-        peers = [rate for part, rate in rates.items() if part.startswith("trl-") and part.endswith(f"-{model}")]
-        if ours is None or not peers:
-            continue
-        ratio = ours.median / max(peer.median for peer in peers)
-        results.measurements.append(Measurement(f"{RATIO}: {model}, response tokens a second", "×", [ratio]))
-        results.bars.append(Bar(f"{RATIO}: {model}, response tokens a second", ratio, GOAL))
+    for who, ratio_name in ratios.items():
+        for model in SHAPES:
+            ours = rates.get(f"ours-{model}")
+            peers = [rate for part, rate in rates.items() if part.startswith(f"{who}-") and part.endswith(f"-{model}")]
+            if ours is None or not peers:
+                continue
+            ratio = ours.median / max(peer.median for peer in peers)
+            results.measurements.append(Measurement(f"{ratio_name}: {model}, response tokens a second", "×", [ratio]))
+            results.bars.append(Bar(f"{ratio_name}: {model}, response tokens a second", ratio, GOAL))
     return report(NAME, TITLE, results.measurements, results.bars)
 
 
@@ -162,8 +181,8 @@ def main() -> int:
     parts = arguments.parts.split(",")
     for part in parts:
         who, *_, model = part.split("-")
-        if who not in ("ours", "trl") or model not in SHAPES:
-            parser.error(f"unknown part {part}: give ours-MODEL or trl-MODEL, MODEL one of {', '.join(SHAPES)}")
+        if who not in ("ours", *PEERS) or model not in SHAPES:
+            parser.error(f"unknown part {part}: give ours-, trl- or verl-MODEL, MODEL one of {', '.join(SHAPES)}")
     ended_well = run_parts(
         NAME, TITLE, parts, dict.fromkeys(parts, arguments.timeout), lambda part: bench(part, arguments)
     )

@@ -57,14 +57,18 @@ class Task:
         return ["".join(dice.choices(LETTERS, k=self.prompt_tokens)) for _ in range(count)]
 
 
-def write_prompts(path: Path, task: Task) -> None:
-    """The prompts as JSON lines with verl's columns."""
-    rows = [
+def rows_of(task: Task) -> list[dict[str, Any]]:
+    """The prompts with verl's columns."""
+    return [
         {"prompt": [{"role": "user", "content": text}], "data_source": DATA_SOURCE,
          "reward_model": {"ground_truth": ""}}
         for text in task.prompts()
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_prompts(path: Path, task: Task) -> None:
+    """The prompts as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(task)))
 
 
 def write_model(folder: Path, name: str) -> None:

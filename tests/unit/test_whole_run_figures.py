@@ -63,7 +63,7 @@ def test_a_run_that_was_cut_off_misses_its_bar(bench_modules: None) -> None:
     assert not bar.ok
 
 
-def test_we_are_compared_with_the_best_of_trl(
+def test_we_are_compared_with_the_best_of_each_peer(
     bench_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import parts
@@ -74,14 +74,18 @@ def test_we_are_compared_with_the_best_of_trl(
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(parts, "RESULTS", tmp_path)
     name = "response tokens over all steps"
-    figures = {"ours-0.5b": 1500.0, "trl-0.5b": 900.0, "trl-rows32-0.5b": 1000.0, "ours-1.5b": 1.0, "trl-7b": 1.0}
+    figures = {
+        "ours-0.5b": 1500.0, "trl-0.5b": 900.0, "trl-rows32-0.5b": 1000.0, "verl-liger-0.5b": 750.0, "verl-0.5b": 500.0,
+        "ours-1.5b": 1.0, "trl-7b": 1.0,
+    }  # fmt: skip
     measured = [harness.Measurement(f"{part}: {name}", "tokens/s", [rate]) for part, rate in figures.items()]
     harness.report(whole_run.NAME, whole_run.TITLE, measured, [])
     for _ in range(2):  # a second comparison replaces the first
         assert whole_run.compare()
         saved = json.loads((tmp_path / "whole_run.json").read_text())
         assert [(bar["name"], bar["value"]) for bar in saved["bars"]] == [
-            ("ours / TRL: 0.5b, response tokens a second", 1.5)
+            ("ours / TRL: 0.5b, response tokens a second", 1.5),
+            ("ours / verl: 0.5b, response tokens a second", 2.0),
         ]
 
 
@@ -228,3 +232,52 @@ def test_overlap_is_a_synchronous_step_over_a_plain_one_and_its_ideal_the_longer
     assert figures["overlap: 0.5b, ideal"] == 2
     assert figures["overlap: 0.5b, of its ideal"] == pytest.approx(5 / 6)
     assert not any("1.5b" in name for name in figures), "a model that ran one way has no figure"
+
+
+def test_verl_gets_the_same_task(bench_modules: None, tmp_path: Path) -> None:
+    import pyarrow.parquet
+    from whole_run_task import Task
+    from whole_run_verl import VARIANTS, arguments_of, settings_of, write_parquet
+
+    task = Task("0.5b", num_prompts=4, num_samples=2, prompt_tokens=16, response_tokens=8, num_steps=3)
+    write_parquet(tmp_path / "prompts.parquet", task)
+    rows = pyarrow.parquet.read_table(tmp_path / "prompts.parquet").to_pylist()
+    assert [row["prompt"][0]["content"] for row in rows] == task.prompts()
+    assert [row["extra_info"]["index"] for row in rows] == list(range(len(rows)))
+    settings = settings_of(task, tmp_path / "model", tmp_path / "prompts.parquet", 1024, [])
+    arguments = arguments_of(settings)
+    assert f"data.train_files={tmp_path}/prompts.parquet" in arguments
+    wanted = {
+        "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.ignore_eos=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "trainer.total_training_steps=3",
+    }  # fmt: skip
+    assert wanted <= set(arguments)
+    for variant in VARIANTS:
+        changed = settings_of(task, tmp_path / "model", tmp_path / "prompts.parquet", 1024, [variant])
+        assert changed.keys() == settings.keys() and changed != settings, "a variant changes values of verl's settings"
+
+
+def test_verls_steps_are_read_from_its_file(bench_modules: None, tmp_path: Path) -> None:
+    from whole_run_task import Task
+    from whole_run_verl import phases_of, step_rows, tokens_of
+
+    path = tmp_path / "metrics.jsonl"
+    assert step_rows(path) == []
+    step = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/update_actor": 3.0, "response_length/mean": 256.0}
+    lines = [{"step": 0, "data": {"val/reward": 1.0}}, {"step": 1, "data": step}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "da')
+    (row,) = step_rows(path)
+    assert tokens_of(row, Task("0.5b")) == 256 * 32 * 8
+    assert phases_of(row) == {"generate": 4.0, "log-probs": 0.0, "update": 3.0, "push": 0.0, "rest": 2.0}
+
+
+def test_the_first_errors_of_verls_log_are_printed_with_its_end(
+    bench_modules: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from whole_run_verl import print_end
+
+    lines = ["EngineCore: ValueError: no memory", *(f"line {i}" for i in range(100))]
+    (tmp_path / "verl.log").write_text("\n".join(lines))
+    print_end(tmp_path / "verl.log")
+    printed = capsys.readouterr().err.splitlines()
+    assert lines[0] in printed and "line 99" in printed and "line 40" in printed and "line 39" not in printed

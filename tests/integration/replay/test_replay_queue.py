@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.contract import KEPT_EVALUATION_S, FeedPosition
+from penstock.replay.evaluations import KEPT_EVALUATION_S
+from penstock.replay.queue_types import FeedPosition
 from penstock.replay.redis_queue import RedisReplayQueue
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,

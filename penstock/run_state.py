@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from penstock.client.responses import FIRST_BATCH, READY_PHASES
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.store.created_runs import CreatedState
 from penstock.store.fleet import ServerRecord
 from penstock.store.heartbeats import LEARNER

@@ -13,7 +13,7 @@ from statistics import fmean, variance
 from typing import Literal, get_args
 
 from penstock.config.run import RunConfig
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.run_state import RunState, num_trained
 from penstock.store.fleet import SERVING_STATES, ServerRecord
 from penstock.v1 import policies_pb2

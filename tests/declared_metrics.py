@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory
 from penstock_services.gateway.metrics.gateway import GatewayMetrics

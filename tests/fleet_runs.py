@@ -31,8 +31,8 @@ from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.feed.datasets import read_prompts
-from penstock.replay.contract import QueueStat
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys

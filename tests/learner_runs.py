@@ -20,7 +20,7 @@ from groups import make_group
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

@@ -15,9 +15,9 @@ import redis.asyncio as redis
 
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
-from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
+from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group
 

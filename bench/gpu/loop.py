@@ -29,7 +29,7 @@ from parts import run_parts, save
 from weights_results import Results, say
 
 from harness import RESULTS
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.redis_client import connect

@@ -43,4 +43,7 @@ for log in "${REDIS_DATA:-/data}/appendonlydir/appendonly.aof.manifest" "${REDIS
   fi
 done
 
-exec "${REDIS_SERVER:-redis-server}" --aclfile "$folder/users.acl" "$@"
+# Redis searches small sorted sets and hashes from end to end, up to 128 entries by default. A batch of 64 groups searches
+# each of the queue's 64 times.
+exec "${REDIS_SERVER:-redis-server}" --aclfile "$folder/users.acl" \
+  --zset-max-ziplist-entries 0 --hash-max-ziplist-entries 16 "$@"

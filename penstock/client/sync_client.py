@@ -44,7 +44,8 @@ from penstock.client.responses import (
 )
 from penstock.client.retries import connection_failure, response_failure
 from penstock.errors import DeadlineExceeded, NotFound
-from penstock.replay.contract import Evaluation, Submission
+from penstock.replay.evaluations import Evaluation
+from penstock.replay.queue_types import Submission
 
 if TYPE_CHECKING:
     from penstock.trajectory import Prompt

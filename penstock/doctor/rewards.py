@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.config.run import RunConfig
 from penstock.doctor.finding import Finding, Level
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.store.notices import Notice
 from penstock.v1 import policies_pb2
 

@@ -11,7 +11,7 @@ from penstock.doctor.machine import check_listens
 from penstock.doctor.rewards import check_dead_letters, check_rewards
 from penstock.errors import NotFound, PenstockError
 from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_state import RunFacts, RunState, has_learner, has_servers, is_learner_starting, run_state
 from penstock.store.breakers import OpenBreaker

@@ -22,7 +22,8 @@ from penstock.feed.buried_prompts import BuriedPrompts
 from penstock.feed.curriculum import Curriculum
 from penstock.feed.dataset_files import read_files, shown_files
 from penstock.feed.epoch_order import EpochOrder, require_drawn
-from penstock.replay.contract import FeedPosition, PromptIntake
+from penstock.replay.contract import PromptIntake
+from penstock.replay.queue_types import FeedPosition
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling
 

@@ -20,7 +20,8 @@ from penstock.feed.dataset_feed import RETRY_S, seeded
 from penstock.feed.dataset_files import read_files, shown_files
 from penstock.feed.run_end import RunEnd
 from penstock.feed.version_hold import VersionHold
-from penstock.replay.contract import Evaluation, PromptIntake
+from penstock.replay.contract import PromptIntake
+from penstock.replay.evaluations import Evaluation
 from penstock.sample_scores import ACCURACY
 from penstock.trajectory import Prompt
 

@@ -15,7 +15,7 @@ import redis
 from redis.exceptions import NoScriptError
 
 from penstock.config.service import ReplayConfig
-from penstock.replay.contract import AppendOutcome, FinishedGroup
+from penstock.replay.queue_types import AppendOutcome, FinishedGroup
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, RedisClusterClient
 from penstock.store.scripts import QUEUE, read_record

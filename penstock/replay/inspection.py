@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.replay.contract import Lease, QueueStat
+from penstock.replay.queue_types import Lease, QueueStat
 from penstock.replay.redis_queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
 from penstock.store.redis_client import RedisClient
 from penstock.store.redis_errors import guarded

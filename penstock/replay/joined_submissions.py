@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import DeadlineExceeded
-from penstock.replay.contract import Submission
+from penstock.replay.queue_types import Submission
 from penstock.replay.redis_queue import RedisReplayQueue
 
 MAX_PROMPTS = 2_048

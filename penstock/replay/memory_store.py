@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.config.service import BreakerConfig
+from penstock.config.service import BreakerConfig, ReplayConfig
+from penstock.replay.admission import Admission, admission
 from penstock.replay.breaker import MAX_PROBES, MAX_SPARED, Breaker, Verdict
-from penstock.replay.contract import FeedPosition, GoneBack
+from penstock.replay.queue_types import FeedPosition, GoneBack
 from penstock.sample_scores import PromptSamples, summarise
 
 NEVER = float("inf")
@@ -198,6 +199,13 @@ class MemoryStore:
     def ready_age_ms(self) -> int:
         head = self.ready.lowest(1)
         return int(1000 * (self.clock() - self.groups[head[0]].appended_at)) if head else 0
+
+    def admission(self, config: ReplayConfig) -> Admission:
+        """How many prompts may be admitted now."""
+        return admission(
+            step=self.counters["step"], trained=self.counters["trained"], queued=self.queued, in_flight=self.in_flight,
+            max_staleness=config.max_staleness, groups_per_step=config.groups_per_step,
+        )  # fmt: skip
 
     def count(self, name: str, by: int = 1) -> int:
         self.counters[name] += by

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError
 
 from penstock.codec import encode_group
 from penstock.errors import InvalidInput, PenstockError, QueueFull
-from penstock.replay.contract import AppendOutcome, Lease
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue_types import AppendOutcome, Lease
 from penstock.replay.recording_columns import RecordedGroup
 from penstock.replay.recording_file import Recording, RecordingWriter
 from penstock.trajectory import Group

@@ -13,18 +13,16 @@ from typing import Any
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, NotFound
 from penstock.replay.admission import admission
-from penstock.replay.contract import (
-    KEPT_EVALUATION_S,
-    KEPT_EVALUATION_SHARE,
+from penstock.replay.evaluations import KEPT_EVALUATION_S, KEPT_EVALUATION_SHARE, Evaluation, KeptGroups
+from penstock.replay.group_payloads import GroupPayloads
+from penstock.replay.queue_types import (
     SAVED_SHARE,
     AppendOutcome,
     Committed,
     Delivery,
-    Evaluation,
     FeedPosition,
     FinishedGroup,
     GoneBack,
-    KeptGroups,
     Lease,
     Outbox,
     PromptStatus,
@@ -32,7 +30,6 @@ from penstock.replay.contract import (
     SavedTokens,
     Submission,
 )
-from penstock.replay.group_payloads import GroupPayloads
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient

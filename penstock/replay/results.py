@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.replay.contract import PromptState, PromptStatus
+from penstock.replay.queue_types import PromptState, PromptStatus
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_errors import guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows

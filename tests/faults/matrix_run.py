@@ -34,7 +34,7 @@ from live_processes import is_alive
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.keys import RunKeys

@@ -22,7 +22,7 @@ from fleet_runs import Part
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory

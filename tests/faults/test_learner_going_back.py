@@ -23,7 +23,7 @@ from faults.chaos.workload import RUN, Settings, make_numbered_group, make_paylo
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
-from penstock.replay.contract import Lease, QueueStat
+from penstock.replay.queue_types import Lease, QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect

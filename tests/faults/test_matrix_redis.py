@@ -12,7 +12,7 @@ import redis
 from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import FaultFree, MatrixRun
 from faults.proxy import LostReplies, ProxyThread
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "Redis"

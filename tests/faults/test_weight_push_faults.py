@@ -25,7 +25,7 @@ from conftest import RedisProcess
 from fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
 from live_processes import is_alive
 from penstock.codec import encode_prompt
-from penstock.replay.contract import Evaluation
+from penstock.replay.evaluations import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES
 from penstock.trajectory import Group, Trajectory

@@ -24,7 +24,7 @@ from penstock.errors import (
     RateLimited,
     Unavailable,
 )
-from penstock.replay import contract
+from penstock.replay import queue_types
 from penstock.trajectory import Prompt
 from penstock.v1 import runs_pb2
 from sample_files import SAMPLE
@@ -318,4 +318,4 @@ def test_queue_statistics_have_one_set_of_names() -> None:
     """The gateway and the clients show a part of the queue's own fields, and one property, under the same names."""
     shown = set(runs_pb2.QueueStat.DESCRIPTOR.fields_by_name)
     assert shown == set(responses.QueueStat.model_fields)
-    assert shown - {field.name for field in dataclasses.fields(contract.QueueStat)} == {"conservation_error"}
+    assert shown - {field.name for field in dataclasses.fields(queue_types.QueueStat)} == {"conservation_error"}

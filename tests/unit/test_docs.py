@@ -19,7 +19,7 @@ from pydantic import Field
 
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory
 from penstock_learner.metrics import LearnerMetrics

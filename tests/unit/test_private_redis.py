@@ -6,6 +6,8 @@ from pathlib import Path
 
 from penstock_services.local.private_redis import write_config
 
+START_SCRIPT = Path(__file__).parents[2] / "deploy" / "redis" / "start.sh"
+
 
 def test_a_password_is_kept_and_made_again_if_it_was_cut_off(tmp_path: Path) -> None:
     _, first = write_config(tmp_path, 7000)
@@ -16,3 +18,10 @@ def test_a_password_is_kept_and_made_again_if_it_was_cut_off(tmp_path: Path) -> 
     [line] = [line for line in config.read_text().splitlines() if line.startswith("requirepass")]
     assert len(line.split()) == 2 and line.split()[1] in third
     assert (tmp_path / "password").stat().st_mode & 0o777 == 0o600
+
+
+def test_compose_and_the_chart_have_the_same_settings_for_the_queue(tmp_path: Path) -> None:
+    config, _ = write_config(tmp_path, 7000)
+    settings = [line for line in config.read_text().splitlines() if "-max-ziplist-" in line]
+    script = START_SCRIPT.read_text()
+    assert len(settings) == 2 and all(f"--{setting}" in script for setting in settings)

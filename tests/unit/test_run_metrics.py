@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.store.fleet import ServerRecord
 from penstock.store.redis_memory import RedisMemory
 from penstock.store.run_control import Orders

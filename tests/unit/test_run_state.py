@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.submit import submitted_line
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.run_state import (
     PROCESS_START_S,
     PROCESS_STARTED,

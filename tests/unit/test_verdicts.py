@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.store.fleet import ServerRecord
 from penstock.v1 import policies_pb2
 from penstock.verdicts import Situation, Steps, learning_verdict, speed_verdict, steps_of

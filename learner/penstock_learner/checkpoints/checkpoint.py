@@ -20,7 +20,7 @@ from typing import Any
 from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.records import read_known_fields
-from penstock.replay.contract import GoneBack
+from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.flushing import flush
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.ledger import Ledger

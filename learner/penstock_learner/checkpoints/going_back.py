@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import CheckpointDamaged, Unavailable
-from penstock.replay.contract import GoneBack
+from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.flushing import flush
 
 GOING_BACK_FILE = "going-back.json"

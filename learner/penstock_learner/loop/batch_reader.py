@@ -17,7 +17,8 @@ from penstock.codec import decode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, PoisonGroup
-from penstock.replay.contract import Delivery, GroupConsumer
+from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue_types import Delivery
 from penstock.samples.selection import is_sampled
 from penstock.trajectory import Group
 from penstock_learner.agreement.quarantine import ServerQuarantine

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, Unavailable
-from penstock.replay.contract import Committed, GoneBack, GroupConsumer
+from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue_types import Committed, GoneBack
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.going_back import record_going_back
 from penstock_learner.crash_points import crash_point

@@ -72,27 +72,33 @@ local function release_admissions()
   call_many('ZREM', OPEN, accepted)
 end
 
+local function enter_fresh()
+  local fresh = {}
+  for i, id in ipairs(accepted) do fresh[2 * i - 1], fresh[2 * i] = versions[places[i]], id end
+  call_many('ZADD', FRESH, fresh)
+end
+
 local function store_accepted()
   if #accepted == 0 then return end
   local admissions = admission_numbers()
   local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
-  local metas_stored, ready, fresh, appended, sum = {}, {}, {}, {}, 0
+  local metas_stored, ready, appended, sum = {}, {}, {}, 0
   release_admissions()
   record_successes(owners)
   drop_all_saved(accepted)
-  local now = now_ms()
+  local now = string.format('%.0f', now_ms())
   for i, id in ipairs(accepted) do
     local place, number = places[i], admissions[i] or next_admission()
+    local attempt = attempts[place]
     metas_stored[2 * i - 1] = id
-    metas_stored[2 * i] = write_meta(attempts[place], sizes[place], number, versions[place], now)
+    metas_stored[2 * i] = write_meta(attempt, sizes[place], number, versions[place], now)
     ready[2 * i - 1], ready[2 * i] = number, id
-    fresh[2 * i - 1], fresh[2 * i] = versions[place], id
-    appended[i] = id .. ':' .. attempts[place]
+    appended[i] = id .. ':' .. attempt
     sum = sum + sizes[place]
   end
   call_many('HSET', META, metas_stored)
   call_many('ZADD', READY, ready)
-  if order == 'freshest' then call_many('ZADD', FRESH, fresh) end
+  if order == 'freshest' then enter_fresh() end
   count('queued_bytes', sum)
   count('inserted', #accepted)
   record_result('queued', table.concat(appended, ' '), '')
@@ -126,7 +132,8 @@ local function append(i)
     return refuse(i, redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
   end
   if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse(i, 'full') end
-  accepted[#accepted + 1], places[#places + 1], accepted_attempt[id] = id, i, attempt
+  local last = #accepted + 1
+  accepted[last], places[last], accepted_attempt[id] = id, i, attempt
   in_queue = in_queue + bytes
   return 'accepted'
 end

@@ -19,10 +19,11 @@ local function keep_prompts(step, found)
   kept = kept and cmsgpack.unpack(kept) or {}
   local prompts, attempts = ask_many('HMGET', PROMPTS, found), ask_many('HMGET', ATTEMPTS, found)
   local priorities = redis.call('EXISTS', PRIORITIES) == 1 and ask_many('HMGET', PRIORITIES, found) or {}
+  local last = #kept
   for i, id in ipairs(found) do
-    local last = #kept
     kept[last + 1], kept[last + 2], kept[last + 3] = id, attempts[i] or '0', priorities[i] or '0'
     kept[last + 4] = prompts[i]
+    last = last + 4
   end
   redis.call('HSET', KEPT_PROMPTS, step, cmsgpack.pack(kept))
 end
@@ -37,22 +38,23 @@ local function drop_kept_prompts(oldest_step)
 end
 
 -- Every queued group has its prompt. If Redis lost a group with its tail, its prompt may still be there.
-local queued_ids, payload_keys, found, texts, bytes = {}, {}, {}, ask_many('HMGET', META, ids), {}
-for i, id in ipairs(ids) do
-  if texts[i] then
-    local attempt, num_bytes = read_meta_start(texts[i])
-    bytes[id] = num_bytes
-    queued_ids[#queued_ids + 1], found[#found + 1] = id, id
-    payload_keys[#payload_keys + 1] = group_key(id, attempt)
+local queued_ids, payload_keys, found, num_queued = {}, {}, {}, 0
+for i, text in ipairs(ask_many('HMGET', META, ids)) do
+  local id = ids[i]
+  if text then
+    num_queued = num_queued + 1
+    queued_ids[num_queued], payload_keys[num_queued] = id, group_key(id, read_meta_attempt(text))
+    found[#found + 1] = id
   elseif redis.call('HEXISTS', PROMPTS, id) == 1 then
     release_admission(id)
     found[#found + 1] = id
   end
 end
-if call_many('SREM', DELIVERED, queued_ids) < #queued_ids then
+if call_many('SREM', DELIVERED, queued_ids) < num_queued then
   for _, id in ipairs(queued_ids) do
     if redis.call('ZREM', READY, id) == 1 then
-      count('queued_bytes', -bytes[id])
+      local _, num_bytes = group_meta(id)
+      count('queued_bytes', -num_bytes)
     end
   end
   leave_fresh(queued_ids)
@@ -68,12 +70,13 @@ if #found > 0 then count('trained', #found) end
 -- Sets the bits of the ids in `trained`. Ids are near each other, so one word of the bitmap holds many.
 local words, bits, wanted = {}, {}, {}
 for _, id in ipairs(ids) do
-  local word = math.floor(id / 32)
+  local place = id % 32
+  local word = (id - place) / 32
   if not bits[word] then
     words[#words + 1], bits[word] = word, 0
     for _, part in ipairs({'GET', 'u32', '#' .. word}) do wanted[#wanted + 1] = part end
   end
-  bits[word] = bit.bor(bits[word], bit.lshift(1, 31 - id % 32))
+  bits[word] = bit.bor(bits[word], bit.lshift(1, 31 - place))
 end
 for first = 1, #words, 300 do
   local last, changed = math.min(first + 299, #words), {}

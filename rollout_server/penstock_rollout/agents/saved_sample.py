@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.codec import decode_saved, encode_saved, trajectory_from_proto, trajectory_to_proto
 from penstock.errors import PoisonGroup
-from penstock.replay.contract import SavedTokens
+from penstock.replay.queue_types import SavedTokens
 from penstock.trajectory import FinishReason, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2
 from penstock_rollout.agents.episode import Episode

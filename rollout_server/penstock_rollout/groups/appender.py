@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.replay.contract import AppendOutcome, FinishedGroup, GroupProducer
+from penstock.replay.contract import GroupProducer
+from penstock.replay.queue_types import AppendOutcome, FinishedGroup
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 
 MAX_GROUPS = 64

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.codec import check_group
 from penstock.errors import PenstockError
 from penstock.logs import bind
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext, AgentLoop

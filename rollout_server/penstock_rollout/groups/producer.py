@@ -43,7 +43,9 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
-from penstock.replay.contract import FinishedGroup, GroupProducer, Lease, is_numbered
+from penstock.replay.contract import GroupProducer
+from penstock.replay.evaluations import is_numbered
+from penstock.replay.queue_types import FinishedGroup, Lease
 from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.tracing import Tracing

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
-from penstock.replay.contract import GroupProducer, Lease, SavedTokens
+from penstock.replay.contract import GroupProducer
+from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Prompt, VersionSegment
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.saved_sample import SavedSample, encode_episode, encode_piece, read_samples

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine

@@ -11,6 +11,10 @@ from pathlib import Path
 from penstock.errors import Unavailable
 
 _NAMES = ("redis-server", "valkey-server")
+_QUEUE_SETTINGS = ("zset-max-ziplist-entries 0", "hash-max-ziplist-entries 16")
+"""Redis searches small sorted sets and hashes from end to end, up to 128 entries by default. A batch of 64 groups
+searches each of the queue's 64 times. deploy/redis/start.sh has the same settings. Every version knows them by these
+names."""
 
 
 def find_redis_server() -> str:
@@ -47,6 +51,7 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Pa
         'save ""',
         "maxmemory-policy noeviction",
         f"maxmemory {max_memory_bytes}",
+        *_QUEUE_SETTINGS,
         f"requirepass {password}",
         'rename-command FLUSHALL ""',
         'rename-command DEBUG ""',

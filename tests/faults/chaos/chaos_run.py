@@ -30,7 +30,7 @@ from faults.chaos.workload import FENCED, RUN, TOO_LATE, UNAVAILABLE, Settings, 
 from faults.proxy import FaultyProxy, LostReplies
 from penstock.config.service import RedisConfig
 from penstock.errors import PenstockError, Unavailable
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from faults.chaos.workload import RUN, Settings, make_numbered_group, while_driven
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt

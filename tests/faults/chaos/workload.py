@@ -18,7 +18,7 @@ import numpy as np
 from groups import make_group
 from penstock.codec import encode_prompt
 from penstock.config.service import ReplayConfig
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt
 
 RUN = "chaos"

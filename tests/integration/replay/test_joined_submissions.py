@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import DeadlineExceeded
-from penstock.replay.contract import Submission
 from penstock.replay.joined_submissions import MAX_REQUESTS, JoinedSubmissions
+from penstock.replay.queue_types import Submission
 from penstock.replay.redis_queue import RedisReplayQueue
 
 

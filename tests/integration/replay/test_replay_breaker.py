@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
+from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry

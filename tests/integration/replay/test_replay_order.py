@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import NotFound
-from penstock.replay.contract import FinishedGroup, Lease
+from penstock.replay.queue_types import FinishedGroup, Lease
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,

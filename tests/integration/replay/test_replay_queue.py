@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.contract import KEPT_EVALUATION_S, FeedPosition
+from penstock.replay.evaluations import KEPT_EVALUATION_S
+from penstock.replay.queue_types import FeedPosition
 from penstock.replay.redis_queue import RedisReplayQueue
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
@@ -98,6 +99,21 @@ async def test_append_after_commit_is_a_duplicate(queue: ReplayQueue) -> None:
     await queue.commit(1, await queue.take(1, 1))
     assert await queue.append(lease, b"late", 0) == "duplicate"
     assert await queue.fetch([lease.prompt_id]) == []
+
+
+async def test_a_commit_covers_groups_that_were_not_taken(queue: ReplayQueue) -> None:
+    """Redis may have lost that a learner took them."""
+    await submit(queue, 3)
+    await queue.take_term(0)
+    leases = await queue.lease("s", 3)
+    for num_bytes, lease in enumerate(leases, start=10):
+        await queue.append(lease, b"g" * num_bytes, 0)
+    await queue.take(1, 1)
+    assert (await queue.stat()).queued_bytes == 11 + 12
+    assert await queue.commit(1, [lease.prompt_id for lease in leases[:2]]) == 2
+    stat = await queue.stat()
+    assert (stat.trained, stat.queued, stat.queued_bytes) == (2, 1, 12)
+    await assert_conserved(queue)
 
 
 async def test_an_expired_lease_goes_to_another_server(make_queue: MakeQueue) -> None:

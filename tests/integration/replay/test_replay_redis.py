@@ -9,9 +9,9 @@ import redis
 
 from penstock.errors import Fenced, Unavailable
 from penstock.replay import group_payloads
-from penstock.replay.contract import FinishedGroup
 from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue_types import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.scripts import QUEUE, ScriptFolder
 
@@ -41,6 +41,15 @@ async def test_a_call_costs_the_same_number_of_commands_in_a_long_queue(queue: R
     queue.config = queue.config.model_copy(update={"max_staleness": 10_000, "stale_policy": "wait"})
     await commands_of(queue, 10)  # loads the scripts
     assert await commands_of(queue, 50) == await commands_of(queue, 2000)
+
+
+async def test_the_sets_of_a_batch_are_not_searched_from_end_to_end(queue: RedisReplayQueue) -> None:
+    """Redis keeps small sorted sets and hashes as lists, unless its settings say otherwise."""
+    queue.config = queue.config.model_copy(update={"max_staleness": 100})
+    await queue.submit([b"p"] * 20, [0] * 20, "")
+    await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in await queue.lease("s", 20)])
+    encodings = [await queue.client.object("encoding", key) for key in (queue.keys.ready, queue.keys.meta)]
+    assert encodings == [b"skiplist", b"hashtable"]
 
 
 async def test_dead_letter_keeps_the_bytes(queue: RedisReplayQueue) -> None:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine

@@ -16,7 +16,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.errors import PenstockError
-from penstock.replay.contract import Lease, SavedTokens
+from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore

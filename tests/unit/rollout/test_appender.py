@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from penstock.replay.contract import AppendOutcome, FinishedGroup, Lease
+from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock_rollout.groups.appender import GroupAppender
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from penstock.codec import encode_prompt
 from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import RewardConfig
-from penstock.replay.contract import Lease
+from penstock.replay.queue_types import Lease
 from penstock.store.fleet import ServerRecord
 from penstock.trajectory import FinishReason, Group, Prompt, Sampling, VersionSegment
 from penstock.v1 import generate_pb2_grpc

@@ -14,9 +14,9 @@ from penstock.codec import encode_prompt
 from penstock.config.rollout import PromptConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import PromptTooLong
-from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
+from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

@@ -21,9 +21,9 @@ from penstock.config.rewards import RewardConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.contract import Lease, SavedTokens
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
+from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.registry import Agents

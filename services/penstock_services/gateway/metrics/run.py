@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.config.run import RunConfig
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_state import RUN_STATES, RunFacts, RunState, has_learner, has_servers, is_learner_starting, run_state
 from penstock.store.fleet import Fleet, ServerRecord

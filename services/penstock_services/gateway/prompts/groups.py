@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, PoisonGroup
-from penstock.replay.contract import Delivery
+from penstock.replay.queue_types import Delivery
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.token_text import TokenText

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound
-from penstock.replay.contract import PromptState, PromptStatus, Submission
 from penstock.replay.joined_submissions import JoinedSubmissions
+from penstock.replay.queue_types import PromptState, PromptStatus, Submission
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult
 from penstock.tracing import Tracing

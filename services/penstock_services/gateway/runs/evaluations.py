@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.config.run import RunConfig
-from penstock.replay.contract import Evaluation
+from penstock.replay.evaluations import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict
-from penstock.replay.contract import QueueStat
+from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_state import (
     RunFacts,

@@ -15,8 +15,8 @@ from functools import partial
 from penstock.codec import encode_group, encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import QueueFull
-from penstock.replay.contract import Lease
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore

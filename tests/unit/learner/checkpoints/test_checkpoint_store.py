@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, DiskFull, Fenced
-from penstock.replay.contract import GoneBack
+from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.going_back import record_going_back
 from penstock_learner.checkpoints.manifest import write_manifest

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from object_store import ObjectStore, in_environment, object_store
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching.object_folder import ObjectFolder
-from penstock.replay.contract import GoneBack
+from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads

@@ -1,0 +1,175 @@
+"""What the calls of the replay queue take and return: prompts, leases, groups, positions and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
+AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Answer to `submit`."""
+
+    prompt_ids: tuple[int, ...]
+    replayed: bool
+    """Whether these are the ids of an earlier request with the same idempotency key."""
+    num_replayed: int = 0
+    """How many of the prompts were submitted before. The gateway fills it in."""
+
+
+@dataclass(frozen=True)
+class PromptStatus:
+    """Where a prompt is."""
+
+    prompt_id: int
+    state: PromptState
+    attempt: int
+    payload: bytes
+    """The encoded prompt; empty once it is trained or dead-lettered."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A prompt that a server may work on until the lease runs out. `attempt` counts the leases of the prompt."""
+
+    prompt_id: int
+    attempt: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """An encoded group and the lease under which it was made."""
+
+    lease: Lease
+    payload: bytes
+    min_version: int
+
+
+@dataclass(frozen=True)
+class SavedTokens:
+    """Consecutive tokens of one sample, saved before its group was finished."""
+
+    sample: int
+    """Number of the sample in its group, from 0."""
+    start: int
+    """Index of the first of the tokens in the response."""
+    payload: bytes
+    """Encoded by the rollout server. The queue does not read it."""
+
+
+SAVED_SHARE = 4
+"""Saved tokens have at most `replay.capacity_bytes` divided by this."""
+
+
+@dataclass(frozen=True)
+class FeedPosition:
+    """How far a dataset has been submitted."""
+
+    position: int
+    """Number of the next prompt, over all epochs."""
+    fingerprint: str
+    """Hash of the dataset's rows and their order."""
+    epoch_prompts: int = 0
+    """Number of prompts of one epoch; 0 if the feed has not said it."""
+    last_id: int = field(default=0, compare=False)
+    """In the answer to `feed`: the newest prompt id. If the call has submitted prompts, it is that of the last one."""
+
+    def has_ended(self, epochs: int) -> bool:
+        """Whether all prompts of so many epochs were submitted. 0 epochs have no end."""
+        return 0 < epochs * self.epoch_prompts <= self.position
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Which of a producer's accepted groups it may forget, and which it must append again."""
+
+    done: tuple[int, ...]
+    """Prompts whose group was committed, buried or superseded: forget them."""
+    missing: tuple[int, ...]
+    """Prompts whose group Redis lost with its tail: append it again."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An encoded group that the learner has taken."""
+
+    prompt_id: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class GoneBack:
+    """The last time that the run went back to a checkpoint."""
+
+    checkpoint: str
+    """Path of the checkpoint."""
+    term: int
+    """The term that went back. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
+    num_roll_backs: int
+    """How many roll backs the operator had ordered by then."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What durable checkpoints cover, as far as the queue knows. A learner must start from a state that covers it."""
+
+    step: int
+    """Step of the newest commit."""
+    trained: bytes
+    """Bitmap of the committed prompts. The first byte's highest bit stands for prompt 0."""
+    kept_after: int
+    """The prompts of every commit after this step are kept, so the run can go back to this step, but no further."""
+    gone_back: GoneBack | None
+
+
+@dataclass(frozen=True)
+class QueueStat:
+    """Counts of every place of the diagram in contract.py at one moment. Two that differ only in their ages are equal.
+
+    The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
+
+    pending_prompts: int
+    admitted: int
+    in_flight: int
+    queued: int
+    delivered: int
+    queued_bytes: int
+    trained: int
+    expired: int
+    dead_lettered: int
+    redelivered: int
+    reclaimed: int
+    discarded: int
+    """Part of expired: groups that were dropped for good, whose prompts are not admitted again."""
+    inserted: int
+    """Groups that append accepted."""
+    saved_bytes: int
+    """Bytes of saved tokens of samples whose groups are not finished."""
+    step: int
+    committed_step: int
+    """Newest step that a durable checkpoint covers."""
+    policy_version: int
+    term: int
+    finished_step: int
+    """The step at which the learner has finished; -1 if it never has. A learner that is started again may go beyond."""
+    pending_age_ms: int = field(compare=False)
+    """Time since the next prompt in line was submitted; 0 if none is pending."""
+    ready_age_ms: int = field(compare=False)
+    """Time since the next group in line was appended; 0 if none is ready."""
+    admission_limit: int
+    """Upper bound on trained + queued + in-flight groups."""
+    admission_room: int
+    """Number of prompts that the staleness bound allows to be admitted now."""
+
+    @property
+    def conservation_error(self) -> int:
+        return self.admitted - self.trained - self.expired - self.dead_lettered - self.queued - self.in_flight
+
+    @property
+    def samples_per_insert(self) -> float:
+        """Groups trained per group inserted. Below 1 by the groups that are queued or were dropped."""
+        return self.trained / self.inserted if self.inserted else 0.0

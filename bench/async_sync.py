@@ -5,7 +5,7 @@
 
 Each run trains examples/arithmetic with `max_staleness` 0 (synchronous), 1, 2, 4 or 8, with the correction
 (`decoupled`) and without it (`none`), on the same prompts and seeds. The rollout server has one core and the learner
-another. The batches are the demo's. Eight groups are generated at once, with which generation and training take about
+another. The batches are the demo's. Twelve groups are generated at once, with which generation and training take about
 as long. All variants of a seed run after one another, in reverse order for every other seed. The learner keeps its
 weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The
 time to 0.9 is interpolated between two scores.

@@ -33,7 +33,7 @@ DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"
 START_S, TRAIN_S = 180.0, 300.0
 POLL_S = 0.2
 SUBMIT_BATCH = 256
-GROUPS_AT_ONCE = 8
+GROUPS_AT_ONCE = 12
 """Generation of a batch then takes about as long as training on it."""
 
 

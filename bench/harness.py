@@ -38,7 +38,9 @@ class Measurement:
         if len(self.rates) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.rates, n=4)
-        return (high - low) / 2 / self.median
+        if high == low:
+            return 0.0
+        return (high - low) / 2 / self.median if self.median else math.inf
 
     @property
     def interval(self) -> tuple[float, float]:

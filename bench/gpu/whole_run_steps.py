@@ -94,7 +94,7 @@ class StepLog:
         ]
         for name in self.phases[-1]:
             figures.append(Measurement(f"step: {name}", "s", [phase[name] for phase in self.phases[warm:]]))
-        if self.staleness:
+        if any(self.staleness):
             figures.append(Measurement("staleness of tokens", "steps", self.staleness[warm:]))
         if self.generated_rate is not None:
             figures.append(Measurement("response tokens that the engine generated", "tokens/s", [self.generated_rate]))

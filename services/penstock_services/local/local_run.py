@@ -46,10 +46,14 @@ ORPHANS_S = 60.0
 class LocalRun:
     """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest.
 
+    With `workers_at_once`, the learner and the rollout servers are started beside the gateway. They take much longer,
+    and need only Redis.
+
     Leaving the block ends every process. The run's folder stays, and starting the run again continues it."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, workers_at_once: bool = False) -> None:
         self.config = config
+        self._workers_at_once = workers_at_once
         self.folder = config.folder
         self.config_file = config.folder / "config.yaml"
         """The resolved config, which every child reads."""
@@ -76,9 +80,11 @@ class LocalRun:
             for name in (GATEWAY, FEED):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
-            self._client = await self._wait_for_gateway(timeout_s=60)
-            gateway.command = [*gateway.command, *self._gateway_ports()]
             await self._record_start()
+            if self._workers_at_once:
+                self._start_slow_workers()
+            self._client = await self._wait_for_gateway(gateway, timeout_s=60)
+            gateway.command = [*gateway.command, *self._gateway_ports()]
         except BaseException:
             await self.__aexit__()
             raise
@@ -95,14 +101,18 @@ class LocalRun:
         """Start the learner, the rollout servers, the feed if there is a dataset, and the launcher if it is configured.
 
         Returns at once; the processes take a while to be ready."""
-        self._environments = divide_gpus(self.config, visible_gpus())
-        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
-        for server_id in self._server_ids:
-            self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
+        if self._learner is None:
+            self._start_slow_workers()
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
             self._start_process(FEED, "penstock.cli.feed", "--watch")
         if self.config.launcher.max_runs:
             self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
+
+    def _start_slow_workers(self) -> None:
+        self._environments = divide_gpus(self.config, visible_gpus())
+        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
+        for server_id in self._server_ids:
+            self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
 
     async def check(self) -> None:
         """Start the gateway, rollout servers and the feed again if they have died. Raise ProcessDied if another process
@@ -199,10 +209,11 @@ class LocalRun:
         environment = self._environments.get(name)
         return self.processes.start(name, command, environment=environment, stop_timeout_s=stop_timeout_s)
 
-    async def _wait_for_gateway(self, timeout_s: float) -> PenstockClient:
+    async def _wait_for_gateway(self, gateway: Child, timeout_s: float) -> PenstockClient:
         deadline = time.monotonic() + timeout_s
         while not (self.folder / "gateway.json").exists():
-            self.processes.check()
+            if gateway.exit_code is not None:
+                self.processes.check()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
             await asyncio.sleep(0.05)

@@ -43,7 +43,7 @@ async def supervise(config: RunConfig) -> bool:
         asyncio.get_running_loop().add_signal_handler(name, stop, name)
     display, started = LineDisplay(config), time.monotonic()
     display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
-    async with LocalRun(config) as run:
+    async with LocalRun(config, workers_at_once=True) as run:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news, buried = await News.open(run, display), BuriedDataset(config)
         display.begin_at(news.status.step)

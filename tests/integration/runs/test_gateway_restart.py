@@ -1,15 +1,20 @@
-"""`penstock up` starts a gateway that died again, where its clients look for it."""
+"""`penstock up` starts a gateway that died again, where its clients look for it, and the workers beside the gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
+import pytest
+
 from penstock.config.loading import validate
+from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock_services.local.local_run import GATEWAY, LocalRun
+from penstock_services.local.processes import Child
 
 POLL_S, ANSWER_S = 0.1, 1.0
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
@@ -44,3 +49,42 @@ async def check_killed_gateway(folder: Path) -> None:
         assert "it is started again in 1 s (restart 1 of 5)" in said[0]
         (notice,) = (await run.client.get_run()).notices
         assert notice.kind == "process_restarted" and notice.text.startswith("gateway was killed")
+
+
+class Recorded(LocalRun):
+    """A run whose workers are idle processes. It records who was started before the gateway was up."""
+
+    def __init__(self, config: RunConfig, *, workers_at_once: bool) -> None:
+        super().__init__(config, workers_at_once=workers_at_once)
+        self.early: list[str] = []
+
+    def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
+        if not (self.folder / "gateway.json").exists():
+            self.early.append(name)
+        if name == GATEWAY:
+            return super()._start_process(name, module, *arguments, stop_timeout_s=stop_timeout_s)
+        code = "os.kill(os.getpid(), 9)" if name == "rollout-1" else "time.sleep(600)"
+        return self.processes.start(name, [sys.executable, "-c", f"import os, time; {code}"])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_workers_can_start_beside_the_gateway_and_one_that_is_killed_is_started_again(
+    tmp_path: Path, at_once: bool
+) -> None:
+    asyncio.run(check_workers(tmp_path, at_once))
+
+
+async def check_workers(folder: Path, at_once: bool) -> None:
+    settings = {"run": "test", "run_dir": str(folder), "model": {"path": str(MODEL)}, "rollout": {"num_servers": 2}}
+    said: list[str] = []
+    async with Recorded(validate(settings, "test"), workers_at_once=at_once) as run:
+        run.on_restart = said.append
+        assert run.early == [GATEWAY, *(["learner", "rollout-0", "rollout-1"] if at_once else [])]
+        run.start_workers()
+        names = [child.name for child in run.processes.children]
+        assert names == ["redis", GATEWAY, "learner", "rollout-0", "rollout-1"], "each once; the first ends last"
+        async with asyncio.timeout(60):
+            while not said:
+                await run.check()
+                await asyncio.sleep(POLL_S)
+        assert said[0].startswith("rollout-1 was killed by SIGKILL"), said

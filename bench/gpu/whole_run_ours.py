@@ -164,13 +164,13 @@ def _server_counts(run: Path) -> ServerCounts:
     )
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], timeout_s: float = STOP_S) -> None:
     """End the run as Ctrl-C does. What is left after the deadline ends with this part's session."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(STOP_S)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

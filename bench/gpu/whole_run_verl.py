@@ -41,6 +41,8 @@ PHASES = {"gen": "generate", "old_log_prob": "log-probs", "update_actor": "updat
 FIRST_ERRORS = 20
 LAST_LINES = 60
 POLL_S = 0.02
+STOP_S = 6.0
+"""verl gets this long to end by itself. It is shorter than what a part keeps of its time for its end."""
 
 
 def settings_of(task: Task, model: Path, prompts: Path, micro_batch_tokens: int, variants: list[str]) -> dict[str, Any]:
@@ -144,9 +146,9 @@ def run_verl(task: Task, settings: dict[str, Any], prompts: Path, started_at: fl
         try:
             _watch(process, steps, metrics, until)
         finally:
-            stop(process)
             if len(steps.tokens) < task.num_steps:
                 print_end(log)
+            stop(process, STOP_S)
     return steps.finish()
 
 

@@ -51,6 +51,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 def only_gateway() -> GatewayAddress:
     """Return the gateway of the only run in `runs/` that is up. Raises ConfigError if there is none, or several."""
     from penstock.client.address import GatewayAddress, is_supervised
+    from penstock.restarting import why_no_gateway
 
     folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
     found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
@@ -60,10 +61,23 @@ def only_gateway() -> GatewayAddress:
     if up:
         raise ConfigError(f"several runs are up ({', '.join(map(str, up))}); give --run-dir with one of them")
     starting = sorted(path.parent for path in RUNS_FOLDER.glob("*/lock") if is_supervised(path.parent))
+    if len(starting) == 1:
+        raise ConfigError(why_no_gateway(starting[0]))
     if starting:
-        named = f"run in {starting[0]} is" if len(starting) == 1 else f"runs in {', '.join(map(str, starting))} are"
-        raise ConfigError(f"the {named} starting or stopping, and no gateway is up; try again in a moment")
+        named = ", ".join(map(str, starting))
+        raise ConfigError(f"the runs in {named} are starting or stopping, and no gateway is up; try again in a moment")
     raise ConfigError(f"no run is up in {RUNS_FOLDER}/; start one with `penstock up`, or give --run-dir or --url")
+
+
+def _gateway_of(folder: Path) -> GatewayAddress:
+    """The gateway of a run. Raises ConfigError if it is not up, or is being started again."""
+    from penstock.client.address import GatewayAddress, is_supervised
+    from penstock.restarting import read_restarting, why_no_gateway
+
+    address = GatewayAddress.from_run_dir(folder)
+    if "gateway" in read_restarting(folder) and is_supervised(folder) and not _answers(address.url):
+        raise ConfigError(why_no_gateway(folder))
+    return address
 
 
 def _answers(url: str) -> bool:
@@ -117,12 +131,12 @@ def load_started_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def open_client(args: argparse.Namespace, deadline_s: float) -> Iterator[SyncPenstockClient]:
     """A client of the gateway that the options name, within the block."""
     from penstock.client import SyncPenstockClient
-    from penstock.client.address import CONFIGURED_RUN, GatewayAddress
+    from penstock.client.address import CONFIGURED_RUN
 
     api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
     url, run = args.url, CONFIGURED_RUN
     if not url:
-        address = GatewayAddress.from_run_dir(args.run_dir) if args.run_dir else only_gateway()
+        address = _gateway_of(args.run_dir) if args.run_dir else only_gateway()
         url, run, api_key = address.url, address.run, api_key or address.api_key
     client = SyncPenstockClient(url, run=args.run or run, api_key=api_key, deadline_s=deadline_s, tls=tls)
     with interruptible(f"while it waited for the gateway at {url}"), client:

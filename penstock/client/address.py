@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from penstock.api_keys import read_own_key
 from penstock.errors import ConfigError
+from penstock.restarting import why_no_gateway
 
 CONFIGURED_RUN = "-"
 """Stands for the run that the gateway itself was started for."""
@@ -35,8 +36,7 @@ class GatewayAddress:
             host, port, scheme = fields["host"], fields["rest_port"], fields.get("scheme", "http")
         except FileNotFoundError as error:
             if is_supervised(path.parent):
-                text = f"the run in {path.parent} is starting or stopping, and its gateway is not up; try again soon"
-                raise ConfigError(text) from error
+                raise ConfigError(why_no_gateway(path.parent)) from error
             if not (path.parent / "config.yaml").exists():
                 raise ConfigError(f"{path.parent} is not the folder of a run; check the path, or give a URL") from error
             raise ConfigError(

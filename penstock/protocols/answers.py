@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -56,8 +56,10 @@ class Choice:
 class Exchange(Protocol):
     """One request and its answer in a protocol. It is used once."""
 
-    field_names: ClassVar[Mapping[str, str]]
-    """The protocol's names of fields that a rollout server refuses under other names."""
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """The protocol's names of fields that a rollout server refuses under other names."""
+        ...
 
     def requests(self) -> list[generate_pb2.GenerateRequest]:
         """A generate request for each choice. Raises InvalidInput for what cannot be honoured."""

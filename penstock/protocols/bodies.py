@@ -19,6 +19,7 @@ from penstock.v1 import generate_pb2, prompts_pb2
 
 MAX_CHOICES = 128
 UNLIMITED = 2**31 - 1
+"""`max_tokens` of a request that has none: the answer may fill the model's context."""
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -223,15 +222,12 @@ class OpenAIExchange:
     kind = ""
     chunk_kind = ""
     id_prefix = ""
-    field_names: ClassVar[Mapping[str, str]] = {
-        "tools_json": "tools",
-        "template_arguments_json": "chat_template_kwargs",
-    }
 
     def __init__(self, body: OpenAIBody, texts: TokenTexts, *, with_log_probs: bool) -> None:
         self.body = body
         self.texts = texts
         self.with_log_probs = with_log_probs
+        self.field_names = {"tools_json": "tools", "template_arguments_json": "chat_template_kwargs"}
         self.answer_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = now_s()
 
@@ -295,6 +291,8 @@ class ChatExchange(OpenAIExchange):
 
     def __init__(self, body: ChatBody, texts: TokenTexts, session_id: str = "") -> None:
         super().__init__(body, texts, with_log_probs=bool(body.logprobs))
+        if body.max_completion_tokens is not None:
+            self.field_names["max_tokens"] = "max_completion_tokens"
         self.chat = body
         self.session_id = session_id
         self._begun: set[int] = set()

@@ -25,6 +25,7 @@ from penstock.cli.submit import prompt_key, submit_all
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Policy, QueueStat, Run, Server
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
+from penstock.restarting import write_restarting
 from penstock.sparkline import sparkline
 from penstock.trajectory import Prompt, Sampling
 
@@ -230,7 +231,14 @@ def test_the_run_that_is_up_is_found(runs: Any, capsys: pytest.CaptureFixture[st
     folder.mkdir()
     (folder / "lock").write_text(str(os.getpid()))
     assert cli.main(["status"]) == 2
-    assert "the run in runs/next is starting or stopping, and no gateway is up; try again" in capsys.readouterr().err
+    assert (
+        "the run in runs/next is starting or stopping, and its gateway is not up; try again" in capsys.readouterr().err
+    )
+    write_restarting(folder, {"rollout-0": "rollout-0 exited with code 1", "gateway": "gateway was killed by SIGKILL"})
+    assert cli.main(["status"]) == 2
+    why = "starting gateway, rollout-0 of the run in runs/next again (gateway was killed by SIGKILL; rollout-0 exited"
+    assert why in capsys.readouterr().err
+    write_restarting(folder, {})
     up = runs("demo-1")
     address = only_gateway()
     assert (address.run, address.url) == ("demo-1", f"http://127.0.0.1:{up.getsockname()[1]}")

@@ -16,12 +16,14 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
+from penstock_rollout.dataset_check import doubts_about_dataset
 from penstock_rollout.engines.factory import check_serves_model
 from penstock_rollout.start_check import check as check_rollout
 from penstock_services.local.start_check import check_before_start
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 DATA = DEMO.with_name("train.parquet")
+NO_FUNCTION = ("--rollout.reward.function_file", "null")
 
 
 @pytest.fixture
@@ -157,6 +159,40 @@ def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "learner.algorithm.loss.name: there is no module nobody" in error
     assert "rollout.host 0.0.0.0 is reachable by others" in error
+
+
+def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config: Any) -> None:
+    assert doubts_about_dataset(config("--dataset.file", str(DATA))) == []
+    file = write_rows(tmp_path / "some.jsonl", {"known": "2+2=", "what": "1+1=", "long": "1+" * 15})
+    rewards = "{known: {kind: exact_match}, long: {kind: exact_match}}"
+    only = ("--dataset.file", str(file), *NO_FUNCTION, "--rollout.reward.by_data_source", rewards)
+    (doubt,) = doubts_about_dataset(config(*only))
+    assert doubt.startswith("unknown data source 'what'; scoring it with rollout.reward.default")
+    _, doubt = doubts_about_dataset(config(*only, "--rollout.prompt.max_tokens", "24"))
+    assert doubt.startswith(f"1 of the first 3 prompts of {file} have more than 24 tokens, up to ")
+    assert "would be dead-lettered" in doubt
+    _, doubt = doubts_about_dataset(
+        config(*only, "--rollout.prompt.max_tokens", "24", "--rollout.prompt.overlong", "truncate_left")
+    )
+    assert "would be truncated" in doubt
+
+
+def test_up_says_what_servers_would_warn_of(tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_rows(tmp_path / "some.jsonl", {"what": "1+1="})
+    words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
+    words += NO_FUNCTION
+    assert cli.main(["up", str(DEMO), "--check", *words]) == 0
+    assert "warning: unknown data source 'what'; scoring it with" in capsys.readouterr().out
+
+
+def write_rows(file: Path, prompts: dict[str, str]) -> Path:
+    """A dataset with one prompt of each data source."""
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "data_source": name, "reward_model": {"ground_truth": "4"}}
+        for name, text in prompts.items()
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @pytest.mark.parametrize(

@@ -53,22 +53,33 @@ class RewardChoice:
             self._settings_json[reward] = json.dumps(self.settings(reward), sort_keys=True)
         return self._settings_json[reward]
 
+    def is_known(self, data_source: str) -> bool:
+        """Whether a data source has a reward of its own, which is not `rollout.reward.default`."""
+        return self._find_own(data_source) is not None
+
+    def unknown_text(self, data_source: str) -> str:
+        """What is done with a data source that is not known, and what to do about it."""
+        return (
+            f"unknown data source {data_source!r}; scoring it with rollout.reward.default "
+            f"({self.config.default.kind}). To choose another reward, add it to rollout.reward.by_data_source"
+        )
+
     def _choose(self, data_source: str) -> Reward:
+        if (reward := self._find_own(data_source)) is not None:
+            return reward
+        text = self.unknown_text(data_source)
+        logger.warning("%s", text)
+        self.post(Event("default_reward", data_source, text))
+        return self.config.default
+
+    def _find_own(self, data_source: str) -> Reward | None:
         if (reward := _find(self.config.by_data_source, data_source)) is not None:
             return reward
         if self.config.function_file is not None:
             return self._function()
         table = VERL_DATA_SOURCES if self.config.compat == "verl" else DATA_SOURCES
-        if (settings := _find(table, data_source)) is not None:
-            return _REWARD.validate_python(settings)
-        default = self.config.default.kind
-        text = (
-            f"unknown data source {data_source!r}; scoring it with rollout.reward.default ({default}). "
-            "To choose another reward, add it to rollout.reward.by_data_source"
-        )
-        logger.warning("%s", text)
-        self.post(Event("default_reward", data_source, text))
-        return self.config.default
+        settings = _find(table, data_source)
+        return None if settings is None else _REWARD.validate_python(settings)
 
     def _function(self) -> FunctionReward:
         config = self.config

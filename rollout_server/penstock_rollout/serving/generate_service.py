@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_proto
 from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
+from penstock.protocols.bodies import UNLIMITED
 from penstock.protocols.conversation import Conversation
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
@@ -147,6 +148,13 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             )
         if sampling.top_k < 0 or not 0 <= sampling.min_p < 1:
             raise InvalidInput("sampling", "needs top_k of 0 or more, and min_p of at least 0 and below 1")
+        # As vLLM's own server: what no prompt could leave room for is refused, and less is cut to the room.
+        if self.max_model_len < sampling.max_tokens < UNLIMITED:
+            raise InvalidInput(
+                "sampling.max_tokens",
+                f"is {sampling.max_tokens}, more than the {self.max_model_len} tokens of the model's context; ask for "
+                "fewer, or leave it out to fill the context",
+            )
         return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
 
 

@@ -24,6 +24,7 @@ from penstock.feed.feed_process import FEED
 from penstock.gpus import visible_gpus
 from penstock.ports import free_port, wait_for_port
 from penstock.private_files import close_to_others
+from penstock.restarting import write_restarting
 from penstock.run_state import PROCESS_STARTED
 from penstock.store.notices import Event, Notices
 from penstock.store.phases import Phases
@@ -95,6 +96,7 @@ class LocalRun:
             await self._client.aclose()
         await asyncio.to_thread(self.processes.stop)
         if self._lock is not None:
+            write_restarting(self.folder, {})
             self._lock.close()
 
     def start_workers(self) -> None:
@@ -117,7 +119,9 @@ class LocalRun:
     async def check(self) -> None:
         """Start the gateway, rollout servers and the feed again if they have died. Raise ProcessDied if another process
         has died, or one that has used up its restarts. The learner and the feed may finish."""
-        for restart in self._restarts.check(may_finish=(LEARNER, FEED)):
+        restarts = self._restarts.check(may_finish=(LEARNER, FEED))
+        write_restarting(self.folder, self._restarts.ended)
+        for restart in restarts:
             self.on_restart(
                 f"{restart.text}; it is started again in {restart.delay_s:g} s (restart {restart.number} of "
                 f"{self.config.max_restarts})"

@@ -48,6 +48,8 @@ class Restarts:
         """Restarts of each child since it last ran for HEALTHY_S."""
         self._due_at: dict[str, float] = {}
         """When the children that wait for their restart are started."""
+        self.ended: dict[str, str] = {}
+        """The children that are not ready again, each with one line that says how it ended."""
 
     def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
         """Start the children whose wait is over, and return those that have ended since the last call. Raises
@@ -59,6 +61,9 @@ class Restarts:
             elif time.monotonic() >= self._due_at[child.name]:
                 del self._due_at[child.name]
                 self.processes.start_again(child)
+        for child in self.processes.children:
+            if child.name in self.ended and child.exit_code is None and self.was_ready(child):
+                del self.ended[child.name]
         return found
 
     def _plan(self, child: Child) -> Restart:
@@ -73,4 +78,5 @@ class Restarts:
         self._num_restarts[child.name] = done + 1
         delay_s = min(BACK_OFF_CAP_S, BACK_OFF_S * 2**done)
         self._due_at[child.name] = time.monotonic() + delay_s
-        return Restart(child.name, str(child.error()), delay_s, done + 1)
+        self.ended[child.name] = str(child.error())
+        return Restart(child.name, self.ended[child.name], delay_s, done + 1)

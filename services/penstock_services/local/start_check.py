@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config.loading import dump_config
@@ -24,6 +25,7 @@ from penstock.start_checks import (
 from penstock_services.gateway.start_check import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
+DATASET_CHECK = "penstock_rollout.dataset_check"
 PRIVATE_REDIS = "redis://127.0.0.1:6379"
 """Stands for the run's own Redis, which a check does not start. Checks do not connect."""
 
@@ -53,29 +55,34 @@ def check_before_start(config: RunConfig) -> None:
             )
 
 
-async def check_processes(config: RunConfig) -> None:
-    """Let the learner and a rollout server check the config, in processes of their own. Raises ConfigError."""
+async def check_processes(config: RunConfig) -> list[str]:
+    """Let the learner and a rollout server check the config and the dataset, in processes of their own. Returns what a
+    server would warn of, one line each. Raises ConfigError."""
     if not config.redis.url:
         config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": PRIVATE_REDIS})})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = Path(folder) / "config.yaml"
         file.touch(mode=0o600)
         file.write_text(dump_config(config))
-        modules = ["penstock_learner", *(["penstock_rollout"] if config.rollout.num_servers else [])]
-        failures = await asyncio.gather(*(_failure(module, file) for module in modules))
-    if found := [failure for failure in failures if failure]:
+        commands = [["penstock_learner", "--config", str(file), "--check"]]
+        if config.rollout.num_servers:
+            commands.append(["penstock_rollout", "--config", str(file), "--check"])
+            commands.append([DATASET_CHECK, "--config", str(file)])
+        checked = await asyncio.gather(*map(_checked, commands))
+    if found := [failure for failure, _ in checked if failure]:
         raise ConfigError("; ".join(found))
+    return checked[-1][1] if commands[-1][0] == DATASET_CHECK else []
 
 
-async def _failure(module: str, file: Path) -> str:
-    """What `--check` of a process finds. Empty if nothing is wrong."""
+async def _checked(command: Sequence[str]) -> tuple[str, list[str]]:
+    """What the check of a module finds wrong, empty if nothing is, and the lines that it prints."""
+    module = command[0]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, "--config", str(file), "--check",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            _, errors = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
@@ -85,6 +92,6 @@ async def _failure(module: str, file: Path) -> str:
             process.kill()
             await process.wait()
     if process.returncode == 0:
-        return ""
+        return "", output.decode(errors="replace").splitlines()
     last = (errors.decode(errors="replace").strip().splitlines() or [f"{module} --check exited with an error"])[-1]
-    return last.partition(": error: ")[2] or last
+    return last.partition(": error: ")[2] or last, []

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"warning: {doubt}", flush=True)
     if arguments.check:
         check_before_start(config)
-        asyncio.run(check_processes(config))
+        for doubt in asyncio.run(check_processes(config)):
+            print(f"warning: {doubt}", flush=True)
         print(f"{arguments.config}: ok")
         return 0
     from penstock_services.local.supervisor import supervise

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from protocol_run import ProtocolRun
+from protocol_run import MAX_MODEL_LEN, ProtocolRun
 
 ADD: Any = {
     "name": "add",
@@ -94,6 +94,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: anthropic.Anthropic,
         ("top_j", {"extra_body": {"top_j": 1}}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         ("stop_sequences", {"stop_sequences": [""]}),
+        ("max_tokens", {"max_tokens": MAX_MODEL_LEN + 1}),
     ):
         with pytest.raises(anthropic.BadRequestError) as refused:
             client.messages.create(**OPTIONS | options)

@@ -9,6 +9,8 @@ import openai
 import pydantic
 import pytest
 
+from protocol_run import MAX_MODEL_LEN
+
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
 ADD: Any = {
@@ -119,6 +121,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(openai_client: openai.OpenAI
         ("response_format", {"response_format": {"type": "json_schema", "json_schema": unknown}}),
         ("chat_template_kwargs", {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}),
         ("top_j", {"extra_body": {"top_j": 1}}),
+        ("max_tokens", {"max_tokens": MAX_MODEL_LEN + 1}),
+        ("max_completion_tokens", {"max_completion_tokens": MAX_MODEL_LEN + 1}),
     ]  # fmt: skip
     for stream in (False, True):
         for field, options in wrong:
@@ -127,3 +131,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(openai_client: openai.OpenAI
                     **{"model": "test", "messages": QUESTION, "stream": stream} | options
                 )
             assert refused.value.param == field, (refused.value.param, refused.value.message)
+
+
+def test_an_answer_fills_the_context_unless_it_is_limited(openai_client: openai.OpenAI) -> None:
+    """A limit that the prompt leaves no room for is cut, as by vLLM's own server."""
+    options: Any = {"model": "test", "messages": QUESTION, "seed": 3, "extra_body": {"ignore_eos": True}}
+    for limit in ({}, {"max_tokens": MAX_MODEL_LEN}):
+        answer = openai_client.chat.completions.create(**options, **limit)
+        assert answer.usage is not None and answer.usage.total_tokens == MAX_MODEL_LEN
+        assert answer.choices[0].finish_reason == "length"

@@ -8,6 +8,8 @@ import openai
 import pydantic
 import pytest
 
+from protocol_run import MAX_MODEL_LEN
+
 ADD: Any = {
     "type": "function",
     "name": "add",
@@ -83,6 +85,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(openai_client: openai.OpenAI
         ("include[0]", {"include": ["file_search_call.results"]}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("top_logprobs", {"top_logprobs": 3}),
+        ("max_output_tokens", {"max_output_tokens": MAX_MODEL_LEN + 1}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}}),
     ]

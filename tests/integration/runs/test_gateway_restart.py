@@ -6,13 +6,16 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import main as cli
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
+from penstock.restarting import read_restarting
 from penstock_services.local.local_run import GATEWAY, LocalRun
 from penstock_services.local.processes import Child
 
@@ -20,8 +23,8 @@ POLL_S, ANSWER_S = 0.1, 1.0
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 
 
-def test_a_killed_gateway_comes_back_at_its_address(tmp_path: Path) -> None:
-    asyncio.run(check_killed_gateway(tmp_path))
+def test_a_killed_gateway_comes_back_at_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(check_killed_gateway(tmp_path, lambda: capsys.readouterr().err))
 
 
 async def answers(run: LocalRun) -> bool:
@@ -33,7 +36,7 @@ async def answers(run: LocalRun) -> bool:
         return False
 
 
-async def check_killed_gateway(folder: Path) -> None:
+async def check_killed_gateway(folder: Path, said_by_command: Callable[[], str]) -> None:
     config = validate({"run": "test", "run_dir": str(folder), "model": {"path": str(MODEL)}}, "test")
     said: list[str] = []
     async with LocalRun(config) as run:
@@ -41,6 +44,9 @@ async def check_killed_gateway(folder: Path) -> None:
         (gateway,) = (child for child in run.processes.children if child.name == GATEWAY)
         os.kill(gateway.process.pid, signal.SIGKILL)
         gateway.process.wait(10)
+        await run.check()
+        assert await asyncio.to_thread(cli.main, ["status", "--run-dir", str(run.folder)]) == 2
+        assert f"starting gateway of the run in {run.folder} again (gateway was killed by SIGKILL" in said_by_command()
 
         async with asyncio.timeout(60):
             while not await answers(run):
@@ -49,6 +55,11 @@ async def check_killed_gateway(folder: Path) -> None:
         assert "it is started again in 1 s (restart 1 of 5)" in said[0]
         (notice,) = (await run.client.get_run()).notices
         assert notice.kind == "process_restarted" and notice.text.startswith("gateway was killed")
+        async with asyncio.timeout(60):  # the gateway may answer before it writes its address
+            while read_restarting(run.folder):
+                await run.check()
+                await asyncio.sleep(POLL_S)
+        assert await asyncio.to_thread(cli.main, ["status", "--run-dir", str(run.folder)]) == 0
 
 
 class Recorded(LocalRun):

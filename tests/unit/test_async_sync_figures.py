@@ -87,3 +87,14 @@ def test_runs_with_other_settings_are_not_compared(bench: ModuleType) -> None:
     short["variant"]["num_steps"] = 5
     other = row(4, 2, 1, [(0, 0.4), (10, 0.95)], is_corrected=False)
     assert bench.comparable([short, other], long) == [other, long]
+
+
+def test_the_comparison_with_trl_generates_a_batch_at_once_and_scores_it_as_the_demo_does(tmp_path: Path) -> None:
+    with imported_bench("async_sync_run", "trl_demo", "trl_demo_reward") as [run, trl_demo, reward]:
+        variant = run.Variant(2, True, 1, 10, "torch", 1e-4, 5)
+        plain, compared = run.config_of(variant, tmp_path), run.config_of(variant, tmp_path, trl_demo.SERVING)
+        scores = reward.compute_score(["a"] * 3, ["12", "12<eos>", "13"], ["12"] * 3, [{}] * 3)
+    assert scores == [1.0, 1.0, 0.0]
+    assert compared.rollout.max_concurrent_groups == compared.replay.groups_per_step
+    assert compared.rollout.reward.function_batch and compared.rollout.reward.function_file == Path(reward.__file__)
+    assert not plain.rollout.reward.function_batch and plain.learner == compared.learner

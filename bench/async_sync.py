@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from async_sync_run import Variant
+from async_sync_run import Serving, Variant
 from harness import RESULTS, Bar, Measurement, report
 
 NAME = "async_sync"
@@ -58,11 +58,12 @@ def variants_of(arguments: argparse.Namespace, seed: int) -> list[Variant]:
     ]
 
 
-def measure(variant: Variant) -> dict[str, Any]:
+def measure(variant: Variant, serving: Serving = Serving()) -> dict[str, Any]:  # noqa: B008  # frozen
     """Run a variant in a process of its own, and score its snapshots. Raises SystemExit if it did not finish."""
     folder = Path(tempfile.mkdtemp(prefix="async-sync-"))
     settings, result = folder / "settings.json", folder / "result.json"
-    given = {"variant": asdict(variant), "folder": str(folder), "result": str(result)}
+    served = asdict(serving) | {"reward_file": str(serving.reward_file)}
+    given = {"variant": asdict(variant), "serving": served, "folder": str(folder), "result": str(result)}
     settings.write_text(json.dumps(given))
     try:
         subprocess.run([sys.executable, str(RUN), str(settings)], check=True, timeout=RUN_S)

@@ -56,7 +56,18 @@ class Variant:
         return f"staleness {self.max_staleness}, {'corrected' if self.is_corrected else 'not corrected'}"
 
 
-def config_of(variant: Variant, folder: Path) -> RunConfig:
+@dataclass(frozen=True)
+class Serving:
+    """What a rollout server does at once, and how it scores samples."""
+
+    groups_at_once: int = GROUPS_AT_ONCE
+    reward_file: Path = ROOT / "examples" / "arithmetic" / "reward.py"
+    scores_by_prompt: bool = False
+    """The file has a `compute_score` that takes all samples of a prompt."""
+    reward_processes: int = 4
+
+
+def config_of(variant: Variant, folder: Path, serving: Serving = Serving()) -> RunConfig:  # noqa: B008  # frozen
     """The demo with one learner rank, and without a reference model, which would need a core of its own."""
     settings = {
         "run": "async-sync",
@@ -64,7 +75,9 @@ def config_of(variant: Variant, folder: Path) -> RunConfig:
         "seed": variant.seed,
         "replay.max_staleness": variant.max_staleness,
         "rollout.engine.name": variant.engine,
-        "rollout.max_concurrent_groups": GROUPS_AT_ONCE,
+        "rollout.max_concurrent_groups": serving.groups_at_once,
+        "rollout.reward.function_batch": serving.scores_by_prompt,
+        "rollout.reward.num_processes": serving.reward_processes,
         "learner.policy.num_ranks": 1,
         "learner.num_steps": variant.num_steps,
         "learner.lr": variant.lr,
@@ -75,7 +88,7 @@ def config_of(variant: Variant, folder: Path) -> RunConfig:
         "weights.keep_snapshots": variant.num_steps,
     }
     config = load_config(DEMO, [word for name, value in settings.items() for word in (f"--{name}", str(value))])
-    reward = config.rollout.reward.model_copy(update={"function_file": ROOT / "examples/arithmetic/reward.py"})
+    reward = config.rollout.reward.model_copy(update={"function_file": serving.reward_file})
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": ROOT / "examples" / "arithmetic" / "model"}),
@@ -108,9 +121,9 @@ def two_cores() -> dict[str, int]:
     return {"learner": cores[0], "rollout-0": cores[1]}
 
 
-async def run(variant: Variant, folder: Path) -> dict[str, Any]:
+async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> dict[str, Any]:  # noqa: B008  # frozen
     """Train. Returns the variant, and the end of each step and the CPU seconds of both sides since the first prompt."""
-    config = config_of(variant, folder)
+    config = config_of(variant, folder, serving)
     local = PinnedRun(config)
     local.cores = two_cores()
     async with local:
@@ -184,5 +197,6 @@ def _cpu_seconds(local: LocalRun) -> dict[str, float]:
 
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[1]).read_text())
-    outcome = asyncio.run(run(Variant(**given["variant"]), Path(given["folder"])))
+    served = given["serving"] | {"reward_file": Path(given["serving"]["reward_file"])}
+    outcome = asyncio.run(run(Variant(**given["variant"]), Path(given["folder"]), Serving(**served)))
     Path(given["result"]).write_text(json.dumps(outcome))

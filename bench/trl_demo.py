@@ -4,8 +4,9 @@
 
 PYTHON is an interpreter with TRL 1.16.0 and datasets; by default it is this one. Both train examples/arithmetic on the
 same prompts in the same order, with 32 prompts of 8 samples a step, GRPO, AdamW with the same settings, no KL penalty
-and float32. TRL generates with transformers and has both cores for everything. Ours has one core for the engine and one
-for the learner, and generates while it trains (`max_staleness` 2, corrected). Neither is timed while it starts, and TRL
+and float32. Both score the samples with the same function, and call it with many samples at once. TRL generates with
+transformers and has both cores for everything. Ours has one core for the engine and one for the learner, and generates
+while it trains (`max_staleness` 2, corrected), a batch at once as TRL does. Neither is timed while it starts, and TRL
 is not timed while it writes weights. The weights of every fifth step are scored on the same held-out sums when the run
 is over. Seeds alternate who comes first.
 """
@@ -21,13 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from async_sync import RUN_S, SCORE_GOAL, measure, numbers, seconds_to
-from async_sync_run import Variant
+from async_sync_run import Serving, Variant
 from async_sync_score import score_snapshots
 from harness import Bar, Measurement, report
 
 NAME = "trl_demo"
 TRL_RUN = Path(__file__).with_name("trl_demo_run.py")
 MAX_STALENESS = 2
+SERVING = Serving(
+    groups_at_once=32,
+    reward_file=Path(__file__).with_name("trl_demo_reward.py"),
+    scores_by_prompt=True,
+    reward_processes=1,
+)
 OURS, TRL = "ours", "TRL"
 
 
@@ -74,7 +81,7 @@ def main() -> int:
         variant = Variant(MAX_STALENESS, True, seed, arguments.steps, "torch", arguments.lr, 5)
         for name in (TRL, OURS) if number % 2 else (OURS, TRL):
             print(f"{name}, seed {seed}", flush=True)
-            rows[name].append(measure(variant) if name == OURS else measure_trl(arguments.trl_python, variant))
+            rows[name].append(measure(variant, SERVING) if name == OURS else measure_trl(arguments.trl_python, variant))
     times = {
         name: [seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for row in found] for name, found in rows.items()
     }

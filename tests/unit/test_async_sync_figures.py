@@ -102,3 +102,14 @@ def test_runs_of_other_machines_are_added_and_replace_those_of_the_same_settings
     assert bench.main() == 0
     kept = [json.loads(line) for line in here.read_text().splitlines()]
     assert [(each["variant"]["max_staleness"], each["ended_s"][0]) for each in kept] == [(0, 2.0), (1, 1.0), (2, 1.0)]
+
+
+def test_the_comparison_with_trl_generates_a_batch_at_once_and_scores_it_as_the_demo_does(tmp_path: Path) -> None:
+    with imported_bench("async_sync_run", "trl_demo", "trl_demo_reward") as [run, trl_demo, reward]:
+        variant = run.Variant(2, True, 1, 10, "torch", 1e-4, 5)
+        plain, compared = run.config_of(variant, tmp_path), run.config_of(variant, tmp_path, trl_demo.SERVING)
+        scores = reward.compute_score(["a"] * 3, ["12", "12<eos>", "13"], ["12"] * 3, [{}] * 3)
+    assert scores == [1.0, 1.0, 0.0]
+    assert compared.rollout.max_concurrent_groups == compared.replay.groups_per_step
+    assert compared.rollout.reward.function_batch and compared.rollout.reward.function_file == Path(reward.__file__)
+    assert not plain.rollout.reward.function_batch and plain.learner == compared.learner

@@ -2,7 +2,7 @@
 
 The cache is one left-padded tensor per layer, [rows, heads, longest, head_dim]. Between two calls it holds the KV of
 all tokens of a row except the last, which the next step feeds to the model. Prompts are prefilled in groups of equal
-length, so no query is a padding token.
+length, so no query is a padding token. Rows that join with the same tokens are prefilled once.
 """
 
 from __future__ import annotations
@@ -128,12 +128,21 @@ class DecodeBatch:
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        ids = torch.tensor([row.tokens for row in rows], device=self._device)
+        places: dict[tuple[int, ...], int] = {}  # of every prompt, which the samples of a group have in common
+        of_rows = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
+        ids = torch.tensor(list(places), device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if self._recorder is not None:
-            for row, experts in zip(rows, self._recorder.take(len(rows)), strict=True):
-                row.experts = [experts]
-        self._extend(rows, output.logits[:, -1], version)
+            experts = self._recorder.take(len(places))
+            for row, place in zip(rows, of_rows, strict=True):
+                row.experts = [experts[place]]
+        logits = output.logits[:, -1]
+        if len(places) < len(rows):
+            chosen = torch.tensor(of_rows, device=self._device)
+            logits = logits[chosen]
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
+        self._extend(rows, logits, version)
         self.rows += rows
         if self._cache is None:
             self._cache = cache

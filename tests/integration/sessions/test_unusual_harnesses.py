@@ -85,9 +85,11 @@ async def paths_of(client: PenstockClient) -> list[tuple[int, ...]]:
 async def test_a_template_that_needs_the_calls_of_results_makes_forks(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path
 ) -> None:
-    async with answering(
-        redis_process.url, redis_client, tmp_path, CALL, DONE, template=RESULTS_NEED_CALLS
-    ) as (engine, asked, client):
+    async with answering(redis_process.url, redis_client, tmp_path, CALL, DONE, template=RESULTS_NEED_CALLS) as (
+        engine,
+        asked,
+        client,
+    ):
         first = await asked.chat.completions.create(model="test", messages=ASKED, tools=[TOOL])
         message: Any = first.choices[0].message
         result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}

@@ -40,7 +40,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self.run = run
         self.server_id = server_id
         self.engine = engine
-        self.tokenization = tokenization
+        self.tokenization = tokenization.without_limit()
         self.max_model_len = max_model_len
         self.tool_calling = tool_calling or ToolCalling("hermes", tokenization)
         self._numbers = itertools.count()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -18,8 +19,10 @@ from penstock.replay.contract import Lease
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Prompt
+from penstock.v1 import generate_pb2, prompts_pb2
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
 
@@ -66,6 +69,25 @@ def test_the_tokens_of_the_chat_template_count() -> None:
     assert cut == Tokenization(MODEL).prompt_ids(prompt)[-3:]
     with pytest.raises(PromptTooLong):
         Tokenization(MODEL, fit("filter", 2).fit).prompt_ids(Prompt(token_ids=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("overlong", ["filter", "truncate_left"])
+def test_generate_calls_are_limited_by_the_model_alone(overlong: str) -> None:
+    """A session's history grows beyond what a prompt of the queue may have, and no call is answered from a part."""
+    tokenization = Tokenization(MODEL, fit(overlong, 3).fit)
+    service = GenerateService("test", "rollout-0", cast(Any, None), tokenization, 100)
+    question = prompts_pb2.Message(role="user", content="12+34=")
+    whole = Tokenization(MODEL).prompt_ids(Prompt(messages=(("user", "12+34="),)))
+    assert service._prompt_ids(generate_pb2.GenerateRequest(messages=[question])) == whole
+    history = np.array(whole, dtype="<i4").tobytes()
+    for request in (
+        generate_pb2.GenerateRequest(token_ids=history),
+        generate_pb2.GenerateRequest(messages=[question], history_token_ids=history),
+        generate_pb2.GenerateRequest(text="12", history_token_ids=history),
+    ):
+        assert service._prompt_ids(request)[: len(whole)] == whole
+    with pytest.raises(PromptTooLong, match="more than 99"):
+        service._sampling(generate_pb2.GenerateRequest(), 100)
 
 
 class Maker:

@@ -94,6 +94,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: anthropic.Anthropic,
         ("top_j", {"extra_body": {"top_j": 1}}),
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         ("stop_sequences", {"stop_sequences": [""]}),
+        ("messages[1].role", {"messages": [*QUESTION, {"role": "assistant", "content": "The sum is"}]}),
     ):
         with pytest.raises(anthropic.BadRequestError) as refused:
             client.messages.create(**OPTIONS | options)

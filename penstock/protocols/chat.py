@@ -70,8 +70,6 @@ class OpenAIBody(SamplingBody):
 
     def choice_request(self, index: int, session_id: str, max_tokens: int) -> generate_pb2.GenerateRequest:
         """The request for choice `index`, without its prompt."""
-        if session_id and (self.n or 1) > 1:
-            raise InvalidInput("n", "must be 1 in a session, because the conversation continues with one answer")
         seed = None if self.seed is None else min(self.seed + index, 2**63 - 1)
         return self.base_request(session_id, max_tokens=max_tokens, seed=seed, stop=self.stop)
 

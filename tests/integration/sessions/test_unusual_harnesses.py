@@ -99,3 +99,36 @@ async def test_a_template_that_needs_the_calls_of_results_makes_forks(
         calls = (await client.get_session("s")).calls
         assert [call.token_ids for call in calls] == [CALL, DONE]
         assert calls[1].inserted_token_ids == tuple(engine.asked[1].prompt_token_ids), "all of it is as it was rendered"
+
+
+async def test_text_after_a_call_is_part_of_the_same_answer_in_responses(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """A stream has it as a third item, which the client sends back by itself."""
+    answer = (*spelled("go "), *CALL[:-1], *spelled("so be it"), END)
+    async with answering(redis_process.url, redis_client, tmp_path, answer, DONE) as (_, asked, client):
+        tools: Any = [{"type": "function", **TOOL["function"]}]
+        events: Any = await asked.responses.create(model="test", input=ASKED, tools=tools, stream=True)
+        items = [event.item.to_dict() async for event in events if event.type == "response.output_item.done"]
+        assert [item["type"] for item in items] == ["message", "function_call", "message"]
+        result: Any = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "4"}
+        await asked.responses.create(model="test", input=[*ASKED, *items, result], tools=tools)
+        assert await paths_of(client) == [(0, 1)]
+
+
+async def test_several_choices_are_paths_and_the_one_that_is_used_goes_on(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    answers = [(*spelled(text), END) for text in ("one", "two", "three")]
+    async with answering(redis_process.url, redis_client, tmp_path, *answers, DONE) as (_, asked, client):
+        answer = await asked.chat.completions.create(model="test", messages=ASKED, n=3)
+        assert sorted(str(choice.message.content) for choice in answer.choices) == ["one", "three", "two"]
+        history: Any = [*ASKED, {"role": "assistant", "content": "two"}, {"role": "user", "content": "go on"}]
+        await asked.chat.completions.create(model="test", messages=history)
+        session = await client.get_session("s")
+        used = next(call.number for call in session.calls if call.token_ids == answers[1])
+        assert session.calls[3].parent == used
+        assert sorted(path.calls for path in session.paths) == sorted(
+            (number,) if number != used else (used, 3) for number in range(3)
+        )
+        assert sum(path.num_trained_tokens for path in session.paths) == sum(map(len, answers)) + len(DONE)

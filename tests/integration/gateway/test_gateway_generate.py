@@ -162,7 +162,10 @@ async def test_a_wrong_key_is_an_authentication_error_of_openai(gateway: Gateway
 
 async def test_a_prompt_that_is_too_long_has_its_own_reason_in_both_protocols(gateway: Gateway) -> None:
     """The rollout server refuses it. Its reason and field reach the client."""
-    detail = "prompt: has 300 tokens, more than 255"
+    detail = (
+        "prompt: the prompt is too long: 300 tokens, and this model's maximum context length is 256 tokens with the "
+        "answer; send a shorter one"
+    )
     response = await gateway.rest.post("/v1/completions", json={"model": "test", "prompt": [5] * 300})
     problem = response.json()
     assert (response.status_code, problem["reason"], problem["field"]) == (400, "PROMPT_TOO_LONG", "prompt")

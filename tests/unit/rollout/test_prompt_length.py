@@ -86,7 +86,7 @@ def test_generate_calls_are_limited_by_the_model_alone(overlong: str) -> None:
         generate_pb2.GenerateRequest(text="12", history_token_ids=history),
     ):
         assert service._prompt_ids(request)[: len(whole)] == whole
-    with pytest.raises(PromptTooLong, match="more than 99"):
+    with pytest.raises(PromptTooLong, match="maximum context length is 100 tokens"):
         service._sampling(generate_pb2.GenerateRequest(), 100)
 
 

@@ -335,9 +335,14 @@ def token_log_probs(choice: Choice, start: int, end: int, texts: TokenTexts) -> 
     """Log-probs of tokens [start, end). Only the sampled token's is known, so there are no alternatives."""
     tokens = texts(choice.token_ids[start:end])
     return [
-        {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+        {"token": token, "logprob": log_prob, "bytes": _bytes_of(token), "top_logprobs": []}
         for token, log_prob in zip(tokens, choice.log_probs[start:end], strict=True)
     ]
+
+
+def _bytes_of(token: str) -> list[int] | None:
+    """The bytes of a token's text. Those of a token with a part of a character are not known here."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
 def finish_reason(choice: Choice) -> str | None:

@@ -14,12 +14,14 @@ import redis.asyncio as redis
 
 from gateways import RUN, Gateway, publish, run_config, running
 from penstock.client import retries
-from penstock.codec import decode_group
+from penstock.codec import decode_group, decode_prompt
 from penstock.config.weights import WeightsConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
+from penstock.trajectory import SESSION_AGENT, SESSION_SERVER
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
@@ -212,7 +214,9 @@ async def test_a_session_becomes_training_data(
 
     group = decode_group(await queue.get_group(answer["prompt_ids"][0]))
     [trajectory] = group.trajectories
-    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, "session")
+    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, SESSION_SERVER)
+    stored = decode_prompt(await queue.client.hget(RunKeys("test").prompts, answer["prompt_ids"][0]))
+    assert stored.agent_name == SESSION_AGENT, "no rollout server samples it"
     assert tuple(group.prompt_token_ids) == engine.requests[0].prompt_token_ids
     sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
     assert sampled == [*engine.script[0], *engine.script[1]]

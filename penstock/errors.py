@@ -120,7 +120,8 @@ class QueueFull(PenstockError):
 
 
 class PoisonGroup(PenstockError):
-    """A group cannot be trained. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite or identity."""
+    """A group cannot be trained, or not be made. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite,
+    identity or session."""
 
     reason = "POISON_GROUP"
     grpc_code = "DATA_LOSS"

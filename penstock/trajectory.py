@@ -16,6 +16,13 @@ ExpertIds = NDArray[Any]
 """[tokens, layers, top_k] of uint8, or of uint16 with more than 256 experts."""
 
 
+SESSION_SERVER = "session"
+"""Server id of the groups that a gateway makes of sessions. Only the harness could sample them again, so a group that
+may not be trained is dropped for good."""
+SESSION_AGENT = "penstock_session"
+"""Agent of the prompts of such groups. A rollout server that gets one refuses it."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of a prompt."""

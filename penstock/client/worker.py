@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
 import logging
 import math
 import os
 import platform
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +37,8 @@ PAUSE_S = 2.0
 GIVE_BACK_S = 30.0
 LONGEST_FAILURE = 500
 BEATS_PER_LEASE = 3
+MAX_LEASED = 1024
+"""How many tasks the gateway leases in one request."""
 PASSING = (DeadlineExceeded, RateLimited, Unavailable)
 """The gateway is restarted, overloaded or out of reach. The worker tries again."""
 REFUSED = (Conflict, InvalidInput, NotFound)
@@ -122,6 +127,7 @@ class _Worker:
         self.answered: set[str] = set()
         """Running sessions whose agent has ended. Their reward may have arrived, which ends their lease."""
         self.beat_s = ASK_S
+        self.beats_faster = asyncio.Event()
 
     async def run(self, idle_s: float) -> None:
         beats = asyncio.create_task(self._renew())
@@ -131,10 +137,12 @@ class _Worker:
             while self.running or loop.time() - busy_at < idle_s:
                 if beats.done():
                     beats.result()
-                room = self.at_once - len(self.running)
+                room = min(self.at_once - len(self.running), MAX_LEASED)
                 leased = await self._lease(room, min(ASK_S, idle_s)) if room else []
                 for task in leased:
-                    self.beat_s = min(self.beat_s, task.lease_s / BEATS_PER_LEASE)
+                    if task.lease_s / BEATS_PER_LEASE < self.beat_s:
+                        self.beat_s = task.lease_s / BEATS_PER_LEASE
+                        self.beats_faster.set()
                     self.running[task.session_id] = asyncio.create_task(self._attempt(task))
                 if self.running:
                     busy_at = loop.time()
@@ -207,13 +215,16 @@ class _Worker:
         if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(type(self.agent).__call__):
             result = self.agent(attempt)
         else:
-            result = await asyncio.to_thread(self.agent, attempt)
+            result = await _in_thread(self.agent, attempt)
         return await result if inspect.isawaitable(result) else result
 
     async def _renew(self) -> None:
         """Renew the leases of all running sessions; cancel the agents of those that are lost."""
         while True:
-            await asyncio.sleep(self.beat_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.beat_s):
+                    await self.beats_faster.wait()
+            self.beats_faster.clear()
             sessions = [session_id for session_id in self.running if session_id not in self.answered]
             if not sessions:
                 continue
@@ -235,6 +246,35 @@ class _Worker:
                 self.answered.discard(session_id)
                 if (error := task.exception()) is not None:
                     logger.warning("session %s: %s", session_id, error)
+
+
+async def _in_thread(agent: Agent, attempt: Attempt) -> Any:
+    """Run an agent in a thread of its own. A pool has fewer threads than agents that should run at once, and the end of
+    the process would wait for those that go on after they were cancelled."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    ended: asyncio.Future[Any] = loop.create_future()
+
+    def end(result: Any, error: Exception | None) -> None:
+        if ended.cancelled():
+            return
+        if error is None:
+            ended.set_result(result)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(agent, attempt)
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            error = RuntimeError(f"the agent ended with {raised!r}")
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(end, result, error)
+
+    threading.Thread(target=run, name=attempt.task.session_id, daemon=True).start()
+    return await ended
 
 
 def _split(reward: Reward) -> tuple[float, dict[str, float]]:

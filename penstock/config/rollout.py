@@ -39,7 +39,7 @@ class EngineConfig(Config):
 
 
 class PromptConfig(Config):
-    """The length limit of prompts."""
+    """The length limit of prompts in the queue, and arguments of the chat template."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in a prompt after the chat template is applied. None: one less than

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
@@ -17,6 +17,9 @@ from penstock.v1 import generate_pb2, groups_pb2
 Chunks = AsyncIterator[generate_pb2.GenerateChunk]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """The text of each token."""
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that nobody reads, in metrics and logs."""
 QUEUED_CHUNKS = 64
 """How many chunks of an answer may wait for a client that reads slowly."""
 
@@ -109,6 +112,24 @@ async def collect(streams: Sequence[Chunks]) -> list[Choice]:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
     return choices
+
+
+async def collect_unless_left(streams: Sequence[Chunks], receive: Receive) -> list[Choice] | None:
+    """The same, but None if the client closes its connection before. Then all answers are aborted, because nobody reads
+    them: a client that has waited for too long asks again. `receive` is that of ASGI, after the request's body."""
+
+    async def wait_until_left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    reading, leaving = asyncio.ensure_future(collect(streams)), asyncio.ensure_future(wait_until_left())
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        for task in (reading, leaving):
+            task.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
 
 
 async def open_events(exchange: Exchange, streams: Sequence[Chunks]) -> AsyncIterator[str]:

@@ -147,6 +147,11 @@ class MessagesExchange:
     def requests(self) -> list[generate_pb2.GenerateRequest]:
         body = self.body
         request = body.base_request(self.session_id, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        if body.messages[-1].role == "assistant":
+            where = f"messages[{len(body.messages) - 1}].role"
+            raise InvalidInput(
+                where, "must not be assistant in the last message: answers are not prefilled; leave it out"
+            )
         body.conversation().fill(request)
         if body.output_config is not None:
             body.output_config.refuse("output_config.")

@@ -69,8 +69,6 @@ class OpenAIBody(SamplingBody):
 
     def choice_request(self, index: int, session_id: str, max_tokens: int) -> generate_pb2.GenerateRequest:
         """The request for choice `index`, without its prompt."""
-        if session_id and (self.n or 1) > 1:
-            raise InvalidInput("n", "must be 1 in a session, because the conversation continues with one answer")
         seed = None if self.seed is None else min(self.seed + index, 2**63 - 1)
         return self.base_request(session_id, max_tokens=max_tokens, seed=seed, stop=self.stop)
 
@@ -335,9 +333,14 @@ def token_log_probs(choice: Choice, start: int, end: int, texts: TokenTexts) -> 
     """Log-probs of tokens [start, end). Only the sampled token's is known, so there are no alternatives."""
     tokens = texts(choice.token_ids[start:end])
     return [
-        {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+        {"token": token, "logprob": log_prob, "bytes": _bytes_of(token), "top_logprobs": []}
         for token, log_prob in zip(tokens, choice.log_probs[start:end], strict=True)
     ]
+
+
+def _bytes_of(token: str) -> list[int] | None:
+    """The bytes of a token's text. Those of a token with a part of a character are not known here."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
 def finish_reason(choice: Choice) -> str | None:

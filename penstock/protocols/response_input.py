@@ -8,14 +8,19 @@ from penstock.protocols.conversation import Json, Message, ToolCall
 
 
 def input_messages(given: str | list[Json], instructions: str | None) -> tuple[Message, ...]:
-    """Messages of an input. Calls in a row, and a text before them, become one message of the assistant."""
+    """Messages of an input. Calls in a row, and texts before and after them, become one message of the assistant."""
     messages = [Message("system", instructions)] if instructions else []
     if isinstance(given, str):
         return (*messages, Message("user", given))
     for number, item in enumerate(given):
         path, kind = f"input[{number}]", item.get("type", "message")
         if kind == "message":
-            messages.append(_message(item, path))
+            message = _message(item, path)
+            last = messages[-1] if messages else None
+            if message.role == "assistant" and last is not None and last.tool_calls:  # text that goes on after a call
+                messages[-1] = Message("assistant", last.content + message.content, last.tool_calls)
+            else:
+                messages.append(message)
         elif kind == "function_call":
             call = ToolCall(_text(item, "call_id", path), _text(item, "name", path), _text(item, "arguments", path))
             last = messages[-1] if messages and messages[-1].role == "assistant" else None

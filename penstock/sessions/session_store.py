@@ -25,6 +25,7 @@ from penstock.store.scripts import SESSIONS, read_rows
 
 RETRY_S = 10.0
 """A gateway that has not finished a rewarded session by then is assumed dead, and another one finishes it."""
+_ABANDONED = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SessionSummary:
 
     session_id: str
     reward: Reward | None
-    """None while it is open."""
+    """None while it is open, and if it was abandoned: it is part of no group."""
     prompt_ids: tuple[int, ...] | None
     """Prompts of the groups that it became; None until it is finished."""
     task_id: str
@@ -100,8 +101,10 @@ class SessionStore:
         """The name of the session's list of calls, empty if it has none, and the encoded calls. If it is still the list
         that the caller knows, only the calls after the first `num_known`. Raises Conflict if the session is closed."""
         lease_ms = int(1000 * self.limits.task_lease_s)
-        is_closed, name, entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
-        if is_closed:
+        closed, name, entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
+        if closed == _ABANDONED:
+            raise Conflict(f"session {session_id!r} has lost its place in its task; lease another one")
+        if closed:
             raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
         return name.decode(), entries
 
@@ -138,7 +141,7 @@ class SessionStore:
         """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
         rows, entries = await self._call("read_session", session_id)
         [summary] = map(SessionSummary.of, read_rows(rows))
-        if summary.reward is None and not entries:
+        if summary.state == "open" and not entries:
             raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
         return summary, entries
 

@@ -20,7 +20,7 @@ from penstock.errors import DeadlineExceeded, PoisonGroup
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples.selection import is_sampled
-from penstock.trajectory import Group
+from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.batches.token_check import check_tokens
 from penstock_learner.checkpoints.ledger import Ledger
@@ -119,10 +119,18 @@ class BatchReader:
 
     async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
         """The groups without those of these prompts, which are expired for `reason`."""
-        for prompt_id in prompt_ids:
-            self._in_batches.discard(prompt_id)
-            await self.queue.expire(prompt_id, reason)
+        for group in groups:
+            if group.prompt_id in prompt_ids:
+                self._in_batches.discard(group.prompt_id)
+                await self._expire(group, reason)
         return [group for group in groups if group.prompt_id not in prompt_ids]
+
+    async def _expire(self, group: Group, reason: str) -> None:
+        """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
+        if group.server_id == SESSION_SERVER:
+            await self.queue.discard(group.prompt_id, reason)
+        else:
+            await self.queue.expire(group.prompt_id, reason)
 
     async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
         """The groups without those that the limit on failed rewards refuses. Their prompts are sampled again."""
@@ -222,14 +230,14 @@ class BatchReader:
             await self.queue.dead_letter(delivery.prompt_id, f"{decoded.kind}: {decoded}")
             return None
         if self._is_outdated(decoded, policy_version):
-            await self.queue.expire(decoded.prompt_id)
+            await self._expire(decoded, "stale")
             return None
         if self.quarantine is not None and await self.quarantine.refuses(decoded):
-            await self.queue.expire(decoded.prompt_id, "quarantined")
+            await self._expire(decoded, "quarantined")
             return None
         await self.failed_rewards.observe(decoded)
         if self.failed_rewards.is_refused(decoded):
-            await self.queue.expire(decoded.prompt_id, REWARD_FAILED)
+            await self._expire(decoded, REWARD_FAILED)
             return None
         if reason := reason_to_discard(decoded, self.replay):
             await self.queue.discard(decoded.prompt_id, reason)

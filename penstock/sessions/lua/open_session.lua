@@ -1,8 +1,8 @@
 -- ARGV: session, the name of its list of calls and the number of calls that the caller knows, lease ms. Returns whether it
--- is closed (0 or 1), the name of its list, and its other calls. A session that expired and began anew has a list of
+-- is open (0), has its reward (1) or is abandoned (2), the name of its list, and its other calls. A session that expired and began anew has a list of
 -- another name, of which all calls are returned. A call renews the lease of a session that was leased with a task.
 local session = ARGV[1]
-local reward, list = unpack(redis.call('HMGET', state_key(session), 'reward', 'list'))
+local reward, list, abandoned = unpack(redis.call('HMGET', state_key(session), 'reward', 'list', 'abandoned'))
 local first = list == ARGV[2] and ARGV[3] or 0
 renew_lease(session, now_ms() + ARGV[4])
-return {reward and 1 or 0, list or '', redis.call('LRANGE', calls_key(session), first, -1)}
+return {abandoned and 2 or reward and 1 or 0, list or '', redis.call('LRANGE', calls_key(session), first, -1)}

@@ -54,7 +54,7 @@ end
 -- Ends a session that will not be part of a group: its calls are forgotten, and no further call is recorded.
 local function abandon(session, ttl)
   forget_calls(session)
-  redis.call('HSET', state_key(session), 'reward', '{"reward": 0, "parts": {}}', 'answer', '[]')
+  redis.call('HSET', state_key(session), 'abandoned', 1, 'reward', '{"reward": 0, "parts": {}}', 'answer', '[]')
   redis.call('EXPIRE', state_key(session), ttl)
 end
 
@@ -110,8 +110,8 @@ end
 local function return_place(task, place, failure, max_failures, now, ttl, retry_ms)
   local key = task_key(task)
   redis.call('ZREM', TASK_LEASES, member(task, place))
+  if failure ~= '' then redis.call('HSET', key, 'failure', failure) end
   if failure ~= '' and redis.call('HINCRBY', key, 'failures:' .. place, 1) >= tonumber(max_failures) then
-    redis.call('HSET', key, 'failure', failure)
     redis.call('HINCRBY', key, 'num_failed', 1)
     count('task_places_failed', 1)
     complete_if_ended(task, now, ttl, retry_ms)
@@ -144,9 +144,10 @@ end
 -- ── what people are shown ──
 local SUMMARY = {'session_id', 'reward', 'answer', 'task_id', 'num_calls', 'num_bytes'}
 
--- Adds the values of a row. Missing ones are empty texts.
+-- Adds the values of a row. Missing ones are empty texts. An abandoned session has an answer and no reward.
 local function add_summary(values, session)
-  local reward, answer, task = unpack(redis.call('HMGET', state_key(session), 'reward', 'answer', 'task'))
+  local reward, answer, task, abandoned = unpack(redis.call('HMGET', state_key(session), 'reward', 'answer', 'task', 'abandoned'))
+  if abandoned then reward = '' end
   local num_bytes = tonumber(redis.call('HGET', SESSION_SIZES, session) or '0')
   local row = {session, reward or '', answer or '', task or place_of(session) or '', redis.call('LLEN', calls_key(session)), num_bytes}
   for _, value in ipairs(row) do values[#values + 1] = value end

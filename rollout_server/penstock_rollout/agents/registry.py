@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.config.agents import AgentsConfig
-from penstock.errors import ConfigError, InvalidInput
-from penstock.trajectory import Prompt
+from penstock.errors import ConfigError, InvalidInput, PoisonGroup
+from penstock.trajectory import SESSION_AGENT, Prompt
 from penstock.user_code import hint_for_name, load_object
 from penstock_rollout.agents.builtin.loading import create_built_in
 from penstock_rollout.agents.context import AgentLoop
@@ -92,6 +92,8 @@ class Agents:
 
     def find(self, name: str) -> AgentLoop:
         """The agent of a prompt's `agent_name`. An empty name is the default agent's."""
+        if name == SESSION_AGENT:
+            raise PoisonGroup("session", "it was sampled in a session, and only its harness could sample it again")
         name = self.name_of(name)
         if name in self.loops:
             return self.loops[name]

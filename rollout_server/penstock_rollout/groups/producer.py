@@ -327,8 +327,8 @@ class Producer:
         if self.saver is not None and not forget_saved:
             await self.saver.flush()
         try:
-            # The prompt would be too long in every further attempt.
-            is_final = isinstance(error, PromptTooLong)
+            # The prompt would be too long, or be a session's, in every further attempt.
+            is_final = isinstance(error, PromptTooLong) or reason == "session"
             was_opened = await self.queue.give_back(
                 self.server_id, lease, failure=reason, is_final=is_final, num_running=len(self._leases),
                 forget_saved=forget_saved,

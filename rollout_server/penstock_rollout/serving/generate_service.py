@@ -41,7 +41,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self.run = run
         self.server_id = server_id
         self.engine = engine
-        self.tokenization = tokenization
+        self.tokenization = tokenization.without_limit()
         self.max_model_len = max_model_len
         self.tool_calling = tool_calling or ToolCalling("hermes", tokenization)
         self._numbers = itertools.count()
@@ -139,7 +139,12 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if num_prompt_tokens < 1:
             raise InvalidInput("prompt", "has no tokens; it needs at least 1")
         if room < 1:
-            raise PromptTooLong("prompt", f"has {num_prompt_tokens} tokens, more than {self.max_model_len - 1}")
+            # Harnesses look for the words of Anthropic and vLLM in it, and then shorten their history.
+            raise PromptTooLong(
+                "prompt",
+                f"the prompt is too long: {num_prompt_tokens} tokens, and this model's maximum context length is "
+                f"{self.max_model_len} tokens with the answer; send a shorter one",
+            )
         sampling = sampling_from_proto(request.sampling)
         if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 0:
             raise InvalidInput(

@@ -29,7 +29,15 @@ from penstock.config.explanation import describe
 from penstock.errors import InvalidInput, PenstockError, PermissionDenied, Unauthenticated, Unavailable
 from penstock.key_files import KeyFile
 from penstock.process_endpoint import Readiness
-from penstock.protocols.answers import Exchange, collect, open_events, renamed, version_fields
+from penstock.protocols.answers import (
+    CLIENT_CLOSED_REQUEST,
+    Exchange,
+    collect,
+    collect_unless_left,
+    open_events,
+    renamed,
+    version_fields,
+)
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange
@@ -114,9 +122,11 @@ class HttpService:
             if body.stream:
                 events: AsyncIterator[str] = await open_events(exchange, streams)
                 return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-            choices = await collect(streams)
+            choices = await collect_unless_left(streams, request.receive)
         except InvalidInput as error:
             raise renamed(error, exchange) from error
+        if choices is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         newest = version_fields(choices)["policy_version"]
         return JSONResponse(exchange.whole(choices), headers={"X-Penstock-Policy-Version": str(newest)})
 

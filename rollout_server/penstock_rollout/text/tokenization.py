@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +17,17 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's function format, as chat templates take them."""
 
 
+def _whole(ids: tuple[int, ...]) -> tuple[int, ...]:
+    return ids
+
+
 class Tokenization:
     """The tokenizer of a model folder. `fit` shortens or refuses long prompts.
 
     Decoded responses are for reading and scoring. They are never encoded again."""
 
     def __init__(
-        self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ids: ids,
+        self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = _whole,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
@@ -36,6 +41,13 @@ class Tokenization:
         self.stop_ids = frozenset(stop_token_ids(model_path))
         """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
         self._turns = ChatTurns(self._tokenizer, self.stop_ids, template_arguments)
+
+    def without_limit(self) -> Tokenization:
+        """The same for generate calls. `rollout.prompt` is for the prompts of the queue. A call that is too long for
+        the model is refused, never truncated, and its history may be longer than a prompt of the queue."""
+        unlimited = copy.copy(self)
+        unlimited._fit = _whole
+        return unlimited
 
     def prompt_ids(
         self, prompt: Prompt, tools: ToolSchemas = (), template_arguments: Mapping[str, Any] | None = None

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.logs import bind
+from penstock.protocols.answers import CLIENT_CLOSED_REQUEST
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.allowed_hosts import AllowedHosts
@@ -30,8 +31,6 @@ OPEN_PATHS = frozenset({"/", "/healthz", "/startupz", "/readyz", "/metrics", "/d
 weights."""
 DATASET_TYPES = {"application/x-ndjson": "jsonl", "application/vnd.apache.parquet": "parquet"}
 """Format of a dataset by the Content-Type of its upload."""
-CLIENT_CLOSED_REQUEST = "499"
-"""Code in the metrics of a request whose client left before it had sent the body."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -127,7 +126,7 @@ class BodyLimitMiddleware:
             async with asyncio.timeout(self.timeout_s):
                 body, has_more = await self._read_body(receive)
         except ClientDisconnect:
-            scope["observation"].code = CLIENT_CLOSED_REQUEST
+            scope["observation"].code = str(CLIENT_CLOSED_REQUEST)
             return
         except TimeoutError:
             detail = f"the body did not arrive within {self.timeout_s:g} s; send it again"

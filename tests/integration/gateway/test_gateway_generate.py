@@ -14,12 +14,14 @@ import redis.asyncio as redis
 
 from gateways import RUN, Gateway, publish, run_config, running
 from penstock.client import retries
-from penstock.codec import decode_group
+from penstock.codec import decode_group, decode_prompt
 from penstock.config.weights import WeightsConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
+from penstock.trajectory import SESSION_AGENT, SESSION_SERVER
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
@@ -162,7 +164,10 @@ async def test_a_wrong_key_is_an_authentication_error_of_openai(gateway: Gateway
 
 async def test_a_prompt_that_is_too_long_has_its_own_reason_in_both_protocols(gateway: Gateway) -> None:
     """The rollout server refuses it. Its reason and field reach the client."""
-    detail = "prompt: has 300 tokens, more than 255"
+    detail = (
+        "prompt: the prompt is too long: 300 tokens, and this model's maximum context length is 256 tokens with the "
+        "answer; send a shorter one"
+    )
     response = await gateway.rest.post("/v1/completions", json={"model": "test", "prompt": [5] * 300})
     problem = response.json()
     assert (response.status_code, problem["reason"], problem["field"]) == (400, "PROMPT_TOO_LONG", "prompt")
@@ -209,7 +214,9 @@ async def test_a_session_becomes_training_data(
 
     group = decode_group(await queue.get_group(answer["prompt_ids"][0]))
     [trajectory] = group.trajectories
-    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, "session")
+    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, SESSION_SERVER)
+    stored = decode_prompt(await queue.client.hget(RunKeys("test").prompts, answer["prompt_ids"][0]))
+    assert stored.agent_name == SESSION_AGENT, "no rollout server samples it"
     assert tuple(group.prompt_token_ids) == engine.requests[0].prompt_token_ids
     sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
     assert sampled == [*engine.script[0], *engine.script[1]]

@@ -95,6 +95,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: anthropic.Anthropic,
         ("tool_choice", {"tool_choice": {"type": "any"}}),
         ("stop_sequences", {"stop_sequences": [""]}),
         ("max_tokens", {"max_tokens": MAX_MODEL_LEN + 1}),
+        ("messages[1].role", {"messages": [*QUESTION, {"role": "assistant", "content": "The sum is"}]}),
     ):
         with pytest.raises(anthropic.BadRequestError) as refused:
             client.messages.create(**OPTIONS | options)

@@ -97,6 +97,23 @@ async def test_a_stream_that_the_client_leaves_is_aborted_and_not_recorded(
     assert [(call.parent, call.policy_versions) for call in session.calls] == [(None, (3, 4, 4, 4))]
 
 
+async def test_a_call_that_the_client_leaves_is_aborted_and_not_recorded(
+    halting: tuple[Gateway, HaltingEngine, openai.AsyncOpenAI, PenstockClient],
+) -> None:
+    """As SDKs do it: they wait until their timeout, and ask again."""
+    _, engine, asked, client = halting
+    options: Any = {"model": "test", "messages": ASKED, "extra_headers": HEADERS}
+    waiting = asyncio.create_task(asked.chat.completions.create(**options))
+    async with asyncio.timeout(20):
+        await engine.begun.acquire()
+        waiting.cancel()
+        assert await engine.ended.get() == "aborted", "nobody reads the answer"
+    engine.goes_on.set()
+    await asked.chat.completions.create(**options)
+    session = await client.get_session("s")
+    assert [path.calls for path in session.paths] == [(0,)], "only the answer that the harness has is trained"
+
+
 async def test_a_stream_is_recorded_as_it_was_sampled(
     halting: tuple[Gateway, HaltingEngine, openai.AsyncOpenAI, PenstockClient],
 ) -> None:

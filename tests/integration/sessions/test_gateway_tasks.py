@@ -41,6 +41,41 @@ def clients(gateway: Gateway) -> tuple[PenstockClient, openai.AsyncOpenAI]:
     return PenstockClient(gateway.url, api_key=gateway.key), asked
 
 
+async def test_a_session_that_was_given_back_has_no_reward(talking: tuple[Gateway, dict[str, TalkingEngine]]) -> None:
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        [task_id] = await client.submit_tasks([1])
+        [leased] = await client.lease_tasks("w", 1)
+        agent = Agent(asked, leased.session_id)
+        await agent.ask("abc")
+        assert await client.return_task(leased.session_id, "the repository is gone")
+        session = await client.get_session(leased.session_id)
+        assert (session.state, session.reward, session.prompt_ids) == ("FINISHED", None, ())
+        task = await client.get_task(task_id)
+        assert (task.state, task.failure) == ("OPEN", "the repository is gone"), (
+            "it is said before the task is given up"
+        )
+        with pytest.raises(openai.ConflictError, match="has lost its place in its task"):
+            await agent.ask("abc")
+
+
+async def test_every_task_that_is_accepted_can_be_worked_on(
+    talking: tuple[Gateway, dict[str, TalkingEngine]],
+) -> None:
+    """The names of its sessions are longer than its own."""
+    gateway, _ = talking
+    client, asked = clients(gateway)
+    async with client, asked:
+        with pytest.raises(InvalidInput, match="at most 112 characters"):
+            await client.submit_tasks([1], task_ids=["t" * 113])
+        [task_id] = await client.submit_tasks([1], task_ids=["t" * 112])
+        [leased] = await client.lease_tasks("w", 1)
+        await Agent(asked, leased.session_id).ask("abc")
+        await client.reward_session(leased.session_id, 1.0)
+        assert (await client.get_task(task_id)).state == "FINISHED"
+
+
 async def test_a_task_becomes_one_group_of_its_sessions(
     talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -73,6 +74,44 @@ async def test_what_agents_sampled_is_trained_with_their_rewards(
 async def test_an_agent_may_be_a_function_that_waits(client: PenstockClient) -> None:
     await client.submit_tasks([{}], 1)
     assert (await work(client, ask_and_wait, idle_s=0.2)).rewarded == 1
+
+
+async def test_as_many_functions_run_at_once_as_are_wanted(client: PenstockClient) -> None:
+    num_agents = 40  # asyncio's own pool has at most 32 threads
+    together = threading.Barrier(num_agents, timeout=60)
+
+    def agent(attempt: Attempt) -> float:
+        together.wait()
+        return ask_and_wait(attempt)
+
+    await client.submit_tasks([{}], num_agents)
+    done = await work(client, agent, at_once=num_agents, idle_s=0.2)
+    assert (done.rewarded, done.failed) == (num_agents, 0)
+
+
+async def test_the_first_lease_is_renewed_in_time_however_short_it_is(
+    client: PenstockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, renewed, beat = client.lease_tasks, asyncio.Event(), client.heartbeat_tasks
+
+    async def lease_tasks(*arguments: Any) -> Any:
+        return [task.model_copy(update={"lease_s": 0.3}) for task in await lease(*arguments)]
+
+    async def heartbeat_tasks(*arguments: Any) -> Any:
+        renewed.set()
+        return await beat(*arguments)
+
+    async def agent(attempt: Attempt) -> float:
+        await ask(attempt)
+        async with asyncio.timeout(60):
+            await renewed.wait()
+        return 1.0
+
+    monkeypatch.setattr(worker_module, "ASK_S", 3600.0)  # how often leases are renewed before one is known
+    monkeypatch.setattr(client, "lease_tasks", lease_tasks)
+    monkeypatch.setattr(client, "heartbeat_tasks", heartbeat_tasks)
+    await client.submit_tasks([1], 1)
+    assert (await work(client, agent, idle_s=0.2)).rewarded == 1
 
 
 async def test_an_agent_that_fails_costs_its_task_a_failure_and_the_worker_goes_on(client: PenstockClient) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.protocols.answers import Choice
+from penstock.protocols.chat import token_log_probs
 from penstock.protocols.conversation import AnswerMessage, Conversation, Message, ToolCall
 from penstock.v1 import generate_pb2
 
@@ -55,3 +57,11 @@ def test_messages_that_mean_the_same_have_the_same_canonical_text() -> None:
     ):  # fmt: skip
         assert other.canonical() != same.canonical()
     assert Message("assistant", "", (ToolCall("", "f", '{"a'),)).canonical()
+
+
+def test_bytes_of_a_part_of_a_character_are_not_made_up() -> None:
+    """Half of an é decodes to a replacement character, whose bytes are others."""
+    choice = Choice(0)
+    choice.token_ids, choice.log_probs = [1, 2], [-0.5, -0.25]
+    found = token_log_probs(choice, 0, 2, lambda ids: ["é", "\N{REPLACEMENT CHARACTER}"])
+    assert [one["bytes"] for one in found] == [[0xC3, 0xA9], None]

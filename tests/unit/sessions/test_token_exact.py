@@ -18,6 +18,7 @@ from penstock.sessions.memory_store import MemorySessionStore
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
 from penstock_learner.loop.group_filter import reason_to_discard
+from penstock_services.gateway.sessions.conversation_keys import message_keys
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, message_of
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
@@ -315,6 +316,17 @@ def test_an_answer_is_known_by_what_it_says(sent: dict[str, Any], matches: bool)
 
     history = asyncio.run(second_history())
     assert history == (np.array([1, 5, 4, 6, 0], dtype="<i4").tobytes() if matches else b"")
+
+
+def test_arguments_of_a_call_are_known_in_every_form_that_clients_give_them() -> None:
+    def key(arguments: str) -> bytes:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return message_keys([{"role": "assistant", "content": "", "tool_calls": [call]}]).by_text[-1]
+
+    sampled = key('{"b": 1.0, "a": [1e3, 0.5, "\\u00e9"], "c": 0.0}')
+    assert sampled == key('{"a":[1000,0.5,"é"],"b":1,"c":0}'), "as JavaScript writes it"
+    others = ('{"b": 1.5, "a": [1e3, 0.5, "é"], "c": 0.0}', '{"b": "1", "a": []}', '{"b": 1e999}')
+    assert len({sampled, *map(key, others)}) == 4
 
 
 def test_a_session_with_many_paths_is_one_sample_of_its_group() -> None:

@@ -53,12 +53,11 @@ class ConstraintCompiler:
         with self._lock:
             compiler = self._compiler = self._compiler or self._create()
             try:
-                if constraint.kind == "json_schema":
-                    grammar = compiler.compile_json_schema(constraint.text, any_whitespace=False)
-                elif constraint.kind == "json_object":
-                    grammar = compiler.compile_builtin_json_grammar()
-                else:
+                if constraint.kind == "structural_tag":
                     grammar = compiler.compile_structural_tag(constraint.text)
+                else:
+                    schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
+                    grammar = compiler.compile_json_schema(schema, any_whitespace=False)
             except Exception as error:  # xgrammar raises errors of several kinds, some of its own
                 why = " ".join(str(error).split())[:200]
                 raise InvalidInput("response_format", f"the schema cannot be used: {why}") from error

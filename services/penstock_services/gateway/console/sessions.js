@@ -12,7 +12,7 @@ const query = (values) => new URLSearchParams({ run: runName, ...values });
 const wanted = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
 const show = (id) => { location.hash = `#sessions/${encodeURIComponent(id)}`; };
 const tag = (state, text = state) => h("span", { class: `tag ${GOOD[state] ?? ""}` }, text);
-const reward = (value) => (value === null ? "no reward yet" : `reward ${number(value)}`);
+const reward = (value, state) => (value === null ? (state === "FINISHED" ? "abandoned, no reward" : "no reward yet") : `reward ${number(value)}`);
 
 function sampledToken(call, index, versions) {
   const version = call.policy_versions[index], logProb = number(call.log_probs[index]);
@@ -90,7 +90,7 @@ async function inspector(id) {
   const parts = Object.entries(session.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const groups = session.prompt_ids.map((prompt) => h("button", { type: "button", onclick: () => openGroup(prompt) }, `Group of prompt ${prompt}`));
   return card(`Session ${session.session_id}`,
-    h("div", { class: "buttons", role: "group", "aria-label": "State" }, tag(session.state), h("span", { class: "tag" }, `${reward(session.reward)}${parts ? ` (${parts})` : ""}`),
+    h("div", { class: "buttons", role: "group", "aria-label": "State" }, tag(session.state), h("span", { class: "tag" }, `${reward(session.reward, session.state)}${parts ? ` (${parts})` : ""}`),
       task ? tag(task.state, `task ${task.task_id} ${task.state}: ${task.num_rewarded} of ${task.num_sessions} rewarded, ${task.num_failed} failed`) : null,
       session.task_id && !task ? h("span", { class: "tag" }, `task ${session.task_id}`) : null, groups),
     session.calls.length ? [pathTable(session), tree(session), rest(session)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -95,11 +96,16 @@ class GenerateHandlers:
     async def _answer(
         self, request: generate_pb2.GenerateRequest, servers: list[ServerRecord], session: SessionCall | None
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Chunks of the first server that answers. After its first chunk no other server is tried."""
+        """Chunks of the first server that answers. After its first chunk no other server is tried.
+
+        Some chat templates cannot render the new messages of a session without the history before them, such as a
+        tool's result without its call. The server that refuses them gets the whole history as messages."""
         whole = generate_pb2.GenerateChunk()
         running = self.choice.running
         failure: PenstockError = Unavailable("no rollout server answers")
-        for server in servers:
+        untried = deque(servers)
+        while untried:
+            server = untried.popleft()
             running[server.server_id] += 1
             try:
                 async for chunk in self._call(server, request):
@@ -111,6 +117,10 @@ class GenerateHandlers:
                 return
             except grpc.aio.AioRpcError as error:
                 failure = _translated(error, server)
+                if session is not None and session.replaced and _is_of_template(failure):
+                    session.begin_anew(request)
+                    untried.appendleft(server)
+                    continue
                 if whole.server_id or not isinstance(failure, Unavailable):
                     raise failure from error
             finally:
@@ -170,6 +180,11 @@ def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateCh
         tool_calls=chunk.tool_calls,
         stop_text=chunk.stop_text,
     )
+
+
+def _is_of_template(error: PenstockError) -> bool:
+    """Whether the model's chat template cannot render the messages."""
+    return type(error) is InvalidInput and error.field == "messages"
 
 
 def _translated(error: grpc.aio.AioRpcError, server: ServerRecord) -> PenstockError:

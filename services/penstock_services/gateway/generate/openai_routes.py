@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Header
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.errors import InvalidInput, ModelNotFound, NotFound
-from penstock.protocols.answers import Exchange, collect, open_events, renamed, version_fields
+from penstock.protocols.answers import (
+    CLIENT_CLOSED_REQUEST,
+    Exchange,
+    collect,
+    collect_unless_left,
+    open_events,
+    renamed,
+    version_fields,
+)
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange
@@ -39,32 +48,40 @@ def router() -> APIRouter:
     )
 
 
-async def complete_chat(served: Served, caller: Authenticated, body: ChatBody, session_id: Session = "") -> Response:
+async def complete_chat(
+    request: Request, served: Served, caller: Authenticated, body: ChatBody, session_id: Session = ""
+) -> Response:
     """OpenAI's chat completions, answered by the rollout servers. The header X-Penstock-Session records the call."""
     run = await _run_of(served, body)
-    return await _answer(run, caller, ChatExchange(body, run.texts.tokens, session_id), stream=body.stream)
+    return await _answer(request, run, caller, ChatExchange(body, run.texts.tokens, session_id), stream=body.stream)
 
 
-async def complete(served: Served, caller: Authenticated, body: CompletionBody, session_id: Session = "") -> Response:
+async def complete(
+    request: Request, served: Served, caller: Authenticated, body: CompletionBody, session_id: Session = ""
+) -> Response:
     """OpenAI's completions, answered by the rollout servers."""
     run = await _run_of(served, body)
-    return await _answer(run, caller, CompletionExchange(body, run.texts.tokens, session_id), stream=body.stream)
+    return await _answer(
+        request, run, caller, CompletionExchange(body, run.texts.tokens, session_id), stream=body.stream
+    )
 
 
 async def create_response(
-    served: Served, caller: Authenticated, body: ResponsesBody, session_id: Session = ""
+    request: Request, served: Served, caller: Authenticated, body: ResponsesBody, session_id: Session = ""
 ) -> Response:
     """OpenAI's Responses, answered by the rollout servers. Nothing is stored."""
     run = await _run_of(served, body)
-    return await _answer(run, caller, ResponsesExchange(body, run.texts.tokens, session_id), stream=body.stream)
+    return await _answer(
+        request, run, caller, ResponsesExchange(body, run.texts.tokens, session_id), stream=body.stream
+    )
 
 
 async def create_message(
-    served: Served, caller: Authenticated, body: MessagesBody, session_id: Session = ""
+    request: Request, served: Served, caller: Authenticated, body: MessagesBody, session_id: Session = ""
 ) -> Response:
     """Anthropic's Messages, answered by the rollout servers."""
     run = await _run_of(served, body)
-    return await _answer(run, caller, MessagesExchange(body, session_id), stream=body.stream)
+    return await _answer(request, run, caller, MessagesExchange(body, session_id), stream=body.stream)
 
 
 async def count_tokens(served: Served, caller: Authenticated, body: CountBody) -> Response:
@@ -130,14 +147,18 @@ async def _run_of(served: ServedRuns, body: SamplingBody) -> ServedRun:
         ) from error
 
 
-async def _answer(run: ServedRun, caller: Caller, exchange: Exchange, *, stream: bool | None) -> Response:
+async def _answer(
+    request: Request, run: ServedRun, caller: Caller, exchange: Exchange, *, stream: bool | None
+) -> Response:
     try:
-        streams = [await run.generation.generate(caller, request) for request in exchange.requests()]
+        streams = [await run.generation.generate(caller, wanted) for wanted in exchange.requests()]
         if stream:
             events = await open_events(exchange, streams)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        choices = await collect(streams)
+        choices = await collect_unless_left(streams, request.receive)
     except InvalidInput as error:
         raise renamed(error, exchange) from error
+    if choices is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     newest = version_fields(choices)["policy_version"]
     return JSONResponse(exchange.whole(choices), headers={"X-Penstock-Policy-Version": str(newest)})

@@ -84,8 +84,14 @@ def _called(call: Any) -> Any:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_float=_number)
     return [function.get("name"), arguments]
+
+
+def _number(text: str) -> float | int:
+    """A number as JavaScript has it, for which 1.0 and 1 are the same."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _joined(before: bytes, message: bytes) -> bytes:

@@ -38,6 +38,8 @@ class SessionCall:
     text: str | None = None
     """The whole plain text of the prompt."""
     call_id: str = ""
+    replaced: tuple[prompts_pb2.Message, ...] = ()
+    """The messages whose ids the prompt begins with instead."""
 
     @property
     def server_ids(self) -> Sequence[str]:
@@ -45,6 +47,14 @@ class SessionCall:
         calls = self.tree.calls
         newest = dict.fromkeys(call.server_id for call in reversed(calls))
         return [*newest] if self.continued is None else [calls[self.continued].server_id, *newest]
+
+    def begin_anew(self, request: generate_pb2.GenerateRequest) -> None:
+        """Let the request send its history as messages again. Unless the ids are the same, the call is a fork."""
+        messages = [*self.replaced, *request.messages]
+        del request.messages[:]
+        request.messages.extend(messages)
+        request.history_token_ids = b""
+        self.continued, self.replaced = None, ()
 
 
 class SessionRecorder:
@@ -126,6 +136,7 @@ class SessionRecorder:
             for key in (keys.by_message[place], keys.by_text[place]):
                 if (number := call.tree.by_key.get(key)) is not None:
                     _continue(call, request, number)
+                    call.replaced = tuple(request.messages[:place])
                     del request.messages[:place]
                     return
 

@@ -20,11 +20,10 @@ from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.trajectory import Group, Prompt
+from penstock.trajectory import SESSION_AGENT, SESSION_SERVER, Group, Prompt
 from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 
-SERVER_ID = "session"
 DATA_SOURCE = "session"
 
 
@@ -82,14 +81,14 @@ class SessionRewards:
     async def _admit(self, name: str, prompts: Sequence[SharedPrompt], data_source: str) -> list[Lease]:
         """Leases for the groups. The same name gets the same prompt ids, however often it is finished."""
         rows = [(index, encode_prompt(_prompt(one, data_source)), 0) for index, one in enumerate(prompts)]
-        return await self.inspector.import_prompts(name, SERVER_ID, self.config.replay.lease_ttl_s, rows)
+        return await self.inspector.import_prompts(name, SESSION_SERVER, self.config.replay.lease_ttl_s, rows)
 
     async def _append(self, lease: Lease, prompt: SharedPrompt, data_source: str) -> str:
         group = Group(
             run=self.config.run,
             prompt_id=lease.prompt_id,
             attempt=lease.attempt,
-            server_id=SERVER_ID,
+            server_id=SESSION_SERVER,
             data_source=data_source,
             sampling=prompt.sampling,
             prompt_token_ids=prompt.prompt_token_ids,
@@ -110,5 +109,5 @@ def _unique(name: str, sessions: Sequence[RewardedSession]) -> str:
 def _prompt(shared: SharedPrompt, data_source: str) -> Prompt:
     return Prompt(
         token_ids=tuple(shared.prompt_token_ids.tolist()), sampling=shared.sampling, data_source=data_source,
-        num_samples=len(shared.trajectories),
+        num_samples=len(shared.trajectories), agent_name=SESSION_AGENT,
     )  # fmt: skip

@@ -18,6 +18,8 @@ from penstock_services.gateway.operations import AuditLog, bounded, operation
 
 MAX_SESSIONS = 1024
 """Largest number of sessions of one task."""
+MAX_TASK_ID = 112
+"""Longest id of a task. Its sessions are called TASK.PLACE.ATTEMPT, and names have at most 128 characters."""
 MAX_WAIT_S = 30.0
 POLL_S = 0.25
 
@@ -97,6 +99,8 @@ class TaskHandlers:
     def _checked(self, task: tasks_pb2.NewTask, path: str) -> NewTask:
         if task.task_id:
             validation.check_name(f"{path}task_id", task.task_id)
+            if len(task.task_id) > MAX_TASK_ID:
+                raise InvalidInput(f"{path}task_id", f"must have at most {MAX_TASK_ID} characters")
         if task.data_source:
             validation.check_name(f"{path}data_source", task.data_source)
         if not 0 <= task.num_sessions <= MAX_SESSIONS:

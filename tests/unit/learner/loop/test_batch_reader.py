@@ -17,7 +17,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.trajectory import Group
+from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batch_reader import BatchReader
@@ -52,6 +52,17 @@ async def test_a_token_that_the_model_does_not_have_is_dead_lettered() -> None:
     reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, vocabulary_size=64)
     assert (await reader.read(1, 0)).prompt_ids == [3, 4]
     assert (await queue.stat()).dead_lettered == 2
+
+
+async def test_a_stale_session_is_dropped_for_good() -> None:
+    """A rollout server would sample its prompt in one turn, and have no reward for it."""
+    replay = ReplayConfig(groups_per_step=2, max_staleness=1, stale_policy="drop")
+    session = replace(made_by(1, 0), server_id=SESSION_SERVER)
+    queue = await queue_with(replay, [session, made_by(2, 0), made_by(3, 4), made_by(4, 4)])
+    assert (await reader_of(queue, replay).read(1, 4)).prompt_ids == [3, 4]
+    stat = await queue.stat()
+    assert (stat.expired, stat.discarded, stat.pending_prompts) == (2, 1, 1), "only prompt 2 is sampled again"
+    assert await queue.expired_reasons() == {"stale": 2}
 
 
 def failing(prompt_id: int, num_failed: int) -> Group:

@@ -12,7 +12,8 @@ time to 0.9 is interpolated between two scores.
 
 A run takes 90 to 140 s on two quiet cores, all nine of a seed about 17 minutes. Every finished run is kept in
 results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew. `--merge FILES` adds runs
-that other machines or other cores of this one have kept, and judges all of them.
+that other machines or other cores of this one have kept, and judges all of them. With `--untimed`, for a machine that
+is busy with other things, only the scores of a run count, not its times.
 """
 
 from __future__ import annotations
@@ -99,28 +100,45 @@ def judge(rows: Sequence[Row]) -> tuple[list[Measurement], list[Bar]]:
     measurements, speeds, bars = [], {}, []
     synchronous = by_variant.get(SYNCHRONOUS, {})
     for name, runs in by_variant.items():
-        reached = {seed: seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for seed, row in runs.items()}
-        times = {seed: value for seed, value in reached.items() if value is not None}
-        bars.append(Bar(f"{name}: runs that reach {SCORE_GOAL}", len(times) / len(runs), 1))
-        if times:
-            measurements.append(Measurement(f"{name}: time to {SCORE_GOAL}", "s", list(times.values())))
-        steps = [statistics.median(row["step_s"]) for row in runs.values()]
-        measurements.append(Measurement(f"{name}: step", "s", steps))
+        reached = _times(runs)
+        num_reached = sum(any(score >= SCORE_GOAL for _, score in row["scores"]) for row in runs.values())
+        bars.append(Bar(f"{name}: runs that reach {SCORE_GOAL}", num_reached / len(runs), 1))
+        if reached:
+            measurements.append(Measurement(f"{name}: time to {SCORE_GOAL}", "s", list(reached.values())))
+        measurements += _of_timed(name, [row for row in runs.values() if _is_timed(row)])
         measurements.append(
             Measurement(f"{name}: score at the end", "", [row["scores"][-1][1] for row in runs.values()])
         )
-        for side in ("learner", "rollout-0"):
-            busy = [row["cpu_s"][side] / row["ended_s"][-1] for row in runs.values()]
-            measurements.append(Measurement(f"{name}: {side.partition('-')[0]}'s core busy", "", busy))
-        if name == SYNCHRONOUS:
-            continue
-        base = {seed: seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for seed, row in synchronous.items()}
-        speed = [value / times[seed] for seed, value in base.items() if value is not None and seed in times]
+        base = {} if name == SYNCHRONOUS else _times(synchronous)
+        speed = [value / reached[seed] for seed, value in base.items() if seed in reached]
         if speed:
             measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time", "×", speed))
             speeds[name] = statistics.median(speed)
     bars += _bars(by_variant, speeds)
     return measurements, bars
+
+
+def _is_timed(row: Row) -> bool:
+    return bool(row.get("is_timed", True))
+
+
+def _times(runs: Mapping[int, Row]) -> dict[int, float]:
+    """Seconds to the goal, by seed, of the timed runs that reach it."""
+    found = {
+        seed: seconds_to(SCORE_GOAL, row["scores"], row["ended_s"]) for seed, row in runs.items() if _is_timed(row)
+    }
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _of_timed(name: str, rows: Sequence[Row]) -> list[Measurement]:
+    """The length of a step, and how busy both cores were."""
+    if not rows:
+        return []
+    busy = {side: [row["cpu_s"][side] / row["ended_s"][-1] for row in rows] for side in ("learner", "rollout-0")}
+    return [
+        Measurement(f"{name}: step", "s", [statistics.median(row["step_s"]) for row in rows]),
+        *(Measurement(f"{name}: {side.partition('-')[0]}'s core busy", "", shares) for side, shares in busy.items()),
+    ]
 
 
 def _bars(by_variant: Mapping[str, Mapping[int, Row]], speeds: Mapping[str, float]) -> list[Bar]:
@@ -156,6 +174,7 @@ def main() -> int:
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="FILE", help="add the runs of these files; run nothing"
     )
+    parser.add_argument("--untimed", action="store_true", help="this machine is busy: only scores count")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()
     kept = RESULTS / f"{NAME}.jsonl"
@@ -167,7 +186,7 @@ def main() -> int:
     for number, seed in enumerate(arguments.seeds):
         for variant in variants_of(arguments, seed)[:: -1 if number % 2 else 1]:
             print(f"{variant.name}, seed {seed}", flush=True)
-            is_met = _keep(kept, [measure(variant)])
+            is_met = _keep(kept, [measure(variant) | {"is_timed": not arguments.untimed}])
     return 0 if is_met else 1
 
 

@@ -113,3 +113,14 @@ def test_the_comparison_with_trl_generates_a_batch_at_once_and_scores_it_as_the_
     assert compared.rollout.max_concurrent_groups == compared.replay.groups_per_step
     assert compared.rollout.reward.function_batch and compared.rollout.reward.function_file == Path(reward.__file__)
     assert not plain.rollout.reward.function_batch and plain.learner == compared.learner
+
+
+def test_only_the_scores_of_an_untimed_run_count(bench: ModuleType) -> None:
+    scores = [(0, 0.4), (5, 0.8), (10, 1.0)]
+    untimed = [row(bound, 2, step_s, scores) | {"is_timed": False} for bound, step_s in ((0, 9.0), (1, 1.0))]
+    measurements, judged = bench.judge([row(0, 1, 2.0, scores), row(1, 1, 1.0, scores), *untimed])
+    figures = {each.name: each.rates for each in measurements}
+    assert figures["staleness 1, corrected: synchronous / its time"] == [pytest.approx(2.0)]
+    assert figures["synchronous: step"] == [2.0] and len(figures["synchronous: score at the end"]) == 2
+    assert bench.judge(untimed)[1], "without a time they still have a score"
+    assert {bar.name: bar.value for bar in judged}["synchronous: runs that reach 0.9"] == 1

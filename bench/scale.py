@@ -13,10 +13,11 @@ Phases for each size of the fleet, in an order of sizes that is reversed in ever
     waiting   the run is paused, and servers also look for prompts. Cost of looking, for each second
     groups    leases, appends and steps. Cost of a group
     submits   the same with a client that submits prompts to the gateway. Cost of a submission
+    silent    servers neither report nor lease. What their connections cost is no part of the two costs below
     calls     clients that ask the gateway for completions. Cost of a call
     pushes    versions without bytes, to all servers. Cost of a push, for each server
 
-In the last two phases the servers do not report, because two cores would spend more on that than on what is measured.
+In the last three phases the servers do not report, because two cores would spend more on that than on what is measured.
 
 Costs are CPU time: of Redis, of the gateway, and of this process, which is the learner. They do not depend on how fast
 the servers are simulated. Wall times do: two cores simulate 1,000 servers here, and the figures name the time that this
@@ -133,9 +134,11 @@ class Scale:
         await learner.make_steps(2 * self.generate_s + SETTLE_S)  # until no server has a group that is not committed
         await learner.control.pause()
         await servers.order("silence")
+        silent = await self._pause()
         caller = generating(self.config, KEY)
         async with caller.running(CALLS_AT_ONCE):
-            await caller.wait_for(num_servers, CONNECT_TIMEOUT_S)  # the gateway connects to a server at its first call
+            # The gateway connects to a server at its first call, and twice as many calls as servers reach all of them.
+            await caller.wait_for(2 * num_servers, CONNECT_TIMEOUT_S)
             caller.times_s.clear()
             calls = await self._pause()
             num_calls, p99_s["generate"] = len(caller.times_s), p99(caller.times_s)
@@ -146,8 +149,8 @@ class Scale:
         await servers.order("hold")
         await learner.wait_for_servers(num_servers)
         return Sample(
-            idle, waiting, groups, submissions, calls, pushes, num_groups, num_submissions, num_calls, NUM_PUSHES,
-            p99_s,
+            idle, waiting, groups, submissions, silent, calls, pushes, num_groups, num_submissions, num_calls,
+            NUM_PUSHES, p99_s,
         )  # fmt: skip
 
     async def _pause(self) -> Costs:

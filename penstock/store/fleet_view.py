@@ -7,6 +7,7 @@ joined, left, or changed their state or version, and reads the fleet again only 
     the reading is `max_age_s` old      so loads and heartbeats are at most that old
 
 The second bound also covers a Redis that went back to an earlier number, and servers of a Penstock that does not count.
+A view for frequent calls may give it a second part: see `rarely_used_age_s`.
 """
 
 from __future__ import annotations
@@ -41,19 +42,27 @@ class FleetReading:
 
 
 class FleetView:
-    """The newest reading of a fleet. Callers that look at the same time share one."""
+    """The newest reading of a fleet. Callers that look at the same time share one.
 
-    def __init__(self, fleet: Fleet, max_age_s: float) -> None:
+    With `rarely_used_age_s`, a reading that is `max_age_s` old is kept until there were as many looks at it as it has
+    servers, or until it is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet,
+    except where looks are so rare that their cost does not matter."""
+
+    def __init__(self, fleet: Fleet, max_age_s: float, rarely_used_age_s: float | None = None) -> None:
         self.fleet = fleet
         self.max_age_s = max_age_s
+        self.rarely_used_age_s = max_age_s if rarely_used_age_s is None else rarely_used_age_s
         self._reading: FleetReading | None = None
+        self._num_looks = 0
+        """Looks at the reading."""
         self._lock = asyncio.Lock()
 
     async def look(self) -> FleetReading:
         """The last reading if it still holds, otherwise a new one."""
         asked_at, num_changes = time.monotonic(), await self.fleet.num_changes()
         reading = self._reading
-        if reading is not None and reading.num_changes == num_changes and reading.age_s < self.max_age_s:
+        if reading is not None and reading.num_changes == num_changes and not self._is_old(reading):
+            self._num_looks += 1
             return reading
         return await self._read(asked_at)
 
@@ -61,9 +70,14 @@ class FleetView:
         """A reading that began after this call."""
         return await self._read(time.monotonic())
 
+    def _is_old(self, reading: FleetReading) -> bool:
+        is_rarely_used = self._num_looks < len(reading.servers)
+        return reading.age_s >= (self.rarely_used_age_s if is_rarely_used else self.max_age_s)
+
     async def _read(self, asked_at: float) -> FleetReading:
         async with self._lock:
             if self._reading is None or self._reading.read_at < asked_at:
                 read_at, num_changes = time.monotonic(), await self.fleet.num_changes()
                 self._reading = FleetReading(await self.fleet.servers(), num_changes, read_at)
+                self._num_looks = 0
             return self._reading

@@ -28,7 +28,8 @@ def base(figures: ModuleType) -> Any:
 
 def sample(figures: ModuleType, num_servers: int, push_s: float = 0.001) -> Any:
     """A fleet whose servers cost Redis 0.2 ms a second, beside 0.01 that Redis always costs. Each of 100 groups costs
-    1 ms, each of 10 submissions 2 ms of the gateway, each of 20 calls 3 ms, and a push `push_s` a server."""
+    1 ms, each of 10 submissions 2 ms of the gateway, each of 20 calls 3 ms, and a push `push_s` a server. The
+    connections of a server that is silent cost Redis 0.01 ms a second."""
     idle_s = 0.01 + 0.0002 * num_servers
 
     def costs(wall_s: float, **spent: float) -> Any:
@@ -38,7 +39,8 @@ def sample(figures: ModuleType, num_servers: int, push_s: float = 0.001) -> Any:
     return figures.Sample(
         idle=costs(2.0), waiting=costs(4.0, redis_s=0.004 * num_servers),
         groups=costs(5.0, redis_s=0.1, learner_s=0.2), submissions=costs(3.0, gateway_s=0.02),
-        calls=figures.Costs(redis_s=0.042, gateway_s=0.26, wall_s=4.0),
+        silent=figures.Costs(redis_s=0.02 + 2e-5 * num_servers, gateway_s=0.1, wall_s=2.0),
+        calls=figures.Costs(redis_s=0.042 + 4e-5 * num_servers, gateway_s=0.26, wall_s=4.0),
         pushes=figures.Costs(redis_s=5 * push_s * num_servers, learner_s=10 * push_s * num_servers, wall_s=50.0),
         num_groups=100, num_submissions=10, num_calls=20, num_pushes=5, p99_s=P99_S,
     )  # fmt: skip

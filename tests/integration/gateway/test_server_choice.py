@@ -18,7 +18,7 @@ from penstock.v1 import generate_pb2
 from penstock_services.gateway.generate.ready_servers import MAX_VIEW_AGE_S
 from penstock_services.gateway.generate.server_choice import MAX_COMPARED, MAX_TRIES, ServerChoice
 
-NUM_SERVERS = 2 * MAX_COMPARED
+NUM_SERVERS = 8 * MAX_COMPARED
 
 
 class Choosing:
@@ -97,6 +97,17 @@ async def test_pinned_servers_answer_only_calls_for_their_version(choosing: Choo
     await choosing.policies.pin("server-9", 2)
     assert all([await choosing.first(("server-9",)) != "server-9" for _ in range(5)])
     assert await choosing.first(version=2) == "server-9"
+
+
+async def test_a_session_keeps_the_server_of_the_version_that_it_names(choosing: Choosing) -> None:
+    """The newest version that counts is the newest that may answer: also with pins, and when they change."""
+    await choosing.report("server-9", 100)
+    assert await choosing.first(("server-3",)) != "server-3"  # far behind server-9
+    assert await choosing.first(("server-3",), version=1) == "server-3"
+    await choosing.policies.pin("server-9", 100)
+    assert await choosing.first(("server-3",)) == "server-3"
+    await choosing.policies.unpin("server-9")
+    assert await choosing.first(("server-3",)) != "server-3"
 
 
 async def test_a_server_that_died_is_left_out_in_time(redis_client: redis.Redis, tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ async def test_a_view_is_not_older_than_its_bound(redis_client: redis.Redis) -> 
     assert [server.running_groups for server in (await view.look()).servers] == [7]
 
 
+async def test_a_large_fleet_is_read_for_its_age_only_after_as_many_looks_as_it_has_servers(
+    redis_client: redis.Redis,
+) -> None:
+    fleet, num_servers = CountingFleet(redis_client, "test"), 5
+    for number in range(num_servers):
+        await fleet.join(replace(SERVER, server_id=str(number)))
+    view = FleetView(fleet, 0.0, rarely_used_age_s=FOREVER_S)
+    first = await view.look()
+    for _ in range(num_servers):
+        assert await view.look() is first
+    assert await view.look() is not first
+    assert fleet.num_reads == 2
+    await fleet.set_states(["0"], "READY")  # a change counts at once nevertheless
+    assert states(await view.look())["0"] == "READY"
+    assert fleet.num_reads == 3
+
+
+async def test_a_reading_that_is_rarely_used_has_a_bound_too(redis_client: redis.Redis) -> None:
+    fleet = CountingFleet(redis_client, "test")
+    view = FleetView(fleet, 0.0, rarely_used_age_s=0.0)
+    await fleet.join(SERVER)
+    await fleet.join(replace(SERVER, server_id="b"))
+    assert await view.look() is not await view.look()
+
+
 async def test_callers_that_look_at_the_same_time_share_a_reading(redis_client: redis.Redis) -> None:
     fleet = CountingFleet(redis_client, "test")
     view = FleetView(fleet, FOREVER_S)

@@ -14,6 +14,8 @@ from penstock.store.run_control import RunControl
 
 MAX_VIEW_AGE_S = 2.0
 """How old the loads may be by which a server is chosen. Servers report them twice a second."""
+RARELY_USED_AGE_S = 10.0
+"""The same while there were fewer calls than servers since the loads were read: so few calls pile up nowhere."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ class ReadyServersView:
         self.max_silence_s = config.replay.lease_ttl_s
         self.fleet = fleet
         self.control = control
-        self.view = FleetView(fleet, MAX_VIEW_AGE_S)
+        self.view = FleetView(fleet, MAX_VIEW_AGE_S, RARELY_USED_AGE_S)
         self._last: tuple[FleetReading, frozenset[str], ReadyServers] | None = None
 
     async def look(self) -> ReadyServers:
-        """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis."""
+        """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis, or RARELY_USED_AGE_S if
+        there are fewer calls than servers."""
         ready = await self._arrange(self.view.look())
         return ready if time.monotonic() < ready.first_silent_at else await self.read()
 

@@ -15,6 +15,8 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
@@ -26,9 +28,21 @@ from penstock_services.gateway.generate.ready_servers import ReadyServers, Ready
 
 MAX_TRIES = 3
 """How many servers are tried until one answers."""
-MAX_COMPARED = 64
+MAX_COMPARED = 16
 """Of more servers, as many are drawn, and the least busy of these is chosen. So a call costs the same in a fleet of
-1,000, and the load stays even."""
+1,000, and the load stays even: two would be enough for that."""
+
+
+@dataclass(frozen=True)
+class Unpinned:
+    """Servers that answer calls for no version in particular."""
+
+    servers: Sequence[ServerRecord]
+
+    @cached_property
+    def newest(self) -> int:
+        """The newest version that one of them serves. There must be one."""
+        return max(server.policy_version for server in self.servers)
 
 
 class ServerChoice:
@@ -41,6 +55,7 @@ class ServerChoice:
         self.running: Counter[str] = Counter()
         self._chosen: Counter[str] = Counter()
         """How often each server was the first choice. Servers that are equally busy take turns."""
+        self._last_unpinned: tuple[ReadyServers, Mapping[str, int], Unpinned] | None = None
 
     async def choose(
         self, key_name: str, request: generate_pb2.GenerateRequest, known: Sequence[str]
@@ -49,16 +64,16 @@ class ServerChoice:
         `known` are the servers that have answered the session, the best one first."""
         ready, pins = await asyncio.gather(self.view.look(), self.policies.pins())
         version = _version_for(key_name, request, pins)
-        fit = _fit(ready, version, pins)
+        fit = self._fit(ready, version, pins)
         if not fit:  # a server of a Penstock that does not count its changes may have reported the version
             ready = await self.view.read()
-            fit = _fit(ready, version, pins)
+            fit = self._fit(ready, version, pins)
         if not fit:
             raise _why_none_fits(ready, version, is_named=request.HasField("policy_version"))
         compared = fit if len(fit) <= MAX_COMPARED else random.sample(fit, MAX_COMPARED)
         servers = heapq.nsmallest(MAX_TRIES, compared, key=self._busyness)
         if known and self.config.gateway.sessions.sticky:
-            newest = max(server.policy_version for server in fit) if pins else max(ready.by_version)
+            newest = version if version is not None else self._unpinned(ready, pins).newest
             mine = [ready.by_id[server_id] for server_id in known if server_id in ready.by_id]
             servers = self._with_known_first(servers, _fitting(mine, version, pins), newest)
         self._chosen[servers[0].server_id] += 1
@@ -68,6 +83,16 @@ class ServerChoice:
         """Ids of the servers that would answer, by version."""
         ready = await self.view.read()
         return {version: [server.server_id for server in servers] for version, servers in ready.by_version.items()}
+
+    def _fit(self, ready: ReadyServers, version: int | None, pins: Mapping[str, int]) -> Sequence[ServerRecord]:
+        """All servers that may answer a call for the version."""
+        return self._unpinned(ready, pins).servers if version is None else ready.by_version.get(version, [])
+
+    def _unpinned(self, ready: ReadyServers, pins: Mapping[str, int]) -> Unpinned:
+        """The servers that are not pinned. They are found once for each reading of the fleet, not for each call."""
+        if self._last_unpinned is None or self._last_unpinned[0] is not ready or self._last_unpinned[1] != pins:
+            self._last_unpinned = ready, pins, Unpinned(_fitting(ready.servers, None, pins))
+        return self._last_unpinned[2]
 
     def _busyness(self, server: ServerRecord) -> tuple[int, int, int]:
         server_id = server.server_id
@@ -85,13 +110,6 @@ class ServerChoice:
             if extra_calls <= self.config.gateway.sessions.max_extra_calls and not is_too_old:
                 return [server, *(other for other in servers if other is not server)][:MAX_TRIES]
         return servers
-
-
-def _fit(ready: ReadyServers, version: int | None, pins: Mapping[str, int]) -> Sequence[ServerRecord]:
-    """All servers that may answer a call for the version."""
-    if version is not None:
-        return ready.by_version.get(version, [])
-    return _fitting(ready.servers, version, pins) if pins else ready.servers
 
 
 def _fitting(servers: Sequence[ServerRecord], version: int | None, pins: Mapping[str, int]) -> list[ServerRecord]:

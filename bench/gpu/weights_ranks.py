@@ -123,7 +123,7 @@ class Publisher(Rank):
         self._deadline = Deadline(deadline_s, "sending")
         self._members, self._shipment = members, Shipment(self._staged.manifest, self._staged)
         if transport not in self._senders:
-            self._senders[transport] = make_sender(transport, HOST, DEVICE)
+            self._senders[transport] = make_sender(transport, HOST, DEVICE, gloo_group_size=32)
         self._sender = self._senders[transport]
         rendezvous: str = self._sender.open(self._shipment, members, self._deadline)
         return rendezvous

@@ -21,6 +21,9 @@ class WeightsConfig(Config):
     delta: bool | Literal["auto"] = "auto"
     """Send only the bytes that changed, to servers that have the version before. `auto`: by `nccl` and `gloo`, if such
     pushes were faster in this run than pushes of all bytes. True: always, where the transport can. False: never."""
+    gloo_group_size: int = Field(default=32, ge=2)
+    """How many workers a gloo group has at most, because all ranks of a group connect to each other. With more workers,
+    the learner sends to one relay for each group, which hands the weights on to the others."""
     staging: Literal["auto", "host", "device"] = "auto"
     """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, otherwise in host
     memory."""

@@ -205,7 +205,7 @@ class WeightPublisher:
             self._senders[key] = (
                 SnapshotSender(self.config.folder / "pushes" / lane, self.kept_snapshots, self.config.model.path)
                 if transport == "snapshot"
-                else make_sender(transport, self.host, self.device)
+                else make_sender(transport, self.host, self.device, self.config.weights.gloo_group_size)
             )
         return self._senders[key]
 

@@ -53,10 +53,20 @@ def start_stage(staged: StagedVersion, rendezvous: str) -> WeightStage:
     return stage
 
 
+def silent_pair() -> tuple[ProcessGroupGloo, ProcessGroupGloo]:
+    """A group of two ranks, none of which does anything."""
+    timeout = timedelta(seconds=DEADLINE_S)
+    store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+    joined = TCPStore(HOST, store.port, 2, is_master=False, timeout=timeout)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(ProcessGroupGloo, PrefixStore("silent", joined), 1, 2, timeout)
+        return ProcessGroupGloo(PrefixStore("silent", store), 0, 2, timeout), other.result()
+
+
 def test_the_rendezvous_listens_on_its_host_only() -> None:
     before = listeners([psutil.Process()])
     staged, _ = stage_version(torch.float32, "F32")
-    sender = GlooSender(HOST)
+    sender = GlooSender(HOST, 8)
     rendezvous = sender.open(Shipment(staged.manifest, staged), [PushTarget("a", "")], Deadline(10, "opening"))
     opened = listeners([psutil.Process()]).keys() - before.keys()
     sender.close(failed=False)
@@ -66,7 +76,7 @@ def test_the_rendezvous_listens_on_its_host_only() -> None:
 def test_a_host_of_another_machine_is_named() -> None:
     staged, _ = stage_version(torch.float32, "F32")
     with pytest.raises(WeightPushFailed, match=r"cannot listen on 192\.0\.2\.77: .*; check learner\.publish_host"):
-        GlooSender("192.0.2.77").open(Shipment(staged.manifest, staged), [], Deadline(10, "opening"))
+        GlooSender("192.0.2.77", 8).open(Shipment(staged.manifest, staged), [], Deadline(10, "opening"))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
@@ -77,7 +87,7 @@ def test_a_bucket_of_several_pieces_is_hashed_whole_on_both_sides(dtype: torch.d
     checksums = staged.checksums(deadline)
     assert checksums == [host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets]
 
-    sender, members = GlooSender(HOST), [PushTarget("member", "unused")]
+    sender, members = GlooSender(HOST, 8), [PushTarget("member", "unused")]
     shipment = Shipment(staged.manifest, staged)
     stage = start_stage(staged, sender.open(shipment, members, deadline))
     sender.send(shipment, members, deadline)
@@ -103,7 +113,7 @@ def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_onc
 ) -> None:
     """An aborted stage must release its memory at once, not at the deadline, however many pieces are in flight."""
     staged, _ = stage_version(torch.float32, "F32")
-    options_of, calls, is_stalled = gloo._from_publisher, [], threading.Event()
+    options_of, calls, is_stalled = gloo._from_sender, [], threading.Event()
 
     def note_broadcast() -> BroadcastOptions:
         calls.append(None)
@@ -111,11 +121,11 @@ def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_onc
             is_stalled.set()
         return options_of()
 
-    monkeypatch.setattr(gloo, "_from_publisher", note_broadcast)
+    monkeypatch.setattr(gloo, "_from_sender", note_broadcast)
     timeout = timedelta(seconds=DEADLINE_S)
     store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-    stage = start_stage(staged, f"{HOST}:{store.port}/stalled")
-    silent = ProcessGroupGloo(PrefixStore("stalled", store), 0, 2, timeout)
+    stage = start_stage(staged, f"{HOST}:{store.port}/stalled/8")
+    silent = ProcessGroupGloo(PrefixStore("stalled/all", store), 0, 2, timeout)
     assert is_stalled.wait(DEADLINE_S), stage.failure
     assert stage.phase == "receiving"
     stage.abort()
@@ -126,14 +136,32 @@ def test_a_stage_that_is_aborted_in_the_middle_of_stalled_broadcasts_ends_at_onc
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_the_connections_of_an_idle_group_are_broken_too(rank: int) -> None:
+    """A relay whose own group breaks may wait for nothing from the publisher, which must learn of it nevertheless."""
+    groups = silent_pair()
+    gloo.break_connections(groups[rank], [])
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = rank, 0, timedelta(seconds=DEADLINE_S)
+    with pytest.raises(RuntimeError, match="[Cc]onnection"):
+        groups[1 - rank].broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait()
+
+
+def test_a_group_is_broken_while_its_sender_goes_on() -> None:
+    """Gloo ends the process if the next piece meets an operation that expects less."""
+    sender, receiver = silent_pair()
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    works = [sender.broadcast([torch.zeros(2**22, dtype=torch.uint8)], options) for _ in range(4)]
+    gloo.break_connections(receiver, [])
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_broadcast_that_a_silent_peer_stalls_is_broken_from_either_end(rank: int) -> None:
     """Otherwise the group's destructor would wait for the broadcast's time-out."""
-    timeout = timedelta(seconds=DEADLINE_S)
-    store = TCPStore(HOST, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-    joined = TCPStore(HOST, store.port, 2, is_master=False, timeout=timeout)
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(ProcessGroupGloo, PrefixStore("silent", joined), 1, 2, timeout)
-        groups = ProcessGroupGloo(PrefixStore("silent", store), 0, 2, timeout), other.result()
+    groups = silent_pair()
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     work = groups[rank].broadcast([torch.zeros(2**26, dtype=torch.uint8)], options)

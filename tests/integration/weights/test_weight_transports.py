@@ -229,7 +229,7 @@ def unmet_rendezvous(transport: str, staged: StagedVersion, member: MemberProces
     """Return the rendezvous of a transfer that never begins."""
     if transport == "snapshot":
         return str(folder / "never-written")
-    sender = make_sender(transport, "127.0.0.1", torch.device("cpu"))
+    sender = make_sender(transport, "127.0.0.1", torch.device("cpu"), gloo_group_size=8)
     return sender.open(Shipment(staged.manifest, staged), targets(member), Deadline(60, "a test"))
 
 

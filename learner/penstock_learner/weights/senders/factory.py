@@ -8,7 +8,7 @@ from penstock.errors import WeightPushFailed
 from penstock_learner.weights.senders.sender import Sender
 
 
-def make_sender(transport: str, host: str, device: torch.device) -> Sender:
+def make_sender(transport: str, host: str, device: torch.device, gloo_group_size: int) -> Sender:
     """Create the sender of a transport, for a publisher with this address and device."""
     if transport == "nccl":
         from penstock_learner.weights.senders.nccl import NcclSender
@@ -25,5 +25,5 @@ def make_sender(transport: str, host: str, device: torch.device) -> Sender:
     if transport == "gloo":
         from penstock_learner.weights.senders.gloo import GlooSender
 
-        return GlooSender(host)
+        return GlooSender(host, gloo_group_size)
     raise WeightPushFailed(f"unknown transport {transport!r}")

@@ -1,4 +1,4 @@
-"""gloo: form a process group over TCP and broadcast each bucket in pieces."""
+"""gloo: form a process group over TCP and broadcast each bucket in pieces, to all workers or to relays."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from penstock.errors import Unavailable, WeightPushFailed, first_line_of
 from penstock.weights.deadline import Deadline
+from penstock.weights.relay_groups import group_places, is_divided
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_learner.rendezvous import open_store
 from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
 
 
 class GlooSender:
-    """Forms one group per push. The rendezvous is `host:port/prefix` of the store where its ranks meet."""
+    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.relay_groups).
 
-    def __init__(self, host: str) -> None:
+    The rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
+
+    def __init__(self, host: str, group_size: int) -> None:
         self.host = host
+        self.group_size = group_size
         self._numbers = itertools.count(1)
         self._store: Any = None
         self._prefix = ""
@@ -33,18 +37,24 @@ class GlooSender:
         except Unavailable as error:
             raise WeightPushFailed(f"{error}; check learner.publish_host") from error
         self._prefix = f"push-{next(self._numbers)}"
-        return f"{self.host}:{self._store.port}/{self._prefix}"
+        return f"{self.host}:{self._store.port}/{self._prefix}/{self.group_size}"
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: otherwise one
+        that dies late would take those with it that get their bytes from it."""
         try:
-            store = PrefixStore(self._prefix, self._store)
-            group: Any = ProcessGroupGloo(store, 0, num_ranks(members), _options(self.host, deadline.remaining_s))
+            [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
+            store = PrefixStore(f"{self._prefix}/{place.name}", self._store)
+            options = _options(self.host, deadline.remaining_s)
+            group: Any = ProcessGroupGloo(store, place.rank, place.num_ranks, options)
             in_flight: deque[Any] = deque()
             for wire in shipment.wires(deadline):
                 for piece in wire.cpu().split(GLOO_PIECE_BYTES):
                     in_flight.append(group.broadcast(piece, PUBLISHER_RANK))
                     if len(in_flight) == GLOO_PIECES_AT_ONCE:
                         in_flight.popleft().wait(timedelta(seconds=deadline.remaining_s))
+            if is_divided(num_ranks(members), self.group_size):
+                in_flight.append(group.barrier())
             for work in in_flight:
                 work.wait(timedelta(seconds=deadline.remaining_s))
         except RuntimeError as error:

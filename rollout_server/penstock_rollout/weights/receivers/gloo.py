@@ -1,4 +1,7 @@
-"""gloo: join the publisher's process group over TCP and receive each bucket as a series of broadcasts."""
+"""gloo: join the publisher's process group over TCP and receive each bucket as a series of broadcasts.
+
+In a push to many workers this one may be a relay, which hands each piece on to a group of its own
+(penstock.weights.relay_groups)."""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.checksums import RunningChecksum
 from penstock.weights.deadline import POLL_S, Deadline
 from penstock.weights.manifest import wire_sizes
+from penstock.weights.relay_groups import GroupPlace, group_places, is_divided
 from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
 from penstock_rollout.weights.reception import Arrived, Reception
 
@@ -29,17 +33,20 @@ BREAK_TIMEOUT_S = 5.0
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Yield buckets in host memory. The rendezvous is `host:port/prefix` of the publisher's store."""
+    """Yield buckets in host memory. The rendezvous is `host:port/prefix/group_size`, with the publisher's store."""
     host, port, prefix = parse_rendezvous(reception.rendezvous)
-    deadline = reception.deadline
+    prefix, group_size = parse_group_size(prefix)
+    deadline, num_ranks = reception.deadline, reception.announcement.world_size
     deadline.wait_until(lambda: _listens(host, port, deadline.remaining_s), CONNECT_RETRY_S)
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
-        interruptible = InterruptibleStore(PrefixStore(prefix, store), deadline)
-        group = ProcessGroupGloo(
-            interruptible, reception.rank, reception.announcement.world_size, _options(deadline.remaining_s)
-        )
-        yield from _broadcasts(group, reception)
+
+        def meet(place: GroupPlace) -> Any:
+            interruptible = InterruptibleStore(PrefixStore(f"{prefix}/{place.name}", store), deadline)
+            return ProcessGroupGloo(interruptible, place.rank, place.num_ranks, _options(deadline.remaining_s))
+
+        groups = [meet(place) for place in group_places(reception.rank, num_ranks, group_size)]
+        yield from _broadcasts(groups, reception, ends_together=is_divided(num_ranks, group_size))
     except RuntimeError as error:
         deadline.check()
         first_line = first_line_of(error)
@@ -53,6 +60,8 @@ class InterruptibleStore(Store):
         super().__init__()
         self._inner = inner
         self._deadline = deadline
+        self._known: set[str] = set()
+        """Keys that exist: gloo waits for a key and then gets it."""
 
     def set(self, key: str, value: Any) -> None:
         self._inner.set(key, value)
@@ -68,7 +77,10 @@ class InterruptibleStore(Store):
         return bool(self._inner.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._deadline.wait_until(lambda: self.check(keys), STORE_POLL_S)
+        unknown = [key for key in keys if key not in self._known]
+        if unknown:
+            self._deadline.wait_until(lambda: self.check(unknown), STORE_POLL_S)
+            self._known.update(unknown)
 
 
 def parse_rendezvous(rendezvous: str) -> tuple[str, int, str]:
@@ -78,6 +90,14 @@ def parse_rendezvous(rendezvous: str) -> tuple[str, int, str]:
     if not (slash and colon and host and prefix and port.isdigit()):
         raise WeightPushFailed(f"rendezvous {rendezvous!r} is not host:port/prefix")
     return host.strip("[]"), int(port), prefix
+
+
+def parse_group_size(prefix: str) -> tuple[str, int]:
+    """Split `prefix/group_size` into its parts."""
+    name, slash, size = prefix.rpartition("/")
+    if not (slash and name and size.isdigit() and int(size)):
+        raise WeightPushFailed(f"{prefix!r} is not prefix/group_size; use the same Penstock in every process")
+    return name, int(size)
 
 
 def _options(timeout_s: float) -> Any:
@@ -123,43 +143,90 @@ def _pieces(reception: Reception) -> Iterator[_Piece]:
         yield _Piece(wire, last, True, checksum)
 
 
-def _broadcasts(group: Any, reception: Reception) -> Iterator[Arrived]:
-    """Yield the buckets in order. Several pieces are in flight at once."""
+def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: bool) -> Iterator[Arrived]:
+    """Yield the buckets in order. Several pieces are in flight at once. A relay has a second group, to which it hands
+    each piece on.
+
+    With `ends_together` the last bucket is followed by a barrier of each group. A relay enters that of its own group
+    first, so the publisher's barrier ends when all workers have all bytes."""
+    source, deadline = groups[0], reception.deadline
     in_flight: deque[tuple[Any, _Piece]] = deque()
-    pieces = _pieces(reception)
+    handed_on = _HandedOn(groups[1], deadline) if len(groups) > 1 else None
+    pieces, is_complete = _pieces(reception), False
     try:
         while True:
             for piece in itertools.islice(pieces, GLOO_PIECES_AT_ONCE - len(in_flight)):
-                in_flight.append((group.broadcast([piece.bytes], _from_publisher()), piece))
+                in_flight.append((source.broadcast([piece.bytes], _from_sender()), piece))
             if not in_flight:
-                return
+                break
             work, piece = in_flight[0]
-            reception.deadline.wait_until(work.is_completed, PIECE_POLL_S)
-            work.wait()
+            _wait(work, deadline)
             in_flight.popleft()
+            if handed_on is not None:
+                handed_on.add(piece.bytes)
             if piece.checksum is not None:
                 piece.checksum.update(piece.bytes.numpy())
             if piece.is_last:
                 yield Arrived(piece.wire, piece.checksum.value if piece.checksum else "")
+        if handed_on is not None:
+            handed_on.finish()
+        if ends_together:
+            _wait(source.barrier(), deadline)
+        is_complete = True
     finally:
-        if in_flight:
-            break_connections(group, [work for work, _ in in_flight])
+        if not is_complete:
+            break_connections(source, [work for work, _ in in_flight])
+            if handed_on is not None:
+                break_connections(handed_on.group, list(handed_on.works))
+
+
+class _HandedOn:
+    """The pieces that a relay hands on to its group. As many are in flight as from the publisher, so a slow worker
+    slows the publisher down instead of filling the relay's memory."""
+
+    def __init__(self, group: Any, deadline: Deadline) -> None:
+        self.group = group
+        self.deadline = deadline
+        self.works: deque[Any] = deque()
+
+    def add(self, piece: torch.Tensor) -> None:
+        if len(self.works) == GLOO_PIECES_AT_ONCE:
+            self._wait_for_first()
+        self.works.append(self.group.broadcast([piece], _from_sender()))
+
+    def finish(self) -> None:
+        """Wait until all workers of the group have all pieces."""
+        while self.works:
+            self._wait_for_first()
+        _wait(self.group.barrier(), self.deadline)
+
+    def _wait_for_first(self) -> None:
+        _wait(self.works[0], self.deadline)
+        self.works.popleft()
+
+
+def _wait(work: Any, deadline: Deadline) -> None:
+    deadline.wait_until(work.is_completed, PIECE_POLL_S)
+    work.wait()
 
 
 def break_connections(group: Any, works: list[Any]) -> None:
     """Make pending broadcasts fail at once; otherwise the group's destructor would wait for them.
 
     Gloo has no abort, but an operation that times out closes every connection of its group. The group needs one idle
-    thread for this operation."""
-    options = _from_publisher()
+    thread for this operation. It is a gather to this rank, because nobody sends for it: gloo ends a process that gets
+    more bytes than it expects, so a broadcast could meet the next piece of a sender that goes on."""
+    options = GatherOptions()
+    options.rootRank = group.rank()
     options.timeout = timedelta(milliseconds=1)
-    works = [*works, group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)]
+    gathered = [torch.zeros(1, dtype=torch.uint8) for _ in range(group.size())]
+    works = [*works, group.gather([gathered], [torch.zeros(1, dtype=torch.uint8)], options)]
     ends_at = time.monotonic() + BREAK_TIMEOUT_S
     while time.monotonic() < ends_at and not all(work.is_completed() for work in works):
         time.sleep(POLL_S)
 
 
-def _from_publisher() -> Any:
+def _from_sender() -> Any:
     options = BroadcastOptions()
     options.rootRank = PUBLISHER_RANK
     options.rootTensor = 0

@@ -1,0 +1,158 @@
+"""A push by gloo through relays, with members in separate processes: content, deltas, and deaths in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from learner_runs import make_config
+from member_process import MemberOptions, MemberProcess
+from penstock.config.loading import dump_config
+from penstock.config.run import RunConfig
+from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
+from penstock.weights.deadline import Deadline
+from penstock.weights.relay_groups import group_places
+from penstock_learner.weights.publisher import WeightPublisher
+
+NUM_MEMBERS, GROUP_SIZE = 8, 3
+SHAPES = [(f"layer.{number}", (96, 96)) for number in range(6)]
+
+Start = Callable[..., list[MemberProcess]]
+
+
+def config_of(folder: Path, **weights: object) -> RunConfig:
+    config = make_config(folder, folder / "no-model", "redis://unused", "push")
+    update = {
+        "transport": "gloo", "bucket_bytes": 30_000, "ready_timeout_s": 15.0, "push_timeout_s": 30.0,
+        "gloo_group_size": GROUP_SIZE,
+    }  # fmt: skip
+    return config.model_copy(update={"weights": config.weights.model_copy(update=update | weights)})
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start NUM_MEMBERS members, some with a fault or more workers, and kill them at the end."""
+    members: list[MemberProcess] = []
+
+    def start_all(config: RunConfig, special: dict[int, MemberOptions] | None = None) -> list[MemberProcess]:
+        file = tmp_path / "config.yaml"
+        file.write_text(dump_config(config))
+        for index in range(NUM_MEMBERS):
+            options = (special or {}).get(index, MemberOptions())
+            members.append(MemberProcess.launch(file, tmp_path / f"member-{index}", options))
+        for member in members:
+            member.wait_for("port")
+        return members
+
+    yield start_all
+    for member in members:
+        member.kill()
+
+
+def stage(publisher: WeightPublisher, version: int, changed: float = 1.0) -> str:
+    """Stage random weights, a part of which differs from version to version. Returns the digest of the bytes."""
+    base, own = np.random.default_rng(0), np.random.default_rng(version)
+    staged = publisher.begin(version, 1, SHAPES, keep=(version - 1,))
+    for name, shape in SHAPES:
+        weight = base.standard_normal(shape, dtype=np.float32)
+        mask = own.random(shape) < changed
+        weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
+        staged.put(name, torch.from_numpy(weight))
+    staged.checksums(Deadline(10, "hashing"))
+    return weights_digest([host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets])
+
+
+def ids(members: list[MemberProcess]) -> list[str]:
+    return sorted(member.server_id for member in members)
+
+
+def place_of(index: int) -> str:
+    """What the member at this index is if all members have one worker."""
+    places = group_places(index + 1, NUM_MEMBERS + 1, GROUP_SIZE)
+    return "relay" if len(places) == 2 else "member behind a relay"
+
+
+def test_every_version_arrives_byte_for_byte_whole_or_as_a_delta(tmp_path: Path, start: Start) -> None:
+    """A member with two workers has one of them in the group of another relay."""
+    config = config_of(tmp_path, delta=True)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    members = start(config, {2: MemberOptions(num_workers=2)})
+    targets = [member.target for member in members]
+    digests, sizes = [], []
+    for version in range(1, 4):
+        digests.append(stage(publisher, version, changed=0.02))
+        report = publisher.push(version, targets, base_version=version - 1 or None)
+        assert sorted(report.committed) == ids(members), report
+        sizes.append(report.num_bytes)
+    assert sizes[1] < sizes[0] / 5
+    for member in members:
+        assert member.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
+
+
+@pytest.mark.fault_row(
+    "weights", "a {who} is killed in mid-push by gloo", how="SIGKILL when its first bucket has arrived",
+    must="the push starts again without it; all others load the version, byte for byte",
+)  # fmt: skip
+@pytest.mark.parametrize(("who", "index"), [("relay", 2), ("member behind a relay", 3)])
+def test_when_a_relay_or_another_member_dies_all_others_get_the_version(
+    who: str, index: int, tmp_path: Path, start: Start
+) -> None:
+    assert place_of(index) == who
+    config = config_of(tmp_path)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    members = start(config, {index: MemberOptions(fault="die@receive")})
+    dying = members[index]
+    others = [member for member in members if member is not dying]
+    digest = stage(publisher, 1)
+    report = publisher.push(1, [member.target for member in members])
+    assert dying.has_hung
+    assert list(report.failed) == [dying.server_id], report
+    assert sorted(report.committed) == ids(others)
+    assert all(member.loads == [(1, [digest])] for member in others)
+    assert dying.loads == []
+
+
+@pytest.mark.fault_row(
+    "weights", "a {who} hangs in mid-push by gloo", how="SIGSTOP when its first bucket has arrived",
+    must="nobody waits past the deadline; the push starts again without it, and all others load the version",
+)  # fmt: skip
+@pytest.mark.parametrize(("who", "index"), [("relay", 2), ("member behind a relay", 3)])
+def test_when_a_relay_or_another_member_hangs_all_others_get_the_version(
+    who: str, index: int, tmp_path: Path, start: Start
+) -> None:
+    assert place_of(index) == who
+    config = config_of(tmp_path, ready_timeout_s=3.0, push_timeout_s=6.0)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    members = start(config, {index: MemberOptions(fault="stop@receive")})
+    hanging = members[index]
+    others = [member for member in members if member is not hanging]
+    digest = stage(publisher, 1)
+    report = publisher.push(1, [member.target for member in members])
+    assert hanging.has_hung
+    assert list(report.failed) == [hanging.server_id], report
+    assert sorted(report.committed) == ids(others)
+    assert all(member.loads == [(1, [digest])] for member in others)
+    hanging.resume()
+    digest = stage(publisher, 2)
+    report = publisher.push(2, [member.target for member in members])
+    assert sorted(report.committed) == ids(members), report
+    assert all(member.loads[-1] == (2, [digest]) for member in members)
+
+
+def test_a_member_with_corrupt_bytes_keeps_its_version_and_the_others_commit(tmp_path: Path, start: Start) -> None:
+    """Bytes are checked by each member against the publisher's checksums, wherever they came from."""
+    config = config_of(tmp_path)
+    publisher = WeightPublisher(config, "127.0.0.1")
+    members = start(config)
+    stage(publisher, 1)
+    publisher.staged[1].memory.buckets[-1][5] ^= 1
+    report = publisher.push(1, [member.target for member in members])
+    assert sorted(report.failed) == ids(members)
+    assert all("is corrupt" in why for why in report.failed.values())
+    digest = stage(publisher, 2)
+    assert sorted(publisher.push(2, [member.target for member in members]).committed) == ids(members)
+    assert all(member.loads == [(2, [digest])] for member in members)

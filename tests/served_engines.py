@@ -23,6 +23,7 @@ from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.weights.relay_groups import group_places
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.weights.gathering import gathered_weights
@@ -83,6 +84,9 @@ class Push:
         return cls(manifest, buckets)
 
 
+GROUP_SIZE = 32
+
+
 class Publisher:
     """Rank 0 of a gloo group with one member, in a thread."""
 
@@ -94,7 +98,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def announcement(self, timeout_s: float = 20.0) -> weights_pb2.AnnounceRequest:
-        rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}"
+        rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}/{GROUP_SIZE}"
         return weights_pb2.AnnounceRequest(
             manifest=self._push.manifest, transport="gloo", rendezvous=rendezvous, rank=1, world_size=2,
             deadline_s=timeout_s,
@@ -108,7 +112,8 @@ class Publisher:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        prefix = f"push-{self._push.manifest.policy_version}"
+        [place] = group_places(0, 2, GROUP_SIZE)
+        prefix = f"push-{self._push.manifest.policy_version}/{place.name}"
         self._group = ProcessGroupGloo(PrefixStore(prefix, self._store), 0, 2, timedelta(seconds=20))
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0

@@ -16,6 +16,7 @@ import torch
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
+from penstock.open_files import raise_file_limit
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import version_mismatch
@@ -51,6 +52,7 @@ class WeightPublisher:
     at the same time. The caller of `begin` names the versions that lanes still need."""
 
     def __init__(self, config: RunConfig, host: str, device: torch.device | None = None) -> None:
+        raise_file_limit()  # a push by gloo has two connections for each server
         self.config = config
         self.host = host
         self.device = device or torch.device("cpu")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +11,9 @@ from pathlib import Path
 from penstock.cli.overrides import parse_with_overrides
 from penstock.cli.parser import Parser
 from penstock.errors import PenstockError
+from penstock.open_files import raise_file_limit
 
 COLLECTED_OBJECTS = 50_000
-MAX_FILES = 65_536
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +45,7 @@ def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
         return 0
     setup_logging("gateway", config.run)
     _spare_collector()
-    _raise_file_limit()
+    raise_file_limit()
     keep_files_private()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))
@@ -61,15 +59,6 @@ def _spare_collector() -> None:
     defaults the collector would scan all of them every few requests and find nothing."""
     gc.freeze()
     gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system permits: every connection is one, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -232,9 +232,12 @@ class PolicyPublication:
         self._catching_up = {server.server_id: version for server in servers}
         try:
             report = await self._push(version, servers, transport=transport, lane="catch_up")
-            return report.committed
         finally:
             self._catching_up = {}
+        if version != self._newest:  # the push of a newer one may have begun without these
+            left_out = [server_id for server_id in report.committed if server_id not in self._members]
+            await self.fleet.set_states(left_out, "STALE", self.term)
+        return report.committed
 
     def _count_skipped(self, policy_version: int, newer_version: int) -> None:
         logger.info("version %d is skipped: version %d is newer", policy_version, newer_version)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,34 +69,40 @@ async def report(fleet: Fleet, target: PushTarget, engine: Engine, publication: 
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.fault_row(
-    "weights", "a server is cut off", how="its listener is frozen behind a proxy",
-    must="versions are published without it at once; it catches up alone",
-)  # fmt: skip
-async def test_versions_are_published_without_a_server_that_is_cut_off(
-    tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server is cut off from the learner in mid-connection, and goes on reporting to Redis."""
+@dataclass
+class Scene:
+    """A learner's publication and two servers: one is near, the other can be cut off by the proxy."""
+
+    publication: PolicyPublication
+    fleet: Fleet
+    near: Engine
+    far: Engine
+    far_id: str
+    proxy: FrozenProxy
+
+    async def publish(self, version: int) -> None:
+        (await self.publication.gather(version, version)).metrics.set_result({})
+        async with self.publication._changed:
+            await self.publication._changed.wait_for(lambda: self.publication.current == version)
+
+
+@asynccontextmanager
+async def scene(folder: Path, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    """Version 1 is served by both. The far server goes on reporting to Redis when it is cut off."""
     monkeypatch.setattr("penstock_learner.weights.member_calls.SILENCE_MS", 1000)
     monkeypatch.setattr("penstock_learner.loop.policy_publication.MAX_BACKOFF_S", 0.5)
-    config = config_of(tmp_path, make_tiny_qwen2(tmp_path / "model", seed=1), None, "shm")
+    config = config_of(folder, make_tiny_qwen2(folder / "model", seed=1), None, "shm")
     weights = config.weights.model_copy(update={"ready_timeout_s": FOREVER_S, "push_timeout_s": FOREVER_S})
-    config = config.model_copy(update={"weights": weights, "redis": RedisConfig(url=redis_process.url)})
+    config = config.model_copy(update={"weights": weights, "redis": RedisConfig(url=redis.url)})
     client = connect(config.redis)
+    await client.flushdb()  # members know the first term of a run
     queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
     term = await queue.take_term(0)
-    tensors = dict(_weights(config.model.path))
-    policy: Any = OneRankPolicy(WeightPublisher(config, HOST), tensors)
+    policy: Any = OneRankPolicy(WeightPublisher(config, HOST), dict(_weights(config.model.path)))
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
     publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
-
-    async def publish(version: int) -> None:
-        (await publication.gather(version, version)).metrics.set_result({})
-        async with publication._changed:
-            await publication._changed.wait_for(lambda: publication.current == version)
-
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         member(config) as (near, near_engine, _),
         member(config) as (cut_off, far_engine, _),
         FrozenProxy(int(cut_off.address.rpartition(":")[2])) as proxy,
@@ -107,25 +115,61 @@ async def test_versions_are_published_without_a_server_that_is_cut_off(
                 report(fleet, near, near_engine, publication), report(fleet, far, far_engine, publication),
             )
         ]  # fmt: skip
+        found = Scene(publication, fleet, near_engine, far_engine, far.server_id, proxy)
         try:
             while len(await fleet.servers()) < 2:
                 await asyncio.sleep(0.01)
-            await publish(1)
+            await found.publish(1)
             await _serves(far_engine, 1)
-            proxy.freeze()
-            for version in range(2, 22):
-                await publish(version)
-                await _serves(near_engine, version)
-            assert far_engine.policy_version == 1
-            proxy.thaw()
-            await _serves(far_engine, 21)
-            await publish(22)
-            await _serves(near_engine, 22)
-            await _serves(far_engine, 22)
+            yield found
         finally:
             for loop in loops:
                 await end_task(loop)
             await client.aclose()
+
+
+@pytest.mark.fault_row(
+    "weights", "a server is cut off", how="its listener is frozen behind a proxy",
+    must="versions are published without it at once; it catches up alone",
+)  # fmt: skip
+async def test_versions_are_published_without_a_server_that_is_cut_off(
+    tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, redis_process, monkeypatch) as found:
+        found.proxy.freeze()
+        for version in range(2, 22):
+            await found.publish(version)
+            await _serves(found.near, version)
+        assert found.far.policy_version == 1
+        found.proxy.thaw()
+        await _serves(found.far, 21)
+        await found.publish(22)
+        await _serves(found.near, 22)
+        await _serves(found.far, 22)
+
+
+async def test_a_server_that_has_caught_up_while_the_next_version_was_pushed_gets_that_one_too(
+    tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next push begins after the version that was brought to the server was found to be the newest, and before
+    the server takes part in pushes again."""
+    async with scene(tmp_path, redis_process, monkeypatch) as found:
+        found.proxy.freeze()
+        await found.publish(2)
+        caught_up, may_go_on, set_states = asyncio.Event(), asyncio.Event(), found.fleet.set_states
+
+        async def held(server_ids: Sequence[str], state: Any, term: int) -> None:
+            if state == "READY" and list(server_ids) == [found.far_id] and not caught_up.is_set():
+                caught_up.set()
+                await may_go_on.wait()
+            await set_states(server_ids, state, term)
+
+        monkeypatch.setattr(found.fleet, "set_states", held)
+        found.proxy.thaw()
+        await caught_up.wait()
+        await found.publish(3)
+        may_go_on.set()
+        await _serves(found.far, 3)
 
 
 async def _serves(engine: Engine, version: int) -> None:

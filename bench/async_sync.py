@@ -5,10 +5,10 @@
 
 Each run trains examples/arithmetic with `max_staleness` 0 (synchronous), 1, 2, 4 or 8, with the correction
 (`decoupled`) and without it (`none`), on the same prompts and seeds. The rollout server has one core and the learner
-another. The batches are the demo's. Twelve groups are generated at once, with which generation and training take about
-as long. All variants of a seed run after one another, in reverse order for every other seed. The learner keeps its
-weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The
-time to 0.9 is interpolated between two scores.
+another. The batches are the demo's, and twelve groups are generated at once. On two ARM cores a batch then takes 0.46 s
+to generate and 0.19 s to train, so overlap can give 1.4 × at most. All variants of a seed run after one another, in
+reverse order for every other seed. The learner keeps its weights every few steps; they are scored on held-out sums when
+the run is over, so scoring takes no time of the run. The time to 0.9 is interpolated between two scores.
 
 A run takes 90 to 140 s on two quiet cores, all nine of a seed about 17 minutes. Every finished run is kept in
 results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew. `--merge FILES` adds runs

@@ -34,7 +34,8 @@ START_S, TRAIN_S = 180.0, 300.0
 POLL_S = 0.2
 SUBMIT_BATCH = 256
 GROUPS_AT_ONCE = 12
-"""Generation of a batch then takes about as long as training on it."""
+"""With fewer, a batch takes longer to generate; with more, the engine of a synchronous run gains more than that of an
+asynchronous one, whose groups start one by one."""
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from learner_runs import make_config
 from member_process import MemberOptions, MemberProcess
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
-from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
-from penstock.weights.deadline import Deadline
 from penstock.weights.relay_groups import group_places
 from penstock_learner.weights.publisher import WeightPublisher
+from staged_weights import stage_weights
 
 NUM_MEMBERS, GROUP_SIZE = 8, 3
 SHAPES = [(f"layer.{number}", (96, 96)) for number in range(6)]
@@ -54,16 +51,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def stage(publisher: WeightPublisher, version: int, changed: float = 1.0) -> str:
-    """Stage random weights, a part of which differs from version to version. Returns the digest of the bytes."""
-    base, own = np.random.default_rng(0), np.random.default_rng(version)
-    staged = publisher.begin(version, 1, SHAPES, keep=(version - 1,))
-    for name, shape in SHAPES:
-        weight = base.standard_normal(shape, dtype=np.float32)
-        mask = own.random(shape) < changed
-        weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
-        staged.put(name, torch.from_numpy(weight))
-    staged.checksums(Deadline(10, "hashing"))
-    return weights_digest([host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets])
+    """Stage random weights beside those of the version before. Returns the digest of the bytes."""
+    return stage_weights(SHAPES, publisher, version, keep=(version - 1,), changed=changed)
 
 
 def ids(members: list[MemberProcess]) -> list[str]:
@@ -93,6 +82,17 @@ def test_every_version_arrives_byte_for_byte_whole_or_as_a_delta(tmp_path: Path,
         assert member.loads == [(version, [digest]) for version, digest in enumerate(digests, start=1)]
 
 
+def assert_loaded_by_all_but(failing: MemberProcess, members: list[MemberProcess], publisher: WeightPublisher) -> None:
+    """Push version 1. The failing member leaves the push, and all others load the version."""
+    others = [member for member in members if member is not failing]
+    digest = stage(publisher, 1)
+    report = publisher.push(1, [member.target for member in members])
+    assert failing.has_hung
+    assert list(report.failed) == [failing.server_id], report
+    assert sorted(report.committed) == ids(others)
+    assert all(member.loads == [(1, [digest])] for member in others)
+
+
 @pytest.mark.fault_row(
     "weights", "a {who} is killed in mid-push by gloo", how="SIGKILL when its first bucket has arrived",
     must="the push starts again without it; all others load the version, byte for byte",
@@ -106,13 +106,7 @@ def test_when_a_relay_or_another_member_dies_all_others_get_the_version(
     publisher = WeightPublisher(config, "127.0.0.1")
     members = start(config, {index: MemberOptions(fault="die@receive")})
     dying = members[index]
-    others = [member for member in members if member is not dying]
-    digest = stage(publisher, 1)
-    report = publisher.push(1, [member.target for member in members])
-    assert dying.has_hung
-    assert list(report.failed) == [dying.server_id], report
-    assert sorted(report.committed) == ids(others)
-    assert all(member.loads == [(1, [digest])] for member in others)
+    assert_loaded_by_all_but(dying, members, publisher)
     assert dying.loads == []
 
 
@@ -129,13 +123,7 @@ def test_when_a_relay_or_another_member_hangs_all_others_get_the_version(
     publisher = WeightPublisher(config, "127.0.0.1")
     members = start(config, {index: MemberOptions(fault="stop@receive")})
     hanging = members[index]
-    others = [member for member in members if member is not hanging]
-    digest = stage(publisher, 1)
-    report = publisher.push(1, [member.target for member in members])
-    assert hanging.has_hung
-    assert list(report.failed) == [hanging.server_id], report
-    assert sorted(report.committed) == ids(others)
-    assert all(member.loads == [(1, [digest])] for member in others)
+    assert_loaded_by_all_but(hanging, members, publisher)
     hanging.resume()
     digest = stage(publisher, 2)
     report = publisher.push(2, [member.target for member in members])

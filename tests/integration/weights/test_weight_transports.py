@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +17,6 @@ from nccl_binding import install_nccl_stand_in
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
@@ -28,6 +27,7 @@ from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.factory import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
+from staged_weights import stage_weights
 
 TRANSPORTS = ["nccl", "gloo", "shm", "snapshot"]
 PHASES = ["announce", "receive", "commit", "load"]
@@ -68,17 +68,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         member.kill()
 
 
-def stage(publisher: WeightPublisher, version: int, keep: tuple[int, ...] = (), changed: float = 1.0) -> str:
-    """Stage random weights. A part of them differs from version to version. Returns the digest of the bytes."""
-    base, own = np.random.default_rng(0), np.random.default_rng(version)
-    staged = publisher.begin(version, 1, SHAPES, keep=keep)
-    for name, shape in SHAPES:
-        weight = base.standard_normal(shape, dtype=np.float32)
-        mask = own.random(shape) < changed
-        weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
-        staged.put(name, torch.from_numpy(weight))
-    staged.checksums(Deadline(10, "hashing"))
-    return weights_digest([host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets])
+stage = partial(stage_weights, SHAPES)
 
 
 def targets(*members: MemberProcess) -> list[PushTarget]:

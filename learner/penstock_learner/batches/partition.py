@@ -28,7 +28,8 @@ class RankShard:
     """Whether tokens that the sequences of a group begin with are to be computed once. A micro-batch may then hold more
     tokens than the limit, if they are counted in every sequence."""
     num_shared: int = 0
-    """Tokens that need not be computed, because another sequence of their micro-batch has them too."""
+    """Tokens that need not be computed, because another sequence of their micro-batch has them too. Counted in the tree
+    of the whole batch: that of a micro-batch alone may differ by fewer than `SHORTEST` tokens a sequence."""
 
 
 def partition(

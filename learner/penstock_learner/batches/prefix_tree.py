@@ -25,7 +25,7 @@ WORTH_SHARE = 8
 
 
 def shortest_shared(length: int) -> int:
-    """The fewest tokens that a sequence of `length` tokens shares with another one, from where they last forked."""
+    """The fewest tokens that a sequence of `length` tokens shares with others, and for which one of them is cut."""
     return max(1, min(SHORTEST, length // WORTH_SHARE))
 
 
@@ -125,21 +125,41 @@ class _Segment:
 
 def _insert(batch: SequenceBatch, root: _Segment, start: int, length: int) -> _Segment:
     """Add the sequence that begins at token `start` of the batch. Returns its last segment."""
-    at, position, shortest = root, 0, shortest_shared(length)
-    while position < length:
-        rest = length - position
-        alike = [_num_alike(batch, child.first, start + position, min(child.size, rest)) for child in at.children]
-        most = max(alike, default=0)
-        if most < shortest:
+    shortest = shortest_shared(length)
+    path, num_alike = _longest_match(batch, root, start, length)
+    at, position = root, 0
+    for segment in path if num_alike >= shortest else ():
+        rest = num_alike - position
+        if position >= shortest > rest:
             break
-        child = at.children[alike.index(most)]
-        at = child if most == child.size else child.split(most)
-        position += most
+        at = segment if rest >= segment.size else segment.split(rest)
+        position += at.size
     if position == length and length > 0:
         return at
     own = _Segment(at, start + position, position, length - position)
     at.children.append(own)
     return own
+
+
+def _longest_match(batch: SequenceBatch, root: _Segment, start: int, length: int) -> tuple[list[_Segment], int]:
+    """The segments below a root, from the top down, that begin like the sequence for the most tokens, and how many.
+
+    A short sequence may have cut the beginning of long ones into segments of few tokens. So it is the whole path that
+    counts, not each segment."""
+    deepest, most, waiting = root, 0, [(root, 0)]
+    while waiting:
+        at, position = waiting.pop()
+        for child in at.children:
+            alike = _num_alike(batch, child.first, start + position, min(child.size, length - position))
+            if position + alike > most:
+                deepest, most = child, position + alike
+            if alike == child.size and position + alike < length:
+                waiting.append((child, position + alike))
+    path = []
+    while deepest.parent is not None:
+        path.append(deepest)
+        deepest = deepest.parent
+    return path[::-1], most
 
 
 def _content(batch: SequenceBatch, start: int, length: int) -> bytes:

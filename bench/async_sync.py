@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from async_sync_run import Serving, Variant
+from async_sync_parts.run import Serving, Variant
 from harness import RESULTS, Bar, Measurement, report
 
 NAME = "async_sync"
@@ -39,7 +39,7 @@ SCORE_GOAL, SPEED_GOAL, SCORE_REACH = 0.9, 1.6, 0.02
 JUDGED_STALENESS = (1, 2, 4)
 """The score has to be that of synchronous training up to here, and a faster run counts only up to here."""
 RUN_S = 500.0
-RUN = Path(__file__).with_name("async_sync_run.py")
+RUN = Path(__file__).parent / "async_sync_parts" / "run.py"
 SYNCHRONOUS = "synchronous"
 
 Row = Mapping[str, Any]
@@ -70,7 +70,7 @@ def measure(variant: Variant, serving: Serving = Serving()) -> dict[str, Any]:  
         subprocess.run([sys.executable, str(RUN), str(settings)], check=True, timeout=RUN_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise SystemExit(f"{variant.name}, seed {variant.seed}: {error}; see {folder}/async-sync/logs") from error
-    from async_sync_score import score_snapshots
+    from async_sync_parts.score import score_snapshots
 
     row: dict[str, Any] = json.loads(result.read_text())
     row["scores"] = score_snapshots(folder / "async-sync" / "snapshots")

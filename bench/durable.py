@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from durable_cost import measure_cost
+from durable_parts.cost import measure_cost
 from harness import Bar, Measurement, earlier, report
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import RolloutConfig
@@ -40,9 +40,9 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
 from replay import Server
-from rollout_model import ModelShape, make_model
+from rollout_parts.model import ModelShape, make_model
 
-SERVER = Path(__file__).with_name("durable_server.py")
+SERVER = Path(__file__).parent / "durable_parts" / "server.py"
 NUM_SAMPLES, NUM_TOKENS, TOKENS_PER_S, KILL_S, LEASE_S = 8, 2000, 50.0, 30.0, 15.0
 MEAN_TOKENS = 400
 """The mean length of responses in the part `places`, where lengths are distributed exponentially."""

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from harness import Bar, Measurement, report
-from loading_jobs import Job, Outcome, run_job
+from loading_parts.jobs import Job, Outcome, run_job
 
 NUM_RANKS = 4
 TIMEOUT_S = 300.0

@@ -24,8 +24,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_rollout.engines.factory import start_engine
 from replay import Server
-from rollout_model import ModelShape, make_model
-from rollout_paths import REPLAY, Contenders, Load, Paths, engine_config
+from rollout_parts.model import ModelShape, make_model
+from rollout_parts.paths import REPLAY, Contenders, Load, Paths, engine_config
 
 SHAPES = {
     "tiny": ModelShape(

@@ -2,9 +2,9 @@
 
     make bench-scale                       (ARGS="--servers 10 100 --prompts 100000 --rounds 1" for a short one)
 
-One Redis, one gateway and the learner's side of the control (bench/scale_learner.py): the queue's calls of a step, the
+One Redis, one gateway and the learner's side of the control (scale_parts/learner.py): the queue's calls of a step, the
 publication of versions to the fleet with its gRPC calls, and its look-out for servers that are behind. The servers are
-real but for their engines (bench/scale_servers.py). All sizes of the fleet make the same number of groups a second, so
+real but for their engines (scale_parts/servers.py). All sizes of the fleet make the same number of groups a second, so
 that a difference in the cost of a group is that of the fleet's size.
 
 Phases for each size of the fleet, in an order of sizes that is reversed in every other round:
@@ -44,10 +44,10 @@ from penstock.ports import free_port, wait_for_port
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config
-from scale_clients import generating, p99, submitting
-from scale_figures import Bar, Costs, Sample, fleet_bars, growth, measurements
-from scale_fleet import FleetProcesses, Meter
-from scale_learner import Learner
+from scale_parts.clients import generating, p99, submitting
+from scale_parts.figures import Bar, Costs, Sample, fleet_bars, growth, measurements
+from scale_parts.fleet import FleetProcesses, Meter
+from scale_parts.learner import Learner
 
 IN_FLIGHT = 1_000
 """Groups that all servers together work on. Each server has its share of places."""

@@ -4,9 +4,9 @@
     make soak ARGS="--minutes 8 --seed 3"            a pilot
 
 Redis, gateway, feed, two rollout servers (torch engine), the learner's controller, and a Ray cluster with two FSDP
-ranks run as processes of their own (soak_parts.py). All but Ray's own processes are targets of the killer; a target is
-killed (75 %), asked to end (15 %) or suspended for 3 to 10 s (10 %). A part that ended is started again with a
-kubelet's back-off. Kills begin after a minute of undisturbed training and end with the measured time.
+ranks run as processes of their own (soak_parts/processes.py). All but Ray's own processes are targets of the killer; a
+target is killed (75 %), asked to end (15 %) or suspended for 3 to 10 s (10 %). A part that ended is started again with
+a kubelet's back-off. Kills begin after a minute of undisturbed training and end with the measured time.
 
 What is judged:
 
@@ -59,10 +59,10 @@ from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import ProcessGroup
-from soak_lineage import Account, Lineage, make_account
-from soak_parts import Killer, Part, host_description, rank_process, root_process
+from soak_parts.lineage import Account, Lineage, make_account
+from soak_parts.processes import Killer, Part, host_description, rank_process, root_process
 
-CONFIG = Path(__file__).with_name("soak.yaml")
+CONFIG = Path(__file__).parent / "soak_parts" / "soak.yaml"
 START_S = 180.0
 DRAIN_S = 180.0
 POLL_S = 0.2

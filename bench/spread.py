@@ -32,7 +32,7 @@ from penstock.store.fleet import Fleet
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
 from replay import Server
-from rollout_model import ModelShape, make_model
+from rollout_parts.model import ModelShape, make_model
 
 SHAPE = ModelShape(
     vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from async_sync import RUN_S, SCORE_GOAL, measure, numbers, seconds_to
-from async_sync_run import Serving, Variant
-from async_sync_score import score_snapshots
+from async_sync_parts.run import Serving, Variant
+from async_sync_parts.score import score_snapshots
 from harness import Bar, Measurement, report
 
 NAME = "trl_demo"
-TRL_RUN = Path(__file__).with_name("trl_demo_run.py")
+TRL_RUN = Path(__file__).parent / "trl_demo_parts" / "run.py"
 MAX_STALENESS = 2
 SERVING = Serving(
     groups_at_once=32,
-    reward_file=Path(__file__).with_name("trl_demo_reward.py"),
+    reward_file=Path(__file__).parent / "trl_demo_parts" / "reward.py",
     scores_by_prompt=True,
     reward_processes=1,
 )

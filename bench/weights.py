@@ -195,7 +195,7 @@ def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 
 def pause(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     """How long vLLM pauses while it generates, against how long its own load takes."""
-    from vllm_pause import measure
+    from weights_parts.vllm_pause import measure
 
     pauses, loads = asyncio.run(measure(folder / "pause"))
     return [pauses, loads], [Bar("vLLM, 200 MB: pause / load", median_ratio(loads, pauses), 1.5, at_most=True)]

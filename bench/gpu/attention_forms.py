@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner_models import Setting
-from parts import run_parts, save
-from weights_results import Results, say
+from learner_parts.models import Setting
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 
 NAME = "attention_forms"
 GOAL = 0.85
@@ -98,8 +98,8 @@ def ignoring_forms() -> Iterator[None]:
 def bench_shape(name: str, compiled: bool) -> Results:
     import torch
     import torch.distributed as dist
-    from learner_steps import Ours, clear, make_batch, time_steps
 
+    from learner_parts.steps import Ours, clear, make_batch, time_steps
     from penstock_learner.model.architectures import LogitForm
     from penstock_learner.model.torch_settings import set_up_torch
 

@@ -36,18 +36,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from learner_models import SHAPES
-from parts import WRITE_TO, earlier_results, run_parts, save
-from weights_results import Results, say
-from whole_run import MICRO_BATCH_TOKENS, model_folder
-from whole_run_ours import UP, print_logs, settings_of, step_rows, stop
-from whole_run_task import Task, write_prompts
 
 from harness import Bar, Measurement, report
+from learner_parts.models import SHAPES
+from measuring.parts import WRITE_TO, earlier_results, run_parts, save
+from measuring.results import Results, say
 from penstock.client import SyncPenstockClient
 from penstock.compiled_code import VARIABLES
 from penstock.errors import PenstockError
 from penstock_rollout.engines.vllm.standby import SWITCH
+from whole_run import MICRO_BATCH_TOKENS, model_folder
+from whole_run_parts.ours import UP, print_logs, settings_of, step_rows, stop
+from whole_run_parts.task import Task, write_prompts
 
 NAME = "cold_start"
 TITLE = "from `penstock up` to the first step, on one GPU"

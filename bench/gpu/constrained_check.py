@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_check import engine_version, say
-
 from harness import Bar, Measurement, report
 from penstock.config.rollout import EngineConfig
 from penstock.protocols.conversation import Conversation, Message

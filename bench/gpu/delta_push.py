@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from delta_push_member import MemberProcess, tensor_checksums
-from delta_push_steps import free, shares_of_steps, versions_of_a_step
-from parts import run_parts, save
-from weights_engine import HOST, RUN
-from weights_processes import Child
-from weights_ranks import be_a_host_of_its_own
-from weights_results import Results, say
 
+from delta_push_parts.member import MemberProcess, tensor_checksums
+from delta_push_parts.steps import free, shares_of_steps, versions_of_a_step
+from measuring.child import Child
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.delta_choice import DELTA_TRANSPORTS, DeltaChoice
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
+from weights_gpu_parts.engine import HOST, RUN
+from weights_gpu_parts.ranks import be_a_host_of_its_own
 
 NAME = "delta_push"
 TIMEOUT_S = 200.0

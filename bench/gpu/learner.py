@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from learner_models import Setting
-from parts import run_parts, save
-from weights_results import Results, say
+from learner_parts.models import Setting
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
@@ -31,9 +31,9 @@ NOMINAL_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362
 def bench_model(name: str, compiled: bool) -> Results:
     import torch
     import torch.distributed as dist
-    from learner_models import SHAPES
-    from learner_steps import clear, make_batch, matmul_flops
 
+    from learner_parts.models import SHAPES
+    from learner_parts.steps import clear, make_batch, matmul_flops
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
@@ -88,7 +88,7 @@ class _ModelBench:
         self.plain_error = 0.0
 
     def plain(self) -> None:
-        from learner_steps import Plain
+        from learner_parts.steps import Plain
 
         contender = Plain(self.shape, self.device)
         sequence = self.uniform.select([0])
@@ -100,7 +100,7 @@ class _ModelBench:
 
     def ours(self, masters: str, compiled: bool, is_judged: bool) -> None:
         """Measure every setting on equal lengths, and the fastest one within the memory bar on mixed lengths."""
-        from learner_steps import Ours, clear
+        from learner_parts.steps import Ours, clear
 
         name = f"ours, {masters} masters" + (", compiled" if compiled else "")
         found: list[tuple[bool, float, int, Setting]] = []
@@ -132,7 +132,7 @@ class _ModelBench:
 
     def trl(self) -> None:
         try:
-            from learner_trl import Trl
+            from learner_parts.trl_steps import Trl
         except ImportError as error:
             say(f"TRL is not installed, so its step is left out: {error}")
             return
@@ -152,7 +152,7 @@ class _ModelBench:
         self.results.bar("error of log-probs / plain", error / self.plain_error, 1.2, at_most=True)
 
     def _uniform(self, label: str, contender: Any) -> float:
-        from learner_steps import time_steps
+        from learner_parts.steps import time_steps
 
         rates = time_steps(contender, self.uniform, NUM_STEPS, self.device)
         self.results.add(f"{label}, equal lengths", "tokens/s", *rates)
@@ -164,14 +164,14 @@ class _ModelBench:
         return median
 
     def _mixed(self, label: str, contender: Any) -> list[float]:
-        from learner_steps import time_steps
+        from learner_parts.steps import time_steps
 
         rates = time_steps(contender, self.mixed, NUM_STEPS, self.device)
         self.results.add(f"{label}, mixed lengths", "tokens/s", *rates)
         return rates
 
     def _memory(self, label: str, contender: Any) -> int:
-        from learner_steps import GIB, peak_bytes
+        from learner_parts.steps import GIB, peak_bytes
 
         peak, state = peak_bytes(contender, self.uniform, self.device), contender.state_bytes()
         self.results.add(f"{label}, peak memory", "GiB", peak / GIB)

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from learner_models import SHAPES, Shape
-from learner_steps import clear, make_batch, make_model
 from numpy.typing import NDArray
-from parts import run_parts, save
-from weights_processes import Child
-from weights_results import Results, say
 
+from learner_parts.models import SHAPES, Shape
+from learner_parts.steps import clear, make_batch, make_model
+from measuring.child import Child
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 from penstock.config.learner import LearnerConfig
 from penstock.ports import free_port
 from penstock_learner.batches.partition import partition, unpermute

@@ -20,10 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from learner_models import SHAPES
-
 from harness import RESULTS, Bar, Measurement, report
-from loading_jobs import Job, Outcome, run_job
+from learner_parts.models import SHAPES
+from loading_parts.jobs import Job, Outcome, run_job
 
 NAME = "loading_gpu"
 TIMEOUT_S = 240.0

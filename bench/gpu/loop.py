@@ -24,16 +24,16 @@ import time
 from pathlib import Path
 
 import psutil
-from loop_run import SERVERS, LoopRun
-from parts import run_parts, save
-from weights_results import Results, say
 
 from harness import RESULTS
+from loop_parts.run import SERVERS, LoopRun
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.redis_client import connect
-from soak_parts import rank_process, root_process
+from soak_parts.processes import rank_process, root_process
 
 NAME = "loop_gpu"
 TIMEOUTS_S = {"standalone": 330.0, "split-collocate": 330.0, "faults": 500.0}

@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from parts import run_parts, save
-from weights_results import Results, say
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 
 NAME = "prefixes"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 300.0, "1.5b": 300.0}
@@ -60,9 +60,9 @@ def make_batch(prompt: int, response: int, vocabulary: int, *, is_mixed: bool = 
 def bench_model(name: str, compiled: bool) -> Results:
     import torch
     import torch.distributed as dist
-    from learner_models import SHAPES, Setting
-    from learner_steps import Ours, clear
 
+    from learner_parts.models import SHAPES, Setting
+    from learner_parts.steps import Ours, clear
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
@@ -102,7 +102,7 @@ class _ShapeBench:
 
     def measure(self) -> tuple[float, float]:
         """Seconds of a step without sharing / with it, and the same of peak memory beyond the state."""
-        from learner_steps import GIB
+        from learner_parts.steps import GIB
 
         seconds: dict[bool, list[float]] = {True: [], False: []}
         memory: dict[bool, int] = {}

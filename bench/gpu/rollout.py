@@ -20,8 +20,8 @@ from pathlib import Path
 
 from harness import Bar, report
 from penstock_rollout.engines.factory import start_engine
-from rollout_model import ModelShape, make_model
-from rollout_paths import Contenders, Load, Paths, engine_config, memory_queue
+from rollout_parts.model import ModelShape, make_model
+from rollout_parts.paths import Contenders, Load, Paths, engine_config, memory_queue
 
 STARTED = time.monotonic()
 DEADLINE_S = 420.0

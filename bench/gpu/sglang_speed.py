@@ -29,16 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from parts import run_parts, save
-from weights_engine import SHAPES, ModelWriter
-from weights_processes import Child
-from weights_results import Results, say
 
+from measuring.child import Child
+from measuring.parts import run_parts, save
+from measuring.results import Results, say
 from penstock.config.rollout import EngineConfig
 from penstock.ports import free_port
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang.engine import SglangEngine
+from weights_gpu_parts.engine import SHAPES, ModelWriter
 
 NAME = "sglang_gpu"
 SHAPE = "0.5b"

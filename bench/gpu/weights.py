@@ -20,8 +20,8 @@ import argparse
 import json
 import sys
 
-from parts import run_parts
-from weights_results import Results
+from measuring.parts import run_parts
+from measuring.results import Results
 
 NAME = "weights_gpu"
 PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
@@ -39,18 +39,18 @@ TIMEOUTS_S = {
 def run_part(name: str, arguments: argparse.Namespace) -> Results:
     """Run one part, inside its own process."""
     if name == "ipc":
-        from weights_transports import bench_ipc
+        from weights_gpu_parts.transports import bench_ipc
 
         return bench_ipc(arguments.gigabytes)
     if name == "ranks":
-        from weights_ranks import bench_ranks
+        from weights_gpu_parts.ranks import bench_ranks
 
         return bench_ranks(arguments.rank_gigabytes)
     if name == "host":
-        from weights_ranks import bench_host
+        from weights_gpu_parts.ranks import bench_host
 
         return bench_host(arguments.host_gigabytes)
-    from weights_engine import bench_engine
+    from weights_gpu_parts.engine import bench_engine
 
     engine, _, shape = name.partition("-")
     return bench_engine(

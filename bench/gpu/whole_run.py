@@ -12,11 +12,11 @@ ours takes them from the pass of the update.
 Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
 turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
 trains in turns (`max_staleness` 0), `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes
-activations; those of verl are listed in whole_run_verl.py. The bars compare our plain part with the best of each peer.
-What overlap gives is a synchronous step over a plain one; its ideal is what it would be if the longer of generation and
-training took the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for the parts of TRL.
-The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL. `--engine torch` with the parts
-`ours-tiny,trl-tiny` tries the script without a GPU.
+activations; those of verl are listed in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of
+each peer. What overlap gives is a synchronous step over a plain one; its ideal is what it would be if the longer of
+generation and training took the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for
+the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL.
+`--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from learner_models import SHAPES
-from parts import earlier_results, run_parts
-from weights_results import Results, say
-from whole_run_task import Task
-
 from harness import Bar, Measurement, report
+from learner_parts.models import SHAPES
+from measuring.parts import earlier_results, run_parts
+from measuring.results import Results, say
+from whole_run_parts.task import Task
 
 NAME = "whole_run"
 TITLE = "whole GRPO runs on one GPU"
@@ -77,8 +76,9 @@ def model_folder(name: str) -> Path:
         say("making the model")
         making = folder.with_suffix(".making")
         shutil.rmtree(making, ignore_errors=True)
-        command = [sys.executable, str(Path(__file__).with_name("whole_run_task.py")), name, str(making)]
-        subprocess.run(command, check=True, timeout=MODEL_S)
+        command = [sys.executable, "-m", "whole_run_parts.task", name, str(making)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, check=True, timeout=MODEL_S, env=environment)
         making.rename(folder)
     return folder
 
@@ -86,7 +86,7 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_ours import MAX_STALENESS, run_ours, settings_of
+    from whole_run_parts.ours import MAX_STALENESS, run_ours, settings_of
 
     correction = "bypass" if "bypass" in variants else "decoupled"
     staleness = 0 if SYNC in variants else MAX_STALENESS
@@ -97,7 +97,7 @@ def _ours(
 def _trl(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_trl import run_trl, settings_of
+    from whole_run_parts.trl_runs import run_trl, settings_of
 
     rows = next((int(word.removeprefix("rows")) for word in variants if word.startswith("rows")), ROWS[task.model])
     settings = settings_of(task, folder, engine, min(rows, task.num_sequences), "recomputed" in variants)
@@ -107,7 +107,7 @@ def _trl(
 def _verl(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_verl import VARIANTS, run_verl, settings_of
+    from whole_run_parts.verl_runs import VARIANTS, run_verl, settings_of
 
     if engine != "vllm":
         raise SystemExit("verl trains on GPUs only: run its parts with --engine vllm")
@@ -128,7 +128,7 @@ def _task_of(arguments: argparse.Namespace, model: str) -> Task:
 def compare() -> bool:
     """Add the ratios to each peer, of the models that both have run, to the saved results. Returns whether every bar is
     met. A peer is represented by its fastest variant."""
-    from whole_run_steps import RATE
+    from whole_run_parts.steps import RATE
 
     ratios = {who: f"ours / {peer}" for who, peer in PEERS.items()}
     results = earlier_results(NAME, [*ratios.values(), OVERLAP])

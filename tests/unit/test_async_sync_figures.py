@@ -68,7 +68,7 @@ def test_a_run_that_never_reaches_the_score_misses_a_bar(bench: ModuleType) -> N
 
 
 def test_variants_are_valid_configurations_that_differ_as_their_names_say(bench: ModuleType, tmp_path: Path) -> None:
-    from async_sync_run import config_of
+    from async_sync_parts.run import config_of
 
     arguments = argparse.Namespace(
         steps=5, engine="torch", lr=1e-4, score_every=1, correction="both", staleness=[0, 4]
@@ -105,7 +105,7 @@ def test_runs_of_other_machines_are_added_and_replace_those_of_the_same_settings
 
 
 def test_the_comparison_with_trl_generates_a_batch_at_once_and_scores_it_as_the_demo_does(tmp_path: Path) -> None:
-    with imported_bench("async_sync_run", "trl_demo", "trl_demo_reward") as [run, trl_demo, reward]:
+    with imported_bench("async_sync_parts.run", "trl_demo", "trl_demo_parts.reward") as [run, trl_demo, reward]:
         variant = run.Variant(2, True, 1, 10, "torch", 1e-4, 5)
         plain, compared = run.config_of(variant, tmp_path), run.config_of(variant, tmp_path, trl_demo.SERVING)
         scores = reward.compute_score(["a"] * 3, ["12", "12<eos>", "13"], ["12"] * 3, [{}] * 3)

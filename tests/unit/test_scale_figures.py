@@ -17,7 +17,7 @@ P99_S = {"lease": 0.001, "report": 0.002, "submit": 0.003, "generate": 0.004}
 @pytest.fixture
 def figures() -> Iterator[ModuleType]:
     """The module, which does not stay imported."""
-    with imported_bench("scale_figures") as [module]:
+    with imported_bench("scale_parts.figures") as [module]:
         yield module
 
 

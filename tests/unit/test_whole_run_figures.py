@@ -22,9 +22,9 @@ def bench_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 
 def log_of(seconds: list[float], **settings: Any) -> Any:
-    from gpu_use import GpuSamples
-    from whole_run_steps import StepLog
-    from whole_run_task import Task
+    from measuring.gpu_use import GpuSamples
+    from whole_run_parts.steps import StepLog
+    from whole_run_parts.task import Task
 
     steps = StepLog(Task("tiny", num_steps=len(seconds)), GpuSamples(), started_at=100.0, **settings)
     at = 100.0
@@ -66,13 +66,12 @@ def test_a_run_that_was_cut_off_misses_its_bar(bench_modules: None) -> None:
 def test_we_are_compared_with_the_best_of_each_peer(
     bench_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import parts
+    import harness
+    import measuring.parts
     import whole_run
 
-    import harness
-
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    monkeypatch.setattr(measuring.parts, "RESULTS", tmp_path)
     name = "response tokens over all steps"
     figures = {
         "ours-0.5b": 1500.0, "trl-0.5b": 900.0, "trl-rows32-0.5b": 1000.0, "verl-liger-0.5b": 750.0, "verl-0.5b": 500.0,
@@ -91,8 +90,9 @@ def test_we_are_compared_with_the_best_of_each_peer(
 
 def test_a_prompt_has_a_token_for_each_letter(bench_modules: None, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
-    from whole_run_reward import compute_score
-    from whole_run_task import Task, write_model
+
+    from whole_run_parts.reward import compute_score
+    from whole_run_parts.task import Task, write_model
 
     write_model(tmp_path, "tiny")
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
@@ -106,7 +106,7 @@ def test_a_prompt_has_a_token_for_each_letter(bench_modules: None, tmp_path: Pat
 
 
 def test_waiting_is_no_overhead_and_is_reported_too(bench_modules: None) -> None:
-    from whole_run_steps import OVERHEAD, SERVER_IDLE, LearnerTimes
+    from whole_run_parts.steps import OVERHEAD, SERVER_IDLE, LearnerTimes
 
     steps = log_of([50, 9, 9, 10, 10], server_idle_share=0.25)
     warm, measured = LearnerTimes(0, 9, 0, 0), LearnerTimes(between_s=1, step_s=9, wait_s=5, compute_s=4)
@@ -123,7 +123,7 @@ def test_waiting_is_no_overhead_and_is_reported_too(bench_modules: None) -> None
 def test_the_shares_are_judged_at_the_model_that_the_goal_names(bench_modules: None) -> None:
     from dataclasses import replace
 
-    from whole_run_steps import OVERHEAD, SERVER_IDLE, LearnerTimes
+    from whole_run_parts.steps import OVERHEAD, SERVER_IDLE, LearnerTimes
 
     steps = log_of([50, 9, 9, 10, 10], server_idle_share=0.04)
     steps.learner_times = [LearnerTimes(between_s=0, step_s=10, wait_s=0, compute_s=8.8)] * 5
@@ -140,7 +140,6 @@ def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(
     bench_modules: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from cold_start import FIRST_STEP, Timeline
-
     from penstock.client.responses import Part, Phase
 
     def part(component: str, *phases: tuple[str, int]) -> Part:
@@ -168,9 +167,8 @@ def test_parts_are_compared_with_a_bar_for_each_pair(
     bench_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import cold_start
-    from weights_results import Results
-
     from harness import Bar, Measurement
+    from measuring.results import Results
 
     seconds = {"before": 100.0, "cold": 70.0, "warm": 40.0}
     measured = [Measurement(f"{part}: {cold_start.FIRST_STEP}", "s", [value]) for part, value in seconds.items()]
@@ -217,9 +215,8 @@ def test_the_engines_own_times_are_read(bench_modules: None, tmp_path: Path) -> 
 
 
 def test_overlap_is_a_synchronous_step_over_a_plain_one_and_its_ideal_the_longer_half(bench_modules: None) -> None:
-    from whole_run import overlap
-
     from harness import Measurement
+    from whole_run import overlap
 
     steps = {
         "ours-0.5b: step": 3.0,
@@ -236,8 +233,9 @@ def test_overlap_is_a_synchronous_step_over_a_plain_one_and_its_ideal_the_longer
 
 def test_verl_gets_the_same_task(bench_modules: None, tmp_path: Path) -> None:
     import pyarrow.parquet
-    from whole_run_task import Task
-    from whole_run_verl import VARIANTS, arguments_of, settings_of, write_parquet
+
+    from whole_run_parts.task import Task
+    from whole_run_parts.verl_runs import VARIANTS, arguments_of, settings_of, write_parquet
 
     task = Task("0.5b", num_prompts=4, num_samples=2, prompt_tokens=16, response_tokens=8, num_steps=3)
     write_parquet(tmp_path / "prompts.parquet", task)
@@ -258,8 +256,8 @@ def test_verl_gets_the_same_task(bench_modules: None, tmp_path: Path) -> None:
 
 
 def test_verls_steps_are_read_from_its_file(bench_modules: None, tmp_path: Path) -> None:
-    from whole_run_task import Task
-    from whole_run_verl import phases_of, step_rows, tokens_of
+    from whole_run_parts.task import Task
+    from whole_run_parts.verl_runs import phases_of, step_rows, tokens_of
 
     path = tmp_path / "metrics.jsonl"
     assert step_rows(path) == []
@@ -274,7 +272,7 @@ def test_verls_steps_are_read_from_its_file(bench_modules: None, tmp_path: Path)
 def test_the_first_errors_of_verls_log_are_printed_with_its_end(
     bench_modules: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from whole_run_verl import print_end
+    from whole_run_parts.verl_runs import print_end
 
     lines = ["EngineCore: ValueError: no memory", *(f"line {i}" for i in range(100))]
     (tmp_path / "verl.log").write_text("\n".join(lines))

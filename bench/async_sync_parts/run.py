@@ -1,0 +1,203 @@
+"""One run of the demo's task, with the engine on one core and the learner on another.
+
+    python bench/async_sync_parts/run.py SETTINGS.json
+
+Redis, the gateway and this process are on any core. The clock starts with the first prompt, when server and learner are
+ready, so neither their start nor groups from before count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config.loading import load_config
+from penstock.config.run import RunConfig
+from penstock.feed.datasets import read_prompts
+from penstock.trajectory import Prompt, Sampling
+from penstock_services.local.local_run import LocalRun
+from penstock_services.local.processes import Child
+from penstock_services.local.summary import read_history
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"
+START_S, TRAIN_S = 180.0, 300.0
+POLL_S = 0.2
+SUBMIT_BATCH = 256
+GROUPS_AT_ONCE = 12
+"""With fewer, a batch takes longer to generate; with more, the engine of a synchronous run gains more than that of an
+asynchronous one, whose groups start one by one."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run differs from the others."""
+
+    max_staleness: int
+    is_corrected: bool
+    seed: int
+    num_steps: int
+    engine: str
+    lr: float
+    snapshot_every: int
+
+    @property
+    def name(self) -> str:
+        if self.max_staleness == 0:
+            return "synchronous"
+        return f"staleness {self.max_staleness}, {'corrected' if self.is_corrected else 'not corrected'}"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a rollout server does at once, and how it scores samples."""
+
+    groups_at_once: int = GROUPS_AT_ONCE
+    reward_file: Path = ROOT / "examples" / "arithmetic" / "reward.py"
+    scores_by_prompt: bool = False
+    """The file has a `compute_score` that takes all samples of a prompt."""
+    reward_processes: int = 4
+
+
+def config_of(variant: Variant, folder: Path, serving: Serving = Serving()) -> RunConfig:  # noqa: B008  # frozen
+    """The demo with one learner rank, and without a reference model, which would need a core of its own."""
+    settings = {
+        "run": "async-sync",
+        "run_dir": str(folder),
+        "seed": variant.seed,
+        "replay.max_staleness": variant.max_staleness,
+        "rollout.engine.name": variant.engine,
+        "rollout.max_concurrent_groups": serving.groups_at_once,
+        "rollout.reward.function_batch": serving.scores_by_prompt,
+        "rollout.reward.num_processes": serving.reward_processes,
+        "learner.policy.num_ranks": 1,
+        "learner.num_steps": variant.num_steps,
+        "learner.lr": variant.lr,
+        "learner.algorithm.kl.placement": "none",
+        "learner.algorithm.correction.mode": "decoupled" if variant.is_corrected else "none",
+        "learner.checkpoint.every_steps": 1000,
+        "weights.snapshot_every_steps": variant.snapshot_every,
+        "weights.keep_snapshots": variant.num_steps,
+    }
+    config = load_config(DEMO, [word for name, value in settings.items() for word in (f"--{name}", str(value))])
+    reward = config.rollout.reward.model_copy(update={"function_file": serving.reward_file})
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": ROOT / "examples" / "arithmetic" / "model"}),
+            "rollout": config.rollout.model_copy(update={"reward": reward}),
+        }
+    )
+
+
+class PinnedRun(LocalRun):
+    """Starts the rollout server on one core and the learner, with Ray and its ranks, on another: a child inherits the
+    core of the process that starts it."""
+
+    cores: dict[str, int]
+
+    def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
+        everywhere = os.sched_getaffinity(0)
+        if name in self.cores:
+            os.sched_setaffinity(0, {self.cores[name]})
+        try:
+            return super()._start_process(name, module, *arguments, stop_timeout_s=stop_timeout_s)
+        finally:
+            os.sched_setaffinity(0, everywhere)
+
+
+def two_cores() -> dict[str, int]:
+    """The core of the learner and that of the engine."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("this benchmark needs two cores: one for the engine, one for the learner")
+    return {"learner": cores[0], "rollout-0": cores[1]}
+
+
+async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> dict[str, Any]:  # noqa: B008  # frozen
+    """Train. Returns the variant, and the end of each step and the CPU seconds of both sides since the first prompt."""
+    config = config_of(variant, folder, serving)
+    local = PinnedRun(config)
+    local.cores = two_cores()
+    async with local:
+        local.start_workers()
+        await _wait_until_ready(local)
+        before = _cpu_seconds(local)
+        started = time.time()
+        await asyncio.wait_for(_train(local, _prompts(config)), TRAIN_S)
+        after = {name: seconds - before[name] for name, seconds in _cpu_seconds(local).items()}
+    rows = read_history(config.folder)
+    return {
+        "variant": asdict(variant),
+        "ended_s": [round(row["time"] - started, 3) for row in rows],
+        "wait_s": [row["wait_s"] for row in rows],
+        "step_s": [row["step_s"] for row in rows],
+        "reward": [row["reward_mean"] for row in rows],
+        "staleness": [row["staleness_mean"] for row in rows],
+        "cpu_s": after,
+    }
+
+
+async def _wait_until_ready(local: LocalRun) -> None:
+    """Wait for the first policy and for a server that has it."""
+    await local.client.wait_for_policy(timeout_s=START_S)
+    deadline = time.monotonic() + START_S
+    while not any(server.state == "READY" for server in await local.client.servers()):
+        await local.check()
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no server was ready after {START_S:.0f} s; see {local.folder / 'logs'}")
+        await asyncio.sleep(POLL_S)
+
+
+async def _train(local: LocalRun, prompts: Iterator[Prompt]) -> None:
+    """Submit prompts until the last step is trained."""
+    num_submitted = 0
+    while len(read_history(local.folder)) < local.config.learner.num_steps:
+        await local.check()
+        if (await local.client.get_run()).queue.pending_prompts < SUBMIT_BATCH:
+            batch = list(itertools.islice(prompts, SUBMIT_BATCH))
+            await local.client.submit(batch, idempotency_key=f"prompts/{num_submitted}")
+            num_submitted += len(batch)
+        await asyncio.sleep(POLL_S)
+
+
+def _prompts(config: RunConfig) -> Iterator[Prompt]:
+    """Endless training prompts, shuffled by the seed. Every sample has a seed of its own."""
+    sampling = Sampling(temperature=config.demo.temperature, max_tokens=config.demo.max_tokens)
+    file = ROOT / "examples" / "arithmetic" / "train.parquet"
+    problems = list(read_prompts(file, num_samples=config.demo.num_samples, sampling=sampling))
+    order = random.Random(config.seed)
+    for number in itertools.count():
+        if number % len(problems) == 0:
+            order.shuffle(problems)
+        prompt = problems[number % len(problems)]
+        seed = config.seed * 1_000_003 + number * config.demo.num_samples
+        yield replace(prompt, sampling=replace(prompt.sampling, seed=seed))
+
+
+def _cpu_seconds(local: LocalRun) -> dict[str, float]:
+    """CPU seconds of the learner and of the server, with everything that they started."""
+    import psutil
+
+    seconds = {}
+    for child in local.processes.children:
+        if child.name in ("learner", "rollout-0") and child.exit_code is None:
+            root = psutil.Process(child.process.pid)
+            times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+            seconds[child.name] = sum(entry.user + entry.system for entry in times)
+    return {name: seconds.get(name, 0.0) for name in ("learner", "rollout-0")}
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    served = given["serving"] | {"reward_file": Path(given["serving"]["reward_file"])}
+    outcome = asyncio.run(run(Variant(**given["variant"]), Path(given["folder"]), Serving(**served)))
+    Path(given["result"]).write_text(json.dumps(outcome))

@@ -1,0 +1,1 @@
+"""The member of delta_push.py, and the optimizer steps between its pushes."""

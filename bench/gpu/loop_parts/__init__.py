@@ -1,0 +1,1 @@
+"""The whole run of loop.py, as processes of their own."""

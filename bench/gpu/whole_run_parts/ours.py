@@ -1,0 +1,215 @@
+"""Our side of the whole runs: `penstock up` on one GPU, which the vLLM server and the learner share."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from measuring.gpu_use import GpuSamples
+from measuring.results import Results, say
+from penstock.ports import free_port
+from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
+from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
+
+HERE = Path(__file__).parent
+UP = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
+MAX_STALENESS = 2
+STEPS_BEYOND = 2
+"""Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
+KV_CACHE_BYTES = 16 * 2**30
+PHASES = ("wait_s", "forward_s", "update_s", "gather_s")
+STOP_S = 30.0
+POLL_S = 0.05
+
+
+def settings_of(
+    task: Task,
+    model: Path,
+    folder: Path,
+    engine: str,
+    correction: str,
+    micro_batch_tokens: int,
+    max_staleness: int = MAX_STALENESS,
+) -> dict[str, Any]:
+    """A run as a user would configure it for one GPU. Twice as many samples as a step has are decoded at once: the
+    groups of the next steps are generated beside those of this one."""
+    is_gpu = engine == "vllm"
+    at_once = 2 * task.num_sequences
+    return {
+        "run": "whole-run",
+        "run_dir": str(folder / "runs"),
+        "model": {"path": str(model), "dtype": "bfloat16" if is_gpu else "float32"},
+        "gateway": {"port": free_port()},
+        "dataset": {
+            "file": str(folder / "prompts.jsonl"), "epochs": 0, "num_samples": task.num_samples,
+            "max_tokens": task.response_tokens, "ignore_eos": True, "data_source": DATA_SOURCE,
+        },
+        "replay": {"groups_per_step": task.num_prompts, "max_staleness": max_staleness},
+        "rollout": {
+            "num_servers": 1,
+            "max_concurrent_groups": 2 * task.num_prompts,
+            "engine": {
+                "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": at_once,
+                "gpu_memory_utilization": 0.4,
+                "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES} if is_gpu else {},
+            },
+            "reward": {"function_file": str(HERE / "reward.py")},
+        },
+        "weights": {"transport": "auto"},
+        "learner": {
+            "placement": "standalone",
+            "policy": {"num_ranks": 1, "gpus_per_rank": 1 if is_gpu else 0},
+            "num_steps": task.num_steps + STEPS_BEYOND,
+            "lr": task.lr,
+            "micro_batch_tokens": micro_batch_tokens,
+            "compile": is_gpu,
+            "master_dtype": "bfloat16" if is_gpu else "float32",
+            "activation_checkpointing": 0,
+            "max_logprob_mismatch_nats": 1.0,
+            "algorithm": {
+                "advantage": {"name": "grpo"},
+                "loss": {"name": "ppo", "aggregation": "token-mean"},
+                "correction": {"mode": correction},
+                "kl": {"placement": "none"},
+            },
+        },
+    }  # fmt: skip
+
+
+def run_ours(
+    task: Task, settings: dict[str, Any], folder: Path, started_at: float, until: float, *, with_mps: bool
+) -> Results:
+    """Train until all steps are done or the time is `until`. Returns the figures of the steps."""
+    write_prompts(folder / "prompts.jsonl", task)
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    log = folder / "up.log"
+    with GpuSamples() as gpu, _mps(folder, with_mps) as environment, log.open("w") as output:
+        steps = StepLog(task, gpu, started_at, is_judged=settings["replay"]["max_staleness"] > 0)
+        command = [sys.executable, "-c", UP, "up", str(config)]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
+        try:
+            _watch(process, steps, folder / "runs" / "whole-run", until)
+        finally:
+            stop(process)
+            _say_transport(folder)
+            if len(steps.tokens) < task.num_steps:
+                print_logs(folder, log)
+    return steps.finish()
+
+
+def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: float) -> None:
+    """Record each step as soon as it is in metrics.jsonl."""
+    task = steps.task
+    counted: list[tuple[float, ServerCounts]] = []
+    while len(steps.tokens) < task.num_steps and time.time() < until:
+        for row in step_rows(run)[len(steps.tokens) : task.num_steps]:
+            if len(steps.tokens) + 1 >= task.num_warm:
+                counted.append((time.time(), _server_counts(run)))
+            if len(counted) > 1:
+                (first, before), (last, after) = counted[0], counted[-1]
+                steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)
+                steps.server_idle_share = 1 - (after.decoding_s - before.decoding_s) / (last - first)
+            steps.learner_times.append(LearnerTimes(**{name: row[name] for name in LEARNER_TIMES}))
+            phases = {name.removesuffix("_s"): row[name] for name in PHASES}
+            steps.staleness.append(row["staleness_mean"])
+            rest = {"rest": row["step_s"] - sum(phases.values())}
+            steps.add(row["time"], row["response_tokens"], phases | rest)
+        if process.poll() is not None:
+            break
+        time.sleep(POLL_S)
+
+
+def step_rows(run: Path) -> list[dict[str, float]]:
+    """The whole lines of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """What a rollout server has counted since its start."""
+
+    samples: float
+    decoding_s: float
+    """Time in which the engine had a request and was not paused for new weights."""
+
+
+def _server_counts(run: Path) -> ServerCounts:
+    port = json.loads((run / "rollout-0.json").read_text())["metrics_port"]
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+    totals: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value
+    return ServerCounts(
+        totals["penstock_trajectories_produced_total"],
+        totals["penstock_rollout_generating_seconds_total"] - totals["penstock_rollout_paused_seconds_total"],
+    )
+
+
+def stop(process: subprocess.Popen[bytes], timeout_s: float = STOP_S) -> None:
+    """End the run as Ctrl-C does. What is left after the deadline ends with this part's session."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _say_transport(folder: Path) -> None:
+    """Say how weights were sent: `auto` takes cuda_ipc on a shared GPU."""
+    for path in (folder / "runs").rglob("*.log"):
+        for line in path.read_text(errors="replace").splitlines():
+            if "weights are sent by" in line:
+                say(line)
+
+
+def print_logs(folder: Path, log: Path) -> None:
+    """The end of every log, because the folder is gone afterwards."""
+    for path in [log, *sorted((folder / "runs").rglob("*.log"))]:
+        lines = path.read_text(errors="replace").splitlines()
+        print(f"--- the end of {path.name}", *lines[-40:], sep="\n", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _mps(folder: Path, is_on: bool) -> Iterator[dict[str, str]]:
+    """With `is_on`, a daemon of CUDA's multi-process service. Server and learner then run kernels side by side instead
+    of in turns. Yields the environment of its clients."""
+    program = shutil.which("nvidia-cuda-mps-control")
+    if not is_on:
+        yield {}
+        return
+    if program is None:
+        raise SystemExit("nvidia-cuda-mps-control is not installed: run the part without mps")
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps-pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log"),
+    }
+    for path in environment.values():
+        Path(path).mkdir()
+    subprocess.run([program, "-d"], env=os.environ | environment, check=True, timeout=20)
+    say("the multi-process service is on")
+    try:
+        yield environment
+    finally:
+        subprocess.run([program], input=b"quit\n", env=os.environ | environment, check=False, timeout=20)

@@ -1,0 +1,1 @@
+"""The pause of vLLM for weights.py."""

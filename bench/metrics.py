@@ -33,8 +33,8 @@ from penstock.config.algorithms import CorrectionConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.feed.datasets import read_prompts
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
 from penstock_learner.batches.sequence_batch import batch_of

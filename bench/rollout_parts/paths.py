@@ -23,8 +23,8 @@ from penstock.codec import encode_prompt
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest

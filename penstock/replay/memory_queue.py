@@ -9,10 +9,10 @@ results exists only in Redis.
 from __future__ import annotations
 
 from penstock.config.service import ReplayConfig
-from penstock.replay.memory_consumer import MemoryConsumer
-from penstock.replay.memory_intake import MemoryIntake
-from penstock.replay.memory_producer import MemoryProducer
-from penstock.replay.memory_store import MemoryStore
+from penstock.replay.in_memory.consumer import MemoryConsumer
+from penstock.replay.in_memory.intake import MemoryIntake
+from penstock.replay.in_memory.producer import MemoryProducer
+from penstock.replay.in_memory.store import MemoryStore
 
 
 class MemoryReplayQueue(MemoryIntake, MemoryProducer, MemoryConsumer):

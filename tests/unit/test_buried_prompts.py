@@ -13,8 +13,8 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
 from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Prompt
 
 TOO_LONG = "prompt_too_long"

@@ -16,8 +16,8 @@ from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode

@@ -16,8 +16,8 @@ from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import PromptConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import PromptTooLong
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.replay.queue_types import Lease
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import generate_pb2, prompts_pb2

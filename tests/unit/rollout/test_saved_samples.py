@@ -21,8 +21,8 @@ from penstock.config.rewards import RewardConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode

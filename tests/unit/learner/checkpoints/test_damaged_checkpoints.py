@@ -22,8 +22,8 @@ from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.disk_space import folder_bytes
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
-from penstock.replay.memory_store import MemoryStore
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced
 from penstock.replay.evaluations import KeptGroups
-from penstock.replay.memory_store import NEVER, MemoryGroup, MemoryPrompt, MemoryStore, reason_label
+from penstock.replay.in_memory.records import MemoryGroup, MemoryPrompt
+from penstock.replay.in_memory.redis_types import NEVER
+from penstock.replay.in_memory.store import MemoryStore, reason_label
 from penstock.replay.queue_types import Committed, Delivery, FeedPosition, GoneBack
 
 

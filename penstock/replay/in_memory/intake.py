@@ -8,7 +8,8 @@ from dataclasses import replace
 from penstock.config.service import ReplayConfig
 from penstock.errors import NotFound
 from penstock.replay.evaluations import Evaluation
-from penstock.replay.memory_store import MemoryEvaluation, MemoryPrompt, MemoryStore
+from penstock.replay.in_memory.records import MemoryEvaluation, MemoryPrompt
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.queue_types import FeedPosition, PromptState, PromptStatus, QueueStat, Submission
 from penstock.sample_scores import scores_by_source, summarise
 

@@ -8,7 +8,9 @@ from collections.abc import Container, Sequence
 from penstock.config.service import ReplayConfig
 from penstock.replay.breaker import Breaker, Verdict
 from penstock.replay.evaluations import KEPT_EVALUATION_S, KEPT_EVALUATION_SHARE
-from penstock.replay.memory_store import NEVER, MemoryGroup, MemoryStore, Ordered
+from penstock.replay.in_memory.records import MemoryGroup
+from penstock.replay.in_memory.redis_types import NEVER, Ordered
+from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.queue_types import SAVED_SHARE, AppendOutcome, FinishedGroup, Lease, Outbox, SavedTokens
 from penstock.sample_scores import PromptSamples
 

@@ -1,0 +1,1 @@
+"""The replay queue on Redis, by who calls it. `penstock/replay/redis_queue.py` puts it together."""

@@ -17,8 +17,8 @@ from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import weights_pb2
 from penstock_learner.loop.batch_reader import GATHER_S, WAIT_S
-from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.member_calls import MemberCalls
 from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
@@ -81,7 +81,7 @@ class Learner:
         self.publication = PolicyPublication(
             self.config, self.queue, self.fleet, self.weights, self.weights.term, metrics  # type: ignore[arg-type]
         )  # fmt: skip
-        self.publication._snapshot_step = 0  # there are no weights to write
+        self.publication.snapshots.last_step = 0  # there are no weights to write
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

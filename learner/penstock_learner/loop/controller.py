@@ -48,7 +48,6 @@ from penstock_learner.loop.batch_reader import BatchReader
 from penstock_learner.loop.data_end import DataEnd
 from penstock_learner.loop.failed_rewards import FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
-from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.silent_servers import SilentServers
 from penstock_learner.loop.step_loop import StepLoop
@@ -58,6 +57,7 @@ from penstock_learner.loop.take_over import find_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
 from penstock_learner.roles.role_actors import LANES
 from penstock_learner.roles.role_group import RoleGroup, gather_all

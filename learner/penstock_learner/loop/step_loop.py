@@ -43,7 +43,6 @@ from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import Batch, BatchReader
 from penstock_learner.loop.data_end import DataEnd
 from penstock_learner.loop.operator_orders import OperatorOrders
-from penstock_learner.loop.policy_publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.step_metrics import overhead_metrics
@@ -51,6 +50,7 @@ from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)

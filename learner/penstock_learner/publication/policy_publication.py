@@ -19,34 +19,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from penstock.config.run import RunConfig
-from penstock.disk_space import is_disk_full, measure_disk
-from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
+from penstock.errors import DeadlineExceeded, TrainingDiverged
 from penstock.replay.contract import GroupConsumer
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
-from penstock.store.fleet_view import FleetView
+from penstock.store.fleet import Fleet, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
-from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
 from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.publication.followers import Followers
+from penstock_learner.publication.snapshots import VersionSnapshots
 from penstock_learner.roles.role_group import RoleGroup
 from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-MAX_VIEW_AGE_S = 5.0
-"""How often the whole fleet is read although nothing in it has changed."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 2.0, 15.0
-"""Time until a server that failed in a push is tried again, after the first failure and at most."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +76,9 @@ class PolicyPublication:
         self.policy = policy
         self.term = term
         self.metrics = metrics
-        self.view = FleetView(fleet, MAX_VIEW_AGE_S)
-        self.control = RunControl(fleet.client, config.run)
         self.policies = PolicyRegistry(fleet.client, config.run)
+        self.followers = Followers(config, fleet, self.policies, term)
+        self.snapshots = VersionSnapshots(config, policy, self.policies)
         self.tracing = tracing or Tracing()
         self.quarantine = quarantine
         self.current: int | None = None
@@ -105,13 +98,8 @@ class PolicyPublication:
         self._promoting: int | None = None
         """The version whose snapshot is written because it was promoted."""
         self._changed = asyncio.Condition()
-        self._snapshot_step: int | None = None
-        self._kept: set[int] = set()
-        """Versions whose snapshots this learner has written."""
         self._staged: set[int] = set()
         """Versions whose buckets rank 0 holds."""
-        self._failures: dict[str, tuple[int, float]] = {}
-        """For each server its failed pushes in a row, and when it may be tried again."""
 
     async def gather(
         self, policy_version: int, step: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
@@ -123,7 +111,7 @@ class PolicyPublication:
         offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
         async with self._changed:
             in_use = {self._pushing, self.current, self._promoting, *self._catching_up.values()}
-            if promoted in self._staged - self._kept:
+            if promoted in self._staged - self.snapshots.written:
                 in_use.add(promoted)  # its snapshot was promised, and is not written yet
             if self._offer is not None:
                 self._count_skipped(self._offer.policy_version, policy_version)
@@ -185,26 +173,18 @@ class PolicyPublication:
             if self.current is not None:
                 await self._load_quarantined(transport)
             await self._keep_promoted()
-            if self.current is None or (self._pushing is not None and not self._failures):
+            if self.current is None or (self._pushing is not None and not self.followers.any_failed):
                 continue  # the running push serves STALE servers too
-            if by_snapshot and self.current in self._kept:
+            if by_snapshot and self.current in self.snapshots.written:
                 continue  # servers load the snapshot themselves
-            if await self._is_fleet_settled():
+            if await self.followers.are_settled():
                 continue
-            stale = await self._followers(("STALE",))
+            stale = await self.followers.in_states(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
-            failed = [server for server in behind if server.server_id in self._failures]
+            failed = [server for server in behind if self.followers.has_failed(server.server_id)]
             others = [server for server in behind if server not in failed] if self._pushing is None else []
             for servers in ([others] if others else []) + [[server] for server in failed]:
                 await self._catch_up(servers, transport)
-
-    async def _is_fleet_settled(self) -> bool:
-        """Whether no server is STALE, and no serving one is silent, without a look at each of them.
-
-        A server that becomes STALE changes the view at once. None becomes silent before the reading says so."""
-        reading = await self.view.look()
-        is_stale = any(server.state == "STALE" for server in reading.servers)
-        return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
 
     async def _load_quarantined(self, transport: str | None) -> None:
         """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem
@@ -214,7 +194,7 @@ class PolicyPublication:
         if self.quarantine is None or not self.quarantine.records:
             return
         await self.quarantine.read()
-        servers = await self._followers(("READY", "LOADING", "STALE"))
+        servers = await self.followers.in_states(("READY", "LOADING", "STALE"))
         is_alone = all(self.quarantine.holds(server.server_id) for server in servers)
         num_probes = 2 * self.config.replay.groups_per_step if is_alone else NUM_PROBES
         for server in servers:
@@ -246,7 +226,7 @@ class PolicyPublication:
     async def _publish(self, offer: Offer) -> bool:
         """Push and register the version. Returns False if a newer offer superseded it; then no server has it."""
         version, step, started_s = offer.policy_version, offer.step, time.time()
-        followers = await self._followers(("READY", "LOADING", "STALE"))
+        followers = await self.followers.in_states(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if not self._catches_up_alone(server)]
         self._members = frozenset(server.server_id for server in servers)
         report = await self._push(version, servers, base_version=self._common_base(servers))
@@ -255,7 +235,7 @@ class PolicyPublication:
             raise self._diverged(offer, report.nonfinite)
         if report.superseded and self._offer is not None:
             return False
-        snapshot = await self._snapshot(version, step)
+        snapshot = await self.snapshots.write_if_due(version, step)
         before = self.current if step else None
         record = policies_pb2.Policy(
             policy_version=version,
@@ -308,8 +288,7 @@ class PolicyPublication:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone. After each
-        failure they wait longer for the next try.
+        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone.
 
         A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
         loaded the version."""
@@ -326,22 +305,14 @@ class PolicyPublication:
             timeout_s=self._push_timeout_s(len(targets)),
         )  # fmt: skip
         state: ServerState = "READY" if policy_version == self._newest else "STALE"
-        await self.fleet.set_states(report.committed, state, self.term)
-        for server_id in report.committed:
-            self._failures.pop(server_id, None)
-        await self.fleet.set_states(list(report.failed), "EVICTED", self.term)
-        for server_id, reason in report.failed.items():
-            logger.warning("%s is evicted from the weight group: %s", server_id, reason)
-            failures = self._failures.get(server_id, (0, 0.0))[0] + 1
-            backoff_s = min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
-            self._failures[server_id] = (failures, time.monotonic() + backoff_s)
+        await self.followers.record(report, state)
         if report.running_requests:
             self.in_flight_updates += 1
         self.metrics.record_push(report)
         return report
 
     def _catches_up_alone(self, server: ServerRecord) -> bool:
-        has_failed = server.state == "STALE" and server.server_id in self._failures
+        has_failed = server.state == "STALE" and self.followers.has_failed(server.server_id)
         is_held = self.quarantine is not None and self.quarantine.awaits_load(server.server_id)
         return has_failed or is_held or server.server_id in self._catching_up
 
@@ -349,17 +320,6 @@ class PolicyPublication:
         """Upper bound on a push. Each server can fail, and the push then starts again without it."""
         weights = self.config.weights
         return (weights.ready_timeout_s + 2 * weights.push_timeout_s) * (num_servers + 1)
-
-    async def _followers(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable servers that take new versions.
-
-        Servers that an operator has pinned to a version are left out. While the servers are rolled back, there are
-        none."""
-        reachable = await self._reachable(states)
-        if (await self.control.orders()).held_version is not None:
-            return []
-        pins = await self.policies.pins()
-        return [server for server in reachable if server.server_id not in pins]
 
     @property
     def _newest(self) -> int | None:
@@ -371,26 +331,10 @@ class PolicyPublication:
         is_common = all(server.policy_version == self.current for server in servers)
         return self.current if is_common else None
 
-    async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """Servers in one of the states, with a fresh heartbeat, that have not just failed.
-
-        A serving server without heartbeats is evicted. If it wakes up, it must load a version before it leases."""
-        limit_ms = self.config.replay.lease_ttl_s * 1000
-        reachable = []
-        for server in await self.fleet.servers():
-            is_silent = server.heartbeat_age_ms >= limit_ms
-            if is_silent and server.state in SERVING_STATES:
-                logger.warning("%s is evicted: silent for %.1f s", server.server_id, server.heartbeat_age_ms / 1000)
-                await self.fleet.set_state(server.server_id, "EVICTED", self.term)
-            retry_at = self._failures.get(server.server_id, (0, 0.0))[1]
-            if not is_silent and server.state in states and time.monotonic() >= retry_at:
-                reachable.append(server)
-        return reachable
-
     async def _keep_promoted(self) -> None:
         """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""
         version = await self.policies.promoted_version()
-        if version is None or version not in self._staged - self._kept or self._pushing is not None:
+        if version is None or version not in self._staged - self.snapshots.written or self._pushing is not None:
             return
         await self._keep(version)
         logger.info("version %d was promoted, so its snapshot is kept", version)
@@ -399,58 +343,11 @@ class PolicyPublication:
         """Write a snapshot of a version, whose buckets stay until it is written."""
         self._promoting = version
         try:
-            await self._write_snapshot(version)
+            await self.snapshots.write(version)
         finally:
             self._promoting = None
 
     async def keep_last(self) -> None:
         """Write a snapshot of the current version if it has none. Called when no step follows."""
-        if self.current is not None and self.current not in self._kept:
+        if self.current is not None and self.current not in self.snapshots.written:
             await self._keep(self.current)
-
-    async def _snapshot(self, policy_version: int, step: int) -> Path | None:
-        """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
-        every, last = self.config.weights.snapshot_every_steps, self._snapshot_step
-        is_due = last is None or step // every > last // every or step == self.config.learner.num_steps
-        if not is_due:
-            return None
-        target = await self._write_snapshot(policy_version)
-        self._snapshot_step = step
-        return target
-
-    async def _write_snapshot(self, policy_version: int) -> Path:
-        """Write a snapshot of a staged version, and remove those that are no longer needed."""
-        folder = self.config.folder / "snapshots"
-        target = folder / f"version-{policy_version:08d}"
-        timeout_s = self.config.learner.rank_timeout_s
-        try:
-            await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
-        except PenstockError as error:
-            if not is_disk_full(error, folder):
-                raise
-            shutil.rmtree(target, ignore_errors=True)
-            raise DiskFull(
-                f"no space is left to write the snapshot of version {policy_version} ({measure_disk(folder)}); free "
-                "space there, or lower weights.keep_snapshots, then start the learner again"
-            ) from error
-        self._kept.add(policy_version)
-        kept = await self.policies.kept_versions()
-        on_disk = await asyncio.to_thread(_remove_old_snapshots, folder, self.config.weights.keep_snapshots, kept)
-        await self.policies.record_snapshots(on_disk)
-        await self.policies.forget_old(kept | set(on_disk))
-        return target
-
-
-def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
-    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the folders that remain, by
-    version."""
-    for old in sorted(folder.glob("version-*"))[:-num_newest]:
-        if _version_of(old) not in kept:
-            shutil.rmtree(old, ignore_errors=True)
-    return {_version_of(snapshot): str(snapshot) for snapshot in folder.glob("version-*")}
-
-
-def _version_of(snapshot: Path) -> int:
-    """The version in the name of a snapshot's folder; -1 if there is none."""
-    number = snapshot.name.removeprefix("version-")
-    return int(number) if number.isdecimal() else -1
